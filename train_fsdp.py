@@ -1,0 +1,1168 @@
+"""Train a causal language model with FSDP2: one `fully_shard` per decoder layer, on one device or a thousand.
+
+    python train_fsdp.py --demo
+    torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
+    accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
+
+main(), at the end, is the table of contents.
+"""
+
+import logging
+import os
+import signal
+import sys
+import warnings
+
+if __name__ == "__main__":  # before the heavy imports, which warn and can be interrupted too
+    # The default action of Ctrl-C ends every rank at once and silently, even inside a collective.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all
+        warnings.filterwarnings("ignore")
+        os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+        for noisy in ("torchao", "torch.utils._pytree", "transformers", "accelerate"):
+            logging.getLogger(noisy).setLevel(logging.ERROR)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("WANDB_SILENT", "true")
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import utils
+from utils import UserError
+
+ASSETS = pathlib.Path(__file__).resolve().parent / "assets"
+PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))} | {"demo": ASSETS / "demo"}
+DEMO = dict(model="demo", dataset="demo", sequence_length=256, batch_size=8, num_steps=200, lr=3e-3)
+SCHEDULERS = {  # names of transformers.get_scheduler, with what they need beside the step counts
+    "constant": {},
+    "constant_with_warmup": {},
+    "linear": {},
+    "cosine": {},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "polynomial": {},
+    "inverse_sqrt": {},
+    "warmup_stable_decay": {},
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):  # one line, where argparse would print its usage before it
+        raise UserError(message)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog="train_fsdp.py",
+        description="Train a causal language model with FSDP2.",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34, width=118),
+        allow_abbrev=False,
+    )
+    on_off = argparse.BooleanOptionalAction
+
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="smollm3-3b", help=f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]")
+    add("--init", choices=["random", "pretrained"], default="random", help="random weights from the config, or the safetensors of the folder or hub id [random]")
+    add("--tokenizer", help="hub id or folder [the model's]")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", default="roneneldan/TinyStories", help="hub id; .jsonl, .txt or .parquet file or a folder of them; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]")
+    add("--dataset-split", help="training split, with an optional slice [train[:5%%]; of local data: train]")
+    add("--eval-split", default="validation", help="held-out split [validation]")
+    add("--sequence-length", type=positive_int, default=8192, help="tokens per sample [8192]")
+    add("--batch-size", type=positive_int, default=1, help="sequences per rank and microbatch [1]")
+    add("--gradient-accumulation-steps", type=positive_int, default=1, help="microbatches per optimizer step [1]")
+    add("--num-workers", type=natural_int, default=1, help="data loading processes per rank [1]")
+    add("--cache-dir", help="where tokenized data is kept [~/.cache/train_fsdp]")
+
+    add = parser.add_argument_group("sharding").add_argument
+    add("--zero-stage", type=int, choices=[0, 1, 2, 3], default=3, help="0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded; 2 parameters kept after forward; 3 parameters resharded after forward [3]")
+    add("--dp-replicate-size", type=positive_int, default=1, help="HSDP: this many replicas of the shard group [1]")
+    add("--defer-grad-sync", action="store_true", help="reduce-scatter only on the last microbatch (stage 1 implies it)")
+    add("--cpu-offload", action="store_true", help="parameters, gradients and optimizer on the host")
+
+    add = parser.add_argument_group("precision and techniques").add_argument
+    add("--precision", choices=["bf16", "fp8", "fp32", "bf16-pure"], default="bf16", help="bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16]")
+    add("--fp8-recipe", choices=["tensorwise", "rowwise", "rowwise_with_gw_hp"], help="float8 scaling; tensorwise all-gathers in float8 too [tensorwise]")
+    add("--fp8-emulate", action="store_true", help="float8 numbers without float8 hardware, and without its speed")
+    add("--activation-checkpointing", choices=["none", "selective", "full"], default="none", help="selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]")
+    add("--attention", choices=["auto", "sdpa", "cudnn", "flash_attention_2", "flex_attention", "eager"], default="auto", help="attention kernel [auto]")
+    add("--compile", action=on_off, help="torch.compile each decoder layer [on with CUDA]")
+    add("--fused-loss", action=on_off, help="LM head and cross entropy in chunks, never all logits at once [on]")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--num-steps", type=positive_int, default=1000, help="optimizer steps [1000]")
+    add("--optimizer", choices=["adamw", "adamw8bit"], default="adamw", help="torch's fused AdamW, or torchao's with 8-bit states [adamw]")
+    add("--lr", type=positive_float, default=3e-4, help="peak learning rate [3e-4]")
+    add("--lr-scheduler", choices=SCHEDULERS, default="cosine", help="shape of the learning rate [cosine]")
+    add("--warmup-steps", type=natural_int, help="learning rate warmup [5 %% of the steps; 0 with constant]")
+    add("--weight-decay", type=natural_float, default=0.1, help="on matrices, not on norms and biases [0.1]")
+    add("--betas", type=float, nargs=2, default=(0.9, 0.95), metavar=("B1", "B2"), help="of AdamW [0.9 0.95]")
+    add("--max-grad-norm", type=natural_float, default=1.0, help="clip the global gradient norm; 0 never clips [1.0]")
+    add("--seed", type=natural_int, default=42, help="of weights and data order [42]")
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add("--eval-interval", type=natural_int, default=0, help="steps between evaluations on the held-out split; 0 never [0]")
+    add("--eval-steps", type=natural_int, default=0, help="batches per rank and evaluation; 0 takes the whole split [0]")
+    add("--sample-prompt", help="text that the model continues at evaluations and at the end")
+    add("--sample-tokens", type=positive_int, default=128, help="length of the continuation [128]")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--output-dir", default="outputs", help="a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]")
+    add("--run-name", help="[model and start time]")
+    add("--log-with", choices=["none", "wandb", "tensorboard", "all"], default="none", help="trackers beside metrics.jsonl [none]")
+    add("--project-name", default="train_fsdp", help="project in wandb and tensorboard [train_fsdp]")
+    add("--log-interval", type=positive_int, default=10, help="steps between log lines [10]")
+    add("--perf-warmup-steps", type=natural_int, default=10, help="steps that the speed figures leave out [10]")
+    add("--peak-tflops", type=positive_float, help="dense bf16 peak of one GPU, for one that is not in the table")
+    add("--demo", action="store_true", help="the embedded model on the embedded stories; any flag given beside it wins")
+    # fmt: on
+
+    argv = sys.argv[1:] if argv is None else argv
+    if "--demo" in argv:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args(argv)
+    if args.precision != "fp8" and (args.fp8_recipe or args.fp8_emulate):
+        parser.error("argument --fp8-recipe/--fp8-emulate: only with --precision fp8")
+    if args.lr_scheduler == "constant" and args.warmup_steps:
+        parser.error("argument --warmup-steps: the constant scheduler has no warmup; use constant_with_warmup")
+    if args.zero_stage == 0 and args.dp_replicate_size > 1:
+        parser.error("argument --dp-replicate-size: stage 0 replicates on every rank already")
+    if not all(0 <= beta < 1 for beta in args.betas):
+        parser.error("argument --betas: both must be at least 0 and less than 1")
+    if args.run_name and (args.run_name in (".", "..") or "/" in args.run_name):
+        parser.error(f"argument --run-name: {args.run_name!r} is not a plain folder name")
+    local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset))
+    args.dataset_split = args.dataset_split or ("train" if local else "train[:5%]")
+    args.fp8_recipe = args.fp8_recipe or ("tensorwise" if args.precision == "fp8" else None)
+    if args.warmup_steps is None:
+        args.warmup_steps = 0 if args.lr_scheduler == "constant" else args.num_steps // 20
+    if args.compile is None:
+        args.compile = torch.cuda.is_available()
+    return args
+
+
+def number(convert: type, least: float, name: str):
+    """An argparse type: a finite number of at least `least`, called `name` in the error."""
+
+    def parse(text: str):
+        value = convert(text)
+        if not least <= value < math.inf:
+            raise ValueError
+        return value
+
+    parse.__name__ = name
+    return parse
+
+
+positive_int, natural_int = number(int, 1, "positive integer"), number(int, 0, "natural number")
+positive_float, natural_float = number(float, sys.float_info.min, "positive number"), number(float, 0, "number")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Processes and errors
+
+
+def start_processes() -> torch.device:
+    """Joins the world that torchrun or accelerate made, or makes a world of one; returns this rank's device."""
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda and local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"--nproc_per_node: rank {local_rank} of this node has no GPU; {torch.cuda.device_count()} seen"
+        )
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        world = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None, **world)
+    return device
+
+
+def stop_processes() -> None:
+    """Leaves the world; a gloo rank that leaves before the others are done can abort them, hence the barrier."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fail(message: str, exit_code: int) -> None:
+    """Ends this rank; the first rank to get here prints `message`, so that one mistake is one line."""
+    rank, first = int(os.environ.get("RANK", 0)), None
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank or agent that kept it
+            first = dist.distributed_c10d._get_default_store().add("train_fsdp/failed", 1) == 1
+    if first or (first is None and rank == 0):
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)  # the launcher kills all as soon as one is gone: let the one that prints go first
+    sys.stdout.flush()
+    # no clean-up: it would wait for ranks, data workers and trackers that do not answer any more
+    os._exit(exit_code)
+
+
+def someone_failed() -> bool:
+    """Whether another rank has given its reason already, so that this rank's broken collective is only an echo."""
+    with contextlib.suppress(RuntimeError):
+        return dist.is_initialized() and dist.distributed_c10d._get_default_store().check(["train_fsdp/failed"])
+    return True
+
+
+def say(*message) -> None:
+    """Prints on rank 0, above a progress bar if there is one."""
+    if dist.get_rank() == 0:
+        tqdm.write(" ".join(map(str, message)))
+        sys.stdout.flush()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model
+
+
+def find_source(model: str) -> tuple[str, str]:
+    """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
+    if model == "demo":
+        return str(PRESETS["demo"]), str(PRESETS["demo"])
+    if model in PRESETS:
+        return str(PRESETS[model]), json.loads(PRESETS[model].read_text())["_name_or_path"]
+    path = pathlib.Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"--model {model}: the folder has no config.json")
+        return str(path), str(path)
+    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise UserError(f"--model {model}: no such folder")
+    return model, model
+
+
+def load_config(args: argparse.Namespace):
+    """The model's config, checked against the sequence length."""
+    source, _ = find_source(args.model)
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--model {args.model}: not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from "
+            f"the hub ({utils.first_line(error)})"
+            if source == args.model and not os.path.isdir(source)
+            else f"--model {args.model}: its config.json cannot be used ({utils.first_line(error)})"
+        ) from error
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and args.sequence_length > positions:
+        raise UserError(f"--sequence-length {args.sequence_length}: {args.model} has {positions} positions")
+    config.use_cache = False
+    return config
+
+
+def load_tokenizer(args: argparse.Namespace, config):
+    """The tokenizer, its vocabulary checked against the model's; None where only synthetic tokens are read."""
+    if args.dataset == "synthetic" and not args.sample_prompt:
+        return None
+    source = args.tokenizer or find_source(args.model)[1]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # transformers raises many kinds
+        where = (
+            "the folder has no usable tokenizer"
+            if os.path.isdir(source)
+            else "not a folder, and not to be had from the hub"
+        )
+        raise UserError(
+            f"--tokenizer {source}: {where} ({utils.first_line(error)}); give --tokenizer a folder "
+            f"({ASSETS / 'demo'} has one), or use --dataset synthetic, which needs none"
+        ) from error
+    vocabulary = config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise UserError(
+            f"--tokenizer {source}: its vocabulary of {len(tokenizer)} is larger than the model's {vocabulary}"
+        )
+    return tokenizer
+
+
+def choose_attention(args: argparse.Namespace, config) -> str:
+    """The name of transformers' attention implementation for `--attention`."""
+    if args.attention == "cudnn":
+        if not torch.cuda.is_available():
+            raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    if args.attention == "flash_attention_2" and not (find_spec("flash_attn") and torch.cuda.is_available()):
+        raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
+    if args.attention == "flex_attention" and not torch.cuda.is_available():
+        raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
+    if args.attention in ("auto", "cudnn"):
+        return "sdpa"
+    return args.attention
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers: the outermost ModuleList with as many modules as the config has layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [(n.count("."), m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
+    return min(lists, key=lambda depth_and_list: depth_and_list[0])[1]
+
+
+def build_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
+    """(shard,) or, for HSDP and stage 0, (replicate, shard)."""
+    world = dist.get_world_size()
+    replicas = world if args.zero_stage == 0 else args.dp_replicate_size
+    if world % replicas:
+        raise UserError(f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks")
+    if replicas == 1:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module:
+    """Builds the model sharded: on the meta device first, then one decoder layer after the other made real and cut.
+
+    No rank ever holds more than one whole layer beside its shards (and, for a moment, embedding and head). Every rank
+    draws the same random numbers in the same order, so the weights do not depend on world size or sharding.
+    """
+    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    dtype = torch.bfloat16 if args.precision == "bf16-pure" else torch.float32
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=choose_attention(args, config), dtype=dtype
+            )
+    except (ValueError, ImportError) as error:
+        raise UserError(f"--attention {args.attention}: {utils.first_line(error)}") from error
+    layers = decoder_layers(model)
+    convert_to_fp8 = fp8_converter(args) if args.precision == "fp8" else None
+    weights = PretrainedWeights(model, find_source(args.model)[1], dtype) if args.init == "pretrained" else None
+    if args.fused_loss is not False:
+        args.fused_loss = fuse_loss(model, required=args.fused_loss)
+    if not args.fused_loss:
+        model.loss_function = full_loss
+
+    low = torch.bfloat16 if args.precision in ("bf16", "fp8") else None
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
+    )
+    contexts = selective_contexts if args.activation_checkpointing == "selective" else noop_context_fn
+    torch.manual_seed(args.seed)
+    model.train()
+    in_layers = {module for layer in layers for module in layer.modules()}
+    make_real(model, [module for module in model.modules() if module not in in_layers], device, weights)
+    for index, layer in enumerate(layers):
+        make_real(model, list(layer.modules()), device, weights, index)
+        # The order matters. float8 swaps the linears, so it comes before whatever remembers them. Checkpointing comes
+        # before compile, so that the compiler sees what is recomputed and can fuse it. compile comes before
+        # fully_shard, so that the all-gathers are issued around the compiled region instead of breaking it.
+        if convert_to_fp8:
+            convert_to_fp8(layer)
+        if args.activation_checkpointing != "none":
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+        if args.compile:
+            layer.forward = torch.compile(layer.forward)
+        shard(layer, reshard_after_forward=args.zero_stage == 3)
+    # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
+    # in between.
+    shard(model, reshard_after_forward=False)
+    # The optimizer comes after this: made before, it would hold the whole parameters, and states of their size.
+    return model
+
+
+def make_real(
+    model: nn.Module, modules: list[nn.Module], device: torch.device, weights, layer: int | None = None
+) -> None:
+    """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`."""
+    real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if tensor not in real:
+                        real[tensor] = torch.empty_like(tensor, device=device)
+                        if isinstance(tensor, nn.Parameter):
+                            real[tensor] = nn.Parameter(real[tensor], requires_grad=tensor.requires_grad)
+                    tensors[name] = real[tensor]
+    if weights:
+        weights.load(layer, device)
+    for module in reversed(modules):  # children before parents, as nn.Module.apply does; what was loaded stays
+        model._init_weights(module)
+    if weights:
+        weights.check(modules)
+
+
+class PretrainedWeights:
+    """The safetensors of a local folder or hub id, read one decoder layer at a time.
+
+    transformers' own key mapping is applied, so a checkpoint in an older or another layout (experts stored one by one,
+    say) loads as it does with from_pretrained.
+    """
+
+    def __init__(self, model: nn.Module, source: str, dtype: torch.dtype):
+        from huggingface_hub import snapshot_download
+        from safetensors import safe_open
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        transformers.utils.logging.disable_progress_bar()
+        self.model, self.source, self.dtype = model, source, dtype
+        self.mapping = get_model_conversion_mapping(model)
+        renamings = [rule for rule in self.mapping if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in self.mapping if isinstance(rule, WeightConverter)]
+        names, layers = model.state_dict(), decoder_layers(model)
+        path = next(path for path, module in model.named_modules() if module is layers)
+        try:
+            folder = pathlib.Path(
+                source
+                if os.path.isdir(source)
+                else snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
+            )
+            index = folder / "model.safetensors.index.json"
+            files = (
+                set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ["model.safetensors"]
+            )
+            self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
+            for file in sorted(files):
+                tensors = safe_open(folder / file, framework="pt")
+                for key in tensors.keys():  # noqa: SIM118 - not a dict
+                    target, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+                    rest = target.removeprefix(path + ".") if target.startswith(path + ".") else ""
+                    layer = int(rest.split(".")[0]) if rest else None
+                    self.slices.setdefault(layer, {})[key] = tensors.get_slice(key)
+        except Exception as error:
+            raise UserError(f"--init pretrained: no weights from {source} ({utils.first_line(error)})") from error
+
+    def load(self, layer: int | None, device: torch.device) -> None:
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        config = LoadStateDictConfig(dtype=self.dtype, weight_mapping=self.mapping, device_map={"": device})
+        convert_and_load_state_dict_in_model(self.model, self.slices.get(layer, {}), config)
+        self.model.tie_weights()
+
+    def check(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            for name, parameter in module.named_parameters(recurse=False):
+                if not getattr(parameter, "_is_hf_initialized", False):
+                    path = next(path for path, other in self.model.named_modules() if other is module)
+                    raise UserError(
+                        f"--init pretrained: {self.source} has no {path}.{name} of shape {tuple(parameter.shape)}"
+                    )
+
+
+def fp8_converter(args: argparse.Namespace):
+    """A function that swaps a module's linears for torchao's float8 ones, in place."""
+    hopper = torch.cuda.is_available() and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    if not hopper and not args.fp8_emulate:
+        here = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {here}; use bf16")
+    if not find_spec("torchao"):
+        raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if args.fp8_recipe == "tensorwise":
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=args.fp8_emulate)
+    else:
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(args.fp8_recipe), emulate=args.fp8_emulate)
+
+    def convertible(module: nn.Module, path: str) -> bool:  # the tensor cores want multiples of 16
+        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    def convert(layer: nn.Module) -> None:
+        if not any(convertible(module, "") for module in layer.modules()):
+            raise UserError(
+                "--precision fp8: the decoder layers have no nn.Linear with sizes in multiples of 16; use bf16"
+            )
+        convert_to_float8_training(layer, config=config, module_filter_fn=convertible)
+
+    return convert
+
+
+def selective_contexts():
+    """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else."""
+    return create_selective_checkpoint_contexts(
+        lambda context, op, *args, **kwargs: (
+            CheckpointPolicy.MUST_SAVE if op in EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+    )
+
+
+EXPENSIVE_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loss
+
+LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 0.5 GiB in fp32 for a vocabulary of 128 k
+
+
+def full_loss(logits: torch.Tensor, labels: torch.Tensor, **_) -> torch.Tensor:
+    """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=utils.IGNORE_INDEX)
+
+
+def fuse_loss(model: nn.Module, required: bool | None) -> bool:
+    """Makes the head hand its input through when labels are given, and the loss multiply by the head in chunks.
+
+    transformers' own forward stays in charge, so what it does between head and loss still happens; it must be linear.
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    if not isinstance(head, nn.Linear) or getattr(config, "final_logit_softcapping", None):
+        if required:
+            raise UserError(
+                f"--fused-loss: the head of {type(model).__name__} is not a plain linear; use --no-fused-loss"
+            )
+        return False
+    project = head.forward
+
+    def choose(module, args, kwargs):
+        head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
+
+    model.register_forward_pre_hook(choose, with_kwargs=True)
+    model.loss_function = lambda logits, labels, **_: LinearCrossEntropy.apply(  # here the "logits" are the hidden states
+        logits.flatten(0, 1).to(head.weight.dtype), head.weight, head.bias, labels.flatten()
+    )
+    return True
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time.
+
+    The gradients are computed in forward, while a chunk's logits exist: nothing is computed twice, and neither logits
+    nor their gradients ever exist for all tokens. Shapes: hidden (tokens, dim), weight (vocab, dim), bias (vocab,) or
+    None, labels (tokens,).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels):
+        counted = labels != utils.IGNORE_INDEX
+        count = counted.sum().clamp(min=1)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        train = any(ctx.needs_input_grad)
+        if train:
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for start in range(0, len(hidden), LOSS_CHUNK):
+            chunk = slice(start, start + LOSS_CHUNK)
+            target, kept = labels[chunk].clamp(min=0).unsqueeze(1), counted[chunk].unsqueeze(1)
+            logits = F.linear(hidden[chunk], weight, bias).float()
+            normalizer = logits.logsumexp(1, keepdim=True)
+            loss += ((normalizer - logits.gather(1, target)) * kept).sum() / count
+            if train:  # d loss / d logits = (softmax - one-hot) / count
+                logits.sub_(normalizer).exp_().scatter_add_(1, target, -torch.ones_like(normalizer)).mul_(kept / count)
+                grad_logits = logits.to(weight.dtype)
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+                grad_weight += grad_logits.t() @ hidden[chunk]
+                if bias is not None:
+                    grad_bias += logits.sum(0)
+        if train:
+            grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        return *grads, None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over the sharded parameters, weight decay on matrices only, its states made already."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if args.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=tuple(args.betas), fused=True)
+    else:
+        if not find_spec("torchao"):
+            raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
+        from torchao.optim import AdamW8bit
+
+        optimizer = AdamW8bit(groups, lr=args.lr, betas=tuple(args.betas))
+    # One step with zero gradients and zero learning rate makes the states, so that they can be checked, counted in
+    # memory and loaded into before training; it changes no parameter.
+    for group in optimizer.param_groups:
+        set_learning_rate(group, 0.0)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        set_learning_rate(group, args.lr)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
+
+
+def set_learning_rate(group: dict, rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def build_scheduler(args: argparse.Namespace, optimizer: torch.optim.Optimizer):
+    specific = dict(SCHEDULERS[args.lr_scheduler])
+    if args.lr_scheduler == "warmup_stable_decay":
+        specific["num_decay_steps"] = max(1, args.num_steps // 5)
+        specific["num_stable_steps"] = max(0, args.num_steps - args.warmup_steps - specific["num_decay_steps"])
+    return transformers.get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, args.num_steps, scheduler_specific_kwargs=specific or None
+    )
+
+
+def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str:
+    """One line about what is sharded and how.
+
+    Raises:
+        RuntimeError: a parameter or an optimizer state is not the DTensor that the stage asks for.
+    """
+    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
+    parameters = dict(model.named_parameters())
+    states = {
+        f"{name}.{key}": state
+        for name, parameter in parameters.items()
+        for key, state in optimizer.state.get(parameter, {}).items()
+        if torch.is_tensor(state) and state.dim() > 0
+    }
+    for name, tensor in (parameters | states).items():
+        if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
+            raise RuntimeError(f"{name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not any(state.startswith(f"{name}.") for state in states):
+            raise RuntimeError(f"{name} has no optimizer state")
+    here = sum(parameter.to_local().numel() for parameter in parameters.values())
+    total = sum(parameter.numel() for parameter in parameters.values())
+    return (
+        f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors {placements}; "
+        f"rank {dist.get_rank()} holds {100 * here / total:.1f} % of the elements"
+    )
+
+
+def clip_gradients(model: nn.Module, mesh: DeviceMesh, max_norm: float) -> torch.Tensor:
+    """Scales the gradients so that their global norm is at most `max_norm` (0: as they are); returns the norm before.
+
+    One all-reduce for all parameters, and nothing is read back from the device.
+    """
+    grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    squared = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
+    dist.all_reduce(squared, group=mesh.get_group("shard"))
+    norm = squared.sqrt()
+    if max_norm:
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def load_data(args: argparse.Namespace, tokenizer, config, accelerator: Accelerator):
+    """The training windows and, where evaluation is asked for, the held-out ones."""
+    vocab_size = config.get_text_config().vocab_size
+    if args.dataset == "synthetic":
+        train = utils.SyntheticDataset(vocab_size, args.sequence_length, args.seed)
+        held_out = utils.SyntheticDataset(vocab_size, args.sequence_length, args.seed + 1, windows=1024)
+        return train, held_out if args.eval_interval else None
+    source = str(ASSETS / "demo" / "stories") if args.dataset == "demo" else args.dataset
+    load = functools.partial(
+        utils.get_dataset,
+        tokenizer,
+        args.sequence_length,
+        accelerator,
+        source,
+        vocab_size=vocab_size,
+        cache_dir=args.cache_dir,
+    )
+    train = load(split=args.dataset_split, log=functools.partial(say, "data      "))
+    needed = args.batch_size * dist.get_world_size() * args.gradient_accumulation_steps
+    if len(train) < needed:
+        raise UserError(
+            f"--dataset {args.dataset}, split {args.dataset_split!r}: {len(train):,} windows of {args.sequence_length} "
+            f"tokens do not fill one global batch of {needed}; use a smaller batch, a shorter sequence or more text"
+        )
+    return train, load(split=args.eval_split) if args.eval_interval else None
+
+
+def training_batches(args: argparse.Namespace, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Endless microbatches of this rank on its device, read by workers ahead of time."""
+    sampler = utils.GlobalOrderSampler(len(dataset), args.batch_size, dist.get_rank(), dist.get_world_size(), args.seed)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=utils.create_collate_fn(),
+        num_workers=args.num_workers,
+        pin_memory=device.type == "cuda",
+    )
+    if device.type != "cuda":
+        yield from loader
+        return
+    side, ahead = torch.cuda.Stream(), None  # the next batch is copied while the current one computes
+    for batch in loader:
+        ready = ahead
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.stream(side):
+            ahead = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        if ready is not None:
+            for tensor in ready.values():
+                tensor.record_stream(torch.cuda.current_stream())
+            yield ready
+
+
+def held_out_batches(args: argparse.Namespace, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's share of the held-out windows, each of them once over all ranks, the same number of batches on all.
+
+    Where the last round has fewer windows than places, the labels of the places left over count for nothing.
+    """
+    rank, per_round = dist.get_rank(), args.batch_size * dist.get_world_size()
+    windows = min(len(dataset), args.eval_steps * per_round or len(dataset))
+    collate = utils.create_collate_fn()
+    for first in range(rank * args.batch_size, math.ceil(windows / per_round) * per_round, per_round):
+        indices = range(first, first + args.batch_size)
+        batch = collate([dataset[index % windows] for index in indices])
+        batch["labels"][[index >= windows for index in indices]] = utils.IGNORE_INDEX
+        yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module):
+    """Evaluation mode without gradients; afterwards no parameter stays gathered and no random state is touched."""
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+        yield
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def evaluate(args: argparse.Namespace, model: nn.Module, dataset, device: torch.device) -> float:
+    """Mean loss over every token of the held-out windows."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
+    with evaluating(model):
+        for batch in held_out_batches(args, dataset, device):
+            tokens = (batch["labels"] != utils.IGNORE_INDEX).sum()
+            loss = model(**batch, use_cache=False).loss
+            total += torch.stack([loss.double() * tokens, tokens.double()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def sample(args: argparse.Namespace, model: nn.Module, tokenizer, device: torch.device) -> str:
+    """The prompt and its continuation; every rank takes part with the same random numbers."""
+    prompt = tokenizer(args.sample_prompt, return_tensors="pt", add_special_tokens=False).to(device)
+    # the length changes with every token: eager code, or the compiler would start again each time
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
+        torch.manual_seed(args.seed)
+        tokens = model.generate(
+            input_ids=prompt["input_ids"],
+            attention_mask=prompt["attention_mask"],
+            max_new_tokens=args.sample_tokens,
+            do_sample=True,
+            temperature=0.7,
+            top_k=50,
+            use_cache=True,
+            synced_gpus=dist.get_world_size() > 1,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reporting
+
+
+def choose_folder(args: argparse.Namespace) -> pathlib.Path:
+    """The run's folder, checked: it holds no run yet and can be written. It is not made before training begins."""
+    name = args.run_name or f"{pathlib.Path(args.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = pathlib.Path(args.output_dir).expanduser() / name
+    if (folder / "metrics.jsonl").exists():
+        raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name or remove it")
+    try:
+        with tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())):
+            return folder
+    except OSError as error:
+        raise UserError(f"--output-dir {args.output_dir}: cannot be written ({error.strerror})") from error
+
+
+def make_accelerator(args: argparse.Namespace) -> Accelerator:
+    """accelerate's view of the processes, and its trackers; a tracker that cannot work is an error now, not later."""
+    trackers = {"none": [], "all": ["wandb", "tensorboard"]}.get(args.log_with, [args.log_with])
+    for package in trackers:
+        if not find_spec(package):
+            raise UserError(f"--log-with {args.log_with}: needs the package {package} (pip install {package})")
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=trackers or None)
+    if "wandb" in trackers and accelerator.is_main_process:
+        import wandb
+
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise UserError(
+                f"--log-with {args.log_with}: not logged in to wandb; run `wandb login`, or set WANDB_MODE=offline"
+            )
+    return accelerator
+
+
+def start_run(args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path) -> None:
+    """Writes the run's config.json and starts its trackers."""
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
+    accelerator.wait_for_everyone()
+    if accelerator.log_with:
+        accelerator.project_configuration.set_directories(str(folder))
+        accelerator.init_trackers(
+            args.project_name,
+            config={
+                key: value if isinstance(value, int | float | str) else str(value) for key, value in vars(args).items()
+            },
+            init_kwargs={"wandb": {"name": folder.name, "dir": str(folder)}},
+        )
+
+
+def describe_run(args: argparse.Namespace) -> dict:
+    """What it takes to repeat a run: flags, versions, commit, world size, GPU."""
+    versions = {"python": sys.version.split()[0]}
+    for package in ("torch", "transformers", "accelerate", "torchao", "datasets"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    git = ["git", "-C", str(ASSETS.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    return {
+        "flags": vars(args),
+        "versions": versions,
+        "commit": commit,
+        "world_size": dist.get_world_size(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def describe_setup(args, model, mesh: DeviceMesh, train_set, flops: int, peak: float | None, verified: str) -> str:
+    """The header: what will run, in figures that can be checked by hand."""
+    world = dist.get_world_size()
+    where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    shards = mesh["shard"].size()
+    tokens = world * args.batch_size * args.sequence_length * args.gradient_accumulation_steps
+    precision = {
+        "bf16": "bf16 compute and all-gather, fp32 master weights and gradient reduction",
+        "fp8": f"bf16 and {'emulated ' if args.fp8_emulate else ''}float8 linears ({args.fp8_recipe}), fp32 master weights and gradient reduction",
+        "fp32": "fp32",
+        "bf16-pure": "bf16 throughout, optimizer included",
+    }[args.precision]
+    techniques = [
+        f"attention {args.attention if args.attention != 'auto' else model.config._attn_implementation}",
+        "compiled layers" if args.compile else "eager layers",
+        "fused loss" if args.fused_loss else "full logits",
+        f"checkpointing {args.activation_checkpointing}",
+        args.optimizer,
+    ]
+    mfu = f"peak {peak:,.0f} TFLOPS a GPU" if peak else "no MFU on a CPU"
+    if not peak and mesh.device_type == "cuda":
+        mfu = f"no MFU: {where} is not in the table, give its dense bf16 peak with --peak-tflops"
+    lines = {
+        "model": f"{args.model} ({type(model).__name__.removeprefix('FSDP')}), {sum(p.numel() for p in model.parameters()):,} parameters, {args.init} weights",
+        "sharding": f"ZeRO-{args.zero_stage}, {world} x {where} = {world // shards} replica x {shards} shards"
+        + (", offloaded to the host" if args.cpu_offload else ""),
+        "precision": precision,
+        "technique": ", ".join(techniques),
+        "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} sequences x "
+        f"{args.sequence_length:,} tokens = {tokens:,} tokens a step",
+        "FLOPs": f"{flops / 1e9:,.3f} GFLOP a token; {mfu}",
+        "data": f"{args.dataset}: {len(train_set):,} windows, {len(train_set) * args.sequence_length / tokens:,.1f} steps an epoch",
+        "verified": verified,
+    }
+    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
+
+
+class Report:
+    """What a run says of itself, on rank 0: metrics.jsonl, the trackers, the console."""
+
+    def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path):
+        self.accelerator, self.num_steps = accelerator, args.num_steps
+        main = accelerator.is_main_process
+        self.file = (folder / "metrics.jsonl").open("a") if main else None
+        self.bar = tqdm(
+            total=args.num_steps, unit="step", dynamic_ncols=True, disable=not (main and sys.stderr.isatty())
+        )
+
+    def log(self, metrics: dict, speed_message: str) -> None:
+        if not self.file:
+            return
+        print(json.dumps(metrics), file=self.file, flush=True)
+        step = metrics["step"]
+        self.accelerator.log({key: v for key, v in metrics.items() if key not in ("step", "final")}, step=step)
+        if metrics.get("final"):
+            return
+        message = f"loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.2f}  lr {metrics['learning_rate']:.1e}"
+        if "eval_loss" in metrics:
+            message += f"  held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.1f})"
+        message += f"  {speed_message}"
+        if self.bar.disable:
+            left = (self.num_steps - step) * metrics.get("step_time_ms", math.nan) / 1000
+            eta = f"  eta {tqdm.format_interval(left)}" if left > 0 else ""
+            say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {message}{eta}")
+        else:
+            self.bar.set_postfix_str(message)
+
+    def close(self) -> None:
+        self.bar.close()
+        for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
+            tracker.finish()
+        if self.file:
+            self.file.close()
+
+
+def largest_of_ranks(figures: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Each figure's maximum over all ranks."""
+    values = torch.tensor(list(figures.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return dict(zip(figures, values.tolist(), strict=True))
+
+
+def read_losses(losses: list[torch.Tensor], step: int) -> float:
+    """The global loss of `step`, the last of `losses`, which are this rank's of the steps up to it.
+
+    Raises:
+        UserError: one of them is NaN or infinite; the first such step is named.
+    """
+    values = torch.stack(losses)
+    dist.all_reduce(values)
+    values = (values / dist.get_world_size()).tolist()
+    for at, value in enumerate(values, step - len(values) + 1):
+        if not math.isfinite(value):
+            advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
+            raise UserError(f"the loss became {value} at step {at}; {advice}", exit_code=1)
+    return values[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def train_step(args, model, optimizer, mesh, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still on the device."""
+    total = 0.0
+    for microbatch in range(args.gradient_accumulation_steps):
+        last = microbatch == args.gradient_accumulation_steps - 1
+        model.set_requires_gradient_sync(last or not (args.defer_grad_sync or args.zero_stage == 1))
+        if (
+            not last
+        ):  # replicas of the shard group meet once a step; the reduce-scatters inside it are summed until then
+            model.set_requires_all_reduce(False)
+        # Below stage 3 the parameters stay whole from the first microbatch to the last: one all-gather a step.
+        model.set_reshard_after_backward(last or args.zero_stage == 3)
+        with tracker.data_wait():
+            batch = next(batches)
+        loss = model(**batch, use_cache=False).loss / args.gradient_accumulation_steps
+        loss.backward()
+        total = total + loss.detach()
+    norm = clip_gradients(model, mesh, args.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    if args.fp8_recipe == "tensorwise":
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)  # one all-reduce for the scales of all layers
+    return total, norm
+
+
+def run(args: argparse.Namespace, device: torch.device) -> None:
+    accelerator = make_accelerator(args)
+    config = utils.from_main_process(accelerator, lambda: load_config(args))
+    tokenizer = utils.from_main_process(accelerator, lambda: load_tokenizer(args, config))
+    folder = utils.from_main_process(accelerator, lambda: choose_folder(args), per_node=False)
+    mesh = build_mesh(args, device)
+    train_set, eval_set = load_data(args, tokenizer, config, accelerator)
+
+    model = build_model(args, config, mesh)
+    optimizer = build_optimizer(args, model)
+    scheduler = build_scheduler(args, optimizer)
+    verified = verify_sharding(model, optimizer, mesh)
+
+    flops = utils.get_model_flops_per_token(model, args.sequence_length)
+    peak = args.peak_tflops or (utils.get_gpu_peak_tflops() if device.type == "cuda" else None)
+    tracker = utils.PerformanceTracker(args.perf_warmup_steps, dist.get_world_size(), peak or 0)
+    say(describe_setup(args, model, mesh, train_set, flops, peak, verified))
+    start_run(args, accelerator, folder)
+    say(f"{'run':10} {folder}\n")
+    report = Report(args, accelerator, folder)
+
+    batches = training_batches(args, train_set, device)
+    tokens_per_step = dist.get_world_size() * args.batch_size * args.sequence_length * args.gradient_accumulation_steps
+    losses: list[torch.Tensor] = []  # of the steps since the last log line
+    for step in range(1, args.num_steps + 1):
+        learning_rate = float(scheduler.get_last_lr()[0])
+        loss, grad_norm = train_step(args, model, optimizer, mesh, batches, tracker)
+        scheduler.step()
+        losses.append(loss)
+        report.bar.update()
+
+        last = step == args.num_steps
+        evaluates = eval_set is not None and (last or step % args.eval_interval == 0)
+        logs = evaluates or last or step == 1 or step % args.log_interval == 0
+        speed = tracker.step(tokens_per_step, flops, synchronize=logs)
+        if not logs:
+            continue
+        metrics = {
+            "step": step,
+            "loss": read_losses(losses, step),
+            "grad_norm": grad_norm.item(),
+            "learning_rate": learning_rate,
+            "tokens_seen": step * tokens_per_step,
+        }
+        losses.clear()
+        metrics |= figures_of_all_ranks(speed, device)
+        if evaluates:
+            with tracker.excluded():
+                metrics["eval_loss"] = evaluate(args, model, eval_set, device)
+        metrics |= goodput(tracker, step)
+        report.log(metrics, tracker.get_print_message(metrics))
+        if args.sample_prompt and evaluates and not last:
+            with tracker.excluded():
+                say(sample(args, model, tokenizer, device))
+
+    averages = figures_of_all_ranks(tracker.summary(), device) | goodput(tracker, args.num_steps)
+    report.log({**metrics, **averages, "final": True}, "")
+    report.close()
+    say(summarize(args, metrics, averages, folder))
+    if args.sample_prompt:
+        say("\n" + sample(args, model, tokenizer, device))
+
+
+def figures_of_all_ranks(speed: dict, device: torch.device) -> dict[str, float]:
+    """Speed as rank 0 sees it; the slowest rank's step time and data wait and the fullest rank's memory."""
+    local = utils.memory_figures(device)
+    if "step_time_ms" in speed:
+        local |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
+    else:
+        speed = {}
+    return speed | (largest_of_ranks(local, device) if local else {})
+
+
+def goodput(tracker: utils.PerformanceTracker, steps: int) -> dict[str, float]:
+    """Share of the time since the process began that `steps` steps take at the measured speed: what start-up,
+    compilation, evaluation and waiting left over."""
+    speed = tracker.summary()
+    if not speed:
+        return {}
+    elapsed = time.time() - psutil.Process().create_time()
+    return {"goodput_percent": 100 * steps * speed["step_time_ms"] / 1000 / elapsed}
+
+
+def summarize(args: argparse.Namespace, metrics: dict, averages: dict, folder: pathlib.Path) -> str:
+    elapsed = tqdm.format_interval(time.time() - psutil.Process().create_time())
+    lines = {
+        "done": f"{args.num_steps:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
+    }
+    if "eval_loss" in metrics:
+        lines["done"] += (
+            f", held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
+        )
+    if "tokens_per_sec" in averages:
+        lines["speed"] = (
+            f"{averages['tokens_per_sec']:,.0f} tok/s = {averages['tokens_per_sec_per_gpu']:,.0f} tok/s a rank, "
+            f"{averages['step_time_ms']:,.1f} ms a step, {averages['actual_tflops_per_sec']:,.2f} TFLOPS"
+        )
+        if "mfu_percent" in averages:
+            lines["speed"] += f" of {averages['theoretical_tflops_total']:,.0f}: MFU {averages['mfu_percent']:.2f} %"
+        lines["speed"] += f", goodput {averages['goodput_percent']:.1f} %"
+    else:
+        lines["speed"] = f"not measured: every step was within --perf-warmup-steps {args.perf_warmup_steps}"
+    if "peak_memory_reserved" in averages:
+        lines["memory"] = ", ".join(
+            f"{k.removeprefix('peak_memory_')} {v:.2f} GiB" for k, v in averages.items() if k.startswith("peak_")
+        )
+    lines["files"] = str(folder)
+    return "\n" + "\n".join(f"{name:10} {text}" for name, text in lines.items())
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the program; every way out of it but success ends in `fail`."""
+    try:
+        args = parse_args(argv)
+        run(args, start_processes())
+        stop_processes()
+    except UserError as error:
+        fail(f"train_fsdp.py: error: {error}", error.exit_code)
+    except torch.cuda.OutOfMemoryError as error:
+        fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {', '.join(memory_savers(args))}.", 1)
+    except Exception:  # a bug, or the echo of another rank's end
+        fail("" if someone_failed() else traceback.format_exc(), 1)
+
+
+def memory_savers(args: argparse.Namespace) -> list[str]:
+    """The flags that would lower memory, cheapest first, less those already given."""
+    ways = {
+        "--fused-loss": args.fused_loss,
+        "--zero-stage 3": args.zero_stage == 3,
+        "--activation-checkpointing selective or full": args.activation_checkpointing != "none",
+        "--activation-checkpointing full": args.activation_checkpointing == "full",
+        f"a --batch-size under {args.batch_size}": args.batch_size == 1,
+        "--optimizer adamw8bit": args.optimizer == "adamw8bit",
+        "--cpu-offload": args.cpu_offload,
+        f"a --sequence-length under {args.sequence_length}": False,
+    }
+    return [way for way, taken in ways.items() if not taken][:4]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,640 @@
+"""What the recipe in train_fsdp.py should not have to show: token packing, FLOP and MFU math, speed and memory figures.
+
+Importing this module starts nothing and needs no GPU, no network and no optional package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, Sampler
+
+IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
+GIB = 2**30
+
+
+class UserError(Exception):
+    """Something the user can mend: the message names the flag or file, what is wrong and what to do."""
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def __reduce__(self):  # it travels between ranks
+        return (type(self), (str(self), self.exit_code))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data: documents are tokenized once into one flat, memory-mapped token array and read back as windows
+
+DATA_SUFFIXES = (".jsonl", ".txt", ".parquet")
+DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a .txt file, as in the original TinyStories files
+SPLIT_FILES = {"validation": ("val", "dev", "eval"), "test": ("test",)}  # how a folder's held-out files begin
+TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+
+
+def from_main_process(accelerator, make: Callable[[], Any], per_node: bool = True) -> Any:
+    """Calls `make` on the main process of each node and gives its result, pickled, to the node's other processes.
+
+    `per_node=False` calls it once for the whole world.
+
+    An error raised by any main process is raised on every rank, so that no rank waits for one that has given up.
+    `accelerator=None`, or a world without a process group, just calls `make`.
+    """
+    if accelerator is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    # gloo, with a patience of its own: tokenizing a large corpus outlasts NCCL's watchdog
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+    result, error = None, None
+    main = accelerator.is_local_main_process if per_node else accelerator.is_main_process
+    if main:
+        try:
+            result = make()
+        except UserError as exception:
+            error = exception
+        except Exception:  # not every exception can be pickled
+            error = RuntimeError(traceback.format_exc())
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (result, error, main), group=group)
+    dist.destroy_process_group(group)
+    for _, error, _ in everyone:
+        if error is not None:
+            raise error
+    main_rank = max(r for r in range(dist.get_rank() + 1) if everyone[r][2])
+    return everyone[main_rank][0]
+
+
+def _local_files(source: str, split: str) -> list[pathlib.Path] | None:
+    """Data files of a local file or folder that belong to `split`; None when `source` is not a local path."""
+    path, name = pathlib.Path(source).expanduser(), split.partition("[")[0]
+    kinds = "/".join(DATA_SUFFIXES)
+    if path.is_file():
+        if path.suffix not in DATA_SUFFIXES:
+            raise UserError(f"--dataset {source}: not a {kinds} file")
+        if name != "train":
+            raise UserError(
+                f"--dataset {source}: one file has no split {name!r}; divide it with "
+                "--dataset-split 'train[:95%]' --eval-split 'train[95%:]'"
+            )
+        return [path]
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix in DATA_SUFFIXES)
+        held_out = {f: s for f in files for s, starts in SPLIT_FILES.items() if f.stem.lower().startswith(starts)}
+        chosen = [f for f in files if held_out.get(f, "train") == name]
+        if not chosen:
+            raise UserError(f"--dataset {source}: the folder has no {kinds} file for the split {name!r}")
+        return chosen
+    if path.suffix in DATA_SUFFIXES or source.startswith(("/", "./", "../", "~")):
+        raise UserError(f"--dataset {source}: no such file or folder")
+    return None
+
+
+def _load_documents(source: str, split: str, files: list[pathlib.Path] | None):
+    """The documents as a `datasets.Dataset`, from local files or from the hub."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity_error()
+    if files is None:
+        try:
+            return datasets.load_dataset(source, split=split)
+        except ValueError as error:  # an unknown split, with the known ones in the message
+            raise UserError(f"--dataset {source}, split {split!r}: {first_line(error)}") from error
+        except Exception as error:
+            raise UserError(
+                f"--dataset {source}: not a local file or folder, and the hub did not give it "
+                f"({type(error).__name__}: {first_line(error)}); without a network use a local "
+                f"{'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
+            ) from error
+    kind = {".jsonl": "json", ".txt": "text", ".parquet": "parquet"}[files[0].suffix]
+    options = {"sample_by": "document"} if kind == "text" else {}
+    if len({f.suffix for f in files}) > 1:
+        raise UserError(f"--dataset {source}: files of different kinds in one folder; keep one kind")
+    empty = [f for f in files if f.stat().st_size == 0]
+    if empty:
+        raise UserError(f"--dataset {empty[0]}: the file is empty")
+    try:
+        return datasets.load_dataset(
+            kind, data_files={split.partition("[")[0]: [str(f) for f in files]}, split=split, **options
+        )
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise UserError(f"--dataset {source}, split {split!r}: cannot be read ({first_line(cause)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line that fits into one of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _token_batches(documents, tokenizer, source: str) -> Iterator[np.ndarray]:
+    """Token ids of all documents in order, an end-of-text token after each, as flat arrays of a few thousand documents.
+
+    A data set that is tokenized already (a column `input_ids`) is taken as it is: Arrow to NumPy, no Python lists.
+    """
+    if "input_ids" in documents.column_names:
+        for batch in documents.with_format("arrow").iter(TOKENIZE_BATCH):
+            yield batch["input_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        return
+    if "text" not in documents.column_names:
+        raise UserError(f"--dataset {source}: no field 'text' (fields: {', '.join(documents.column_names)})")
+    end_of_text = tokenizer.eos_token_id
+    if end_of_text is None:
+        raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
+    if tokenizer.is_fast:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        backend = tokenizer.backend_tokenizer
+        encode = lambda texts: [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]  # noqa: E731
+    else:
+        encode = lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"]  # noqa: E731
+    for batch in documents.select_columns("text").iter(TOKENIZE_BATCH):
+        texts = []
+        for text in filter(None, batch["text"]):
+            parts = [part.strip("\n") for part in text.split(DOCUMENT_MARK)] if DOCUMENT_MARK in text else [text]
+            texts += filter(None, parts)
+        documents_ids = encode(texts)
+        count = sum(map(len, documents_ids)) + len(documents_ids)
+        ended = itertools.chain.from_iterable(itertools.chain(ids, (end_of_text,)) for ids in documents_ids)
+        yield np.fromiter(ended, dtype=np.uint32, count=count)
+
+
+def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int) -> int:
+    """Lays arrays of token ids end to end into the raw file `path`; returns how many tokens it holds.
+
+    Ids are stored as uint16 where `vocab_size` allows it, else uint32. The file appears under its name only when it is
+    whole.
+
+    Raises:
+        UserError: an id is not below `vocab_size`; there is no token at all; the disk is full or not writable.
+    """
+    dtype, total, largest = token_dtype(vocab_size), 0, -1
+    path = pathlib.Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+            temporary = file.name
+            for tokens in batches:
+                if len(tokens):
+                    largest = max(largest, int(tokens.max()))
+                    total += len(tokens)
+                    file.write(tokens.astype(dtype, copy=False).data)
+        if largest >= vocab_size:
+            raise UserError(
+                f"--tokenizer: it gave token id {largest}, but the model has only {vocab_size} embeddings; "
+                "use the model's own tokenizer"
+            )
+        if total:
+            os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"--cache-dir {path.parent}: cannot write the token cache ({error.strerror})") from error
+    finally:
+        if temporary is not None:
+            pathlib.Path(temporary).unlink(missing_ok=True)
+    return total
+
+
+def token_dtype(vocab_size: int) -> type:
+    """Smallest unsigned type that holds every id of a vocabulary: uint16 up to 65,536 entries, else uint32."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+class PackedDataset(Dataset):
+    """Windows of `seq_len + 1` tokens over one flat array; consecutive windows share one token.
+
+    Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
+    nothing is lost but the last partial window.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_len: int):
+        self.tokens, self.seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_len)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """A view of shape (seq_len + 1,), unsigned integers."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.tokens[index * self.seq_len : (index + 1) * self.seq_len + 1]
+
+
+class SyntheticDataset(Dataset):
+    """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
+        self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
+        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
+
+
+def get_dataset(
+    tokenizer,
+    seq_len: int,
+    accelerator=None,
+    dataset: str = "roneneldan/TinyStories",
+    split: str = "train[:5%]",
+    vocab_size: int | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> PackedDataset:
+    """Tokenizes a corpus once, caches it as one flat file, and returns it as packed windows.
+
+    The main process of each node tokenizes (all cores); the others wait and map the same file. The cache key covers
+    the documents (path, size and time of local files, the fingerprint of a hub data set), the split, the tokenizer
+    and the vocabulary, so a second start reads nothing but the flat file.
+
+    Args:
+        tokenizer: a transformers tokenizer; its `eos_token` goes after each document.
+        seq_len: tokens per sample; windows are one token longer.
+        accelerator: the run's `Accelerator`, or None for one process.
+        dataset: hub id, or a local `.jsonl`, `.txt` or `.parquet` file or folder of them. A `.txt` file is one
+            document, or several with `<|endoftext|>` between them.
+        split: split name with an optional slice in the notation of `datasets`.
+        vocab_size: embeddings of the model; by default the tokenizer's own size.
+        cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
+        log: receives one line about what was done.
+
+    Raises:
+        UserError: no such data, no text field, no documents, hub not reachable, shorter than one window, or a
+            token id that the model has no embedding for.
+    """
+    vocab_size = vocab_size or len(tokenizer)
+    cache = pathlib.Path(cache_dir or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp")
+
+    def prepare() -> pathlib.Path:
+        from filelock import FileLock
+
+        files, documents = _local_files(dataset, split), None
+        if files is None:
+            documents = _load_documents(dataset, split, None)
+            content = documents._fingerprint
+        else:
+            content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+        identity = json.dumps([1, dataset, split, content, vocabulary, tokenizer.eos_token_id, vocab_size])
+        path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(f"{path}.lock")
+            lock.acquire()
+        except OSError as error:
+            raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+        with lock:  # two runs that start together, or nodes with a common disk, tokenize once
+            if path.exists():
+                log(f"cached in {path}")
+                return path
+            start = time.perf_counter()
+            documents = documents if documents is not None else _load_documents(dataset, split, files)
+            total = pack_tokens(_token_batches(documents, tokenizer, dataset), path, vocab_size)
+            if not total:
+                raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
+            seconds = time.perf_counter() - start
+            log(f"tokenized {len(documents):,} documents in {seconds:.1f} s, cached in {path}")
+            return path
+
+    tokens = np.memmap(from_main_process(accelerator, prepare), dtype=token_dtype(vocab_size), mode="r")
+    packed = PackedDataset(tokens, seq_len)
+    if not len(packed):
+        raise UserError(
+            f"--dataset {dataset}, split {split!r}: {len(tokens):,} tokens do not fill one window of "
+            f"--sequence-length {seq_len}; use a shorter sequence or more text"
+        )
+    return packed
+
+
+def create_collate_fn() -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]:
+    """Makes a batch of windows: `input_ids` and `labels`, both int64 of shape (batch, seq_len).
+
+    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`.
+    """
+
+    def collate(windows: list[np.ndarray]) -> dict[str, torch.Tensor]:
+        batch = torch.from_numpy(np.stack(windows).astype(np.int64))
+        return {"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+
+    return collate
+
+
+class GlobalOrderSampler(Sampler[list[int]]):
+    """Endless batches of data-set indices for one rank: microbatch m of rank r takes the global samples
+    `(m * world_size + r) * batch_size ...`, so ranks are disjoint and a step's samples do not depend on how many ranks
+    or microbatches share them.
+
+    The order is a pure function of (seed, global sample index): each epoch is one permutation of the data set, so
+    nothing repeats before all is seen.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
+        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.rank, self.world_size = rank, world_size
+        self.first_microbatch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for microbatch in itertools.count(self.first_microbatch):
+            first = (microbatch * self.world_size + self.rank) * self.batch_size
+            yield [self.index_of(sample) for sample in range(first, first + self.batch_size)]
+
+    def index_of(self, sample: int) -> int:
+        """Data-set index of the global sample number `sample` (0 is the first sample of the first step)."""
+        epoch, offset = divmod(sample, self.num_samples)
+        return int(_permutation(self.num_samples, self.seed, epoch)[offset])
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FLOPs and MFU
+
+# Dense bf16 tensor-core TFLOPS of one device, without sparsity, with fp32 accumulation: the vendors' datasheets. The
+# first pattern found in the device's name counts. A bare "H100" is not listed: its three forms differ.
+GPU_PEAK_TFLOPS = (
+    (r"GB[23]00", 2500.0),  # GB200/GB300 NVL72 datasheets: 180 PFLOPS for 72 GPUs
+    (r"B[23]00", 2250.0),  # DGX B200, DGX B300 datasheets: 18 PFLOPS for 8 GPUs
+    (r"GH200", 989.0),  # GH200 datasheet
+    (r"H200 NVL", 835.0),  # H200 datasheet, NVL column (1,671 with sparsity)
+    (r"H200", 989.0),  # H200 datasheet, SXM column (1,979 with sparsity)
+    (r"H[18]00 NVL", 835.0),  # H100 datasheet, NVL column (1,671 with sparsity)
+    (r"H[18]00 PCIE", 756.0),  # H100 PCIe datasheet (1,513 with sparsity)
+    (r"H[18]00.*(SXM|HBM3)", 989.0),  # H100 datasheet, SXM column (1,979 with sparsity)
+    (r"H20\b", 148.0),  # H20 datasheet
+    (r"A[18]00\b", 312.0),  # A100 datasheet, SXM and PCIe alike
+    (r"A40\b", 149.7),  # A40 datasheet
+    (r"A30\b", 165.0),  # A30 datasheet
+    (r"A10G", 70.0),  # A10G datasheet (140 with sparsity)
+    (r"A10\b", 125.0),  # A10 datasheet
+    (r"RTX A6000", 154.8),  # NVIDIA Ampere GA102 white paper
+    (r"L40S", 362.0),  # L40S datasheet (733 with sparsity)
+    (r"L40\b", 181.0),  # L40 datasheet
+    (r"L20\b", 119.5),  # L20 datasheet
+    (r"L4\b", 121.0),  # L4 datasheet (242 with sparsity)
+    (r"RTX 5090(?! D)", 209.5),  # NVIDIA RTX Blackwell white paper
+    (r"RTX 4090(?! D)", 165.2),  # NVIDIA Ada white paper
+    (r"RTX 3090(?! TI)", 71.0),  # NVIDIA Ampere GA102 white paper
+    (r"MI355X", 2516.6),  # AMD Instinct MI355X datasheet
+    (r"MI3(00|25)X", 1307.4),  # AMD Instinct MI300X, MI325X datasheets
+    (r"MI250X", 191.5),  # AMD Instinct MI250X datasheet: 383 a module, which shows as two devices
+)
+
+
+def get_gpu_peak_tflops(name: str | None = None) -> float | None:
+    """Dense bf16 peak of one GPU in TFLOPS, by the device name that the driver gives (default: the current device).
+
+    None, never a guess, for a CPU, a GPU that is not in the table, or a MIG slice of one.
+    """
+    if name is None:
+        if not torch.cuda.is_available():
+            return None
+        name = torch.cuda.get_device_name()
+    if re.search(r"\bMIG\b", name):
+        return None
+    return next((peak for gpu, peak in GPU_PEAK_TFLOPS if re.search(rf"\b{gpu}", name, re.IGNORECASE)), None)
+
+
+def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
+    """FLOPs of forward and backward per token, by PaLM (arXiv 2204.02311), appendix B.
+
+    6 x (parameters of each matmul that a token passes) + 12 x layers x heads x head_dim x seq_len. The parameters are
+    read off the modules: projections with their real number of KV heads, the router and the active experts of a
+    mixture, the LM head once whether tied or not, no embedding lookup. `causal=True` halves the attention term. A
+    sliding window (or chunk) that is shorter than `seq_len` takes its place there, except with eager attention, which
+    computes the whole square; with it the result equals `torch.utils.flop_counter.FlopCounterMode` to the digit.
+
+    Args:
+        model: a transformers causal language model (meta, sharded or whole), or its config.
+
+    Raises:
+        ValueError: a layer is no softmax attention (state-space, linear attention), so the formula does not hold.
+    """
+    if not isinstance(model, nn.Module):
+        from transformers import AutoModelForCausalLM
+
+        implementation = model._attn_implementation
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model, attn_implementation=implementation)
+    config = model.config.get_text_config()
+    attention = sum(attention_flops_per_token(config, layer, seq_len) for layer in range(config.num_hidden_layers))
+    return 6 * matmul_parameters(model) + (attention // 2 if causal else attention)
+
+
+def matmul_parameters(model: nn.Module) -> int:
+    """Number of weights that a token is multiplied with: what 6 FLOPs per token are counted for."""
+    config = model.config.get_text_config()
+    active = next((getattr(config, key) for key in ACTIVE_EXPERTS_KEYS if getattr(config, key, None)), None)
+    total = 0
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            if weight.dim() < 2 or name.endswith("bias"):
+                continue
+            if weight.dim() == 3 and "expert" in path:  # (experts, ...): a token passes `active` of them
+                total += weight.numel() // weight.shape[0] * active
+            elif match := re.search(r"^(.*\bexperts)\.\d+\.", path + "."):
+                total += weight.numel() * active / len(model.get_submodule(match[1]))
+            else:
+                total += weight.numel()
+    return round(total)
+
+
+ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
+
+
+def attention_flops_per_token(config, layer: int, seq_len: int) -> int:
+    """FLOPs per token of one layer's two products of queries, keys and values, forward and backward.
+
+    6 x heads x (head_dim of queries and keys + head_dim of values) x keys that a query meets.
+    """
+    kind = (getattr(config, "layer_types", None) or ["full_attention"] * (layer + 1))[layer]
+    if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+        raise ValueError(f"layer {layer} is {kind}: FLOPs are known for softmax attention only")
+    window = None
+    if getattr(config, "layer_types", None) is None or kind == "sliding_attention":
+        window = getattr(config, "sliding_window", None)
+    elif kind == "chunked_attention":
+        window = config.attention_chunk_size
+    keys = seq_len if window is None or config._attn_implementation == "eager" else min(window, seq_len)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query_dim = getattr(config, "qk_head_dim", None) or head_dim  # multi-head latent attention has two sizes
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    return 6 * config.num_attention_heads * (query_dim + value_dim) * keys
+
+
+def estimate_mfu(
+    model_flops_per_token: float,
+    num_tokens: int,
+    time_elapsed: float,
+    num_gpus: int,
+    peak_tflops: float | None = None,
+) -> dict[str, float]:
+    """Speed of `num_gpus` devices that together processed `num_tokens` tokens in `time_elapsed` seconds.
+
+    Args:
+        num_tokens: global, of all ranks and microbatches; this is the only place where `num_gpus` divides.
+        peak_tflops: dense peak of one device; by default that of the current GPU.
+
+    Returns:
+        `tokens_per_sec` and `actual_tflops_per_sec`, both global, and where the peak is known
+        `theoretical_tflops_total` (peak x num_gpus) and `mfu_percent` (100 x actual / theoretical).
+
+    Raises:
+        ValueError: `time_elapsed` or `num_gpus` is not positive.
+    """
+    if time_elapsed <= 0 or num_gpus <= 0:
+        raise ValueError(f"time_elapsed ({time_elapsed}) and num_gpus ({num_gpus}) must be positive")
+    tokens_per_sec = num_tokens / time_elapsed
+    metrics = {
+        "tokens_per_sec": tokens_per_sec,
+        "actual_tflops_per_sec": tokens_per_sec * model_flops_per_token / 1e12,
+    }
+    peak_tflops = peak_tflops if peak_tflops is not None else get_gpu_peak_tflops()
+    if peak_tflops:
+        metrics["theoretical_tflops_total"] = peak_tflops * num_gpus
+        metrics["mfu_percent"] = 100 * metrics["actual_tflops_per_sec"] / metrics["theoretical_tflops_total"]
+    return metrics
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Speed and memory while training
+
+
+class PerformanceTracker:
+    """Speed of the steps after warmup.
+
+    A window opens when the warmup ends and closes at each `step` that reads the clock; the device is synchronized at
+    these two ends only. Give every step its tokens; with `synchronize=False` a step is only counted and costs nothing.
+
+    Args:
+        warmup_steps: steps left out at the start (compilation, allocator, autotuning).
+        num_gpus: devices that share the tokens.
+        peak_tflops: dense peak of one device; by default that of the current GPU.
+    """
+
+    def __init__(self, warmup_steps: int = 10, num_gpus: int = 1, peak_tflops: float | None = None):
+        self.warmup_steps, self.num_gpus = warmup_steps, num_gpus
+        self.peak_tflops = peak_tflops if peak_tflops is not None else get_gpu_peak_tflops()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything; the warmup begins again."""
+        self.steps_seen = 0
+        self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
+        self._open_window()
+
+    def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
+        """Counts one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
+
+        Returns:
+            `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards the
+            metrics of the window that this step closes: those of `estimate_mfu` and `tokens_per_sec_per_gpu`,
+            `steps_per_sec`, `step_time_ms`, `data_wait_percent`.
+        """
+        self.steps_seen += 1
+        if self.steps_seen < self.warmup_steps:
+            return {}
+        if self.steps_seen == self.warmup_steps:
+            self._open_window()
+            return {"warmup_completed": True}
+        self.window["steps"] += 1
+        self.window["tokens"] += batch_tokens
+        self.window["flops"] += batch_tokens * model_flops_per_token
+        if not synchronize:
+            return {}
+        _synchronize()
+        self.window["seconds"] += time.perf_counter() - self._start
+        for key, value in self.window.items():
+            self.total[key] += value
+        metrics = self._metrics(self.window)
+        self._open_window()
+        return metrics
+
+    def summary(self) -> dict[str, float]:
+        """Averages over every step after warmup; `{}` when there was none."""
+        return self._metrics(self.total) if self.total["steps"] else {}
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """What runs inside (evaluation, a checkpoint) is outside the window."""
+        _synchronize()
+        self.window["seconds"] += time.perf_counter() - self._start
+        try:
+            yield
+        finally:
+            _synchronize()
+            self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """What runs inside is time that the step waited for data."""
+        start = time.perf_counter()
+        yield
+        self.window["data_wait"] += time.perf_counter() - start
+
+    def get_print_message(self, metrics: dict[str, Any]) -> str:
+        """The metrics on one line; empty in warmup."""
+        if "tokens_per_sec" not in metrics:
+            return ""
+        parts = [f"{metrics['tokens_per_sec']:,.0f} tok/s", f"{metrics['tokens_per_sec_per_gpu']:,.0f} tok/s/GPU"]
+        if "mfu_percent" in metrics:
+            parts.append(f"MFU {metrics['mfu_percent']:.1f} %")
+        if "peak_memory_reserved" in metrics:
+            parts.append(f"{metrics['peak_memory_reserved']:.1f} GiB")
+        return "  ".join(parts)
+
+    def _open_window(self) -> None:
+        _synchronize()
+        self.window = dict.fromkeys(self.total, 0.0)
+        self._start = time.perf_counter()
+
+    def _metrics(self, window: dict[str, float]) -> dict[str, float]:
+        seconds, tokens = max(window["seconds"], 1e-9), window["tokens"]
+        speed = estimate_mfu(window["flops"] / max(tokens, 1), tokens, seconds, self.num_gpus, self.peak_tflops or 0)
+        return speed | {
+            "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
+            "steps_per_sec": window["steps"] / seconds,
+            "step_time_ms": 1000 * seconds / window["steps"],
+            "data_wait_percent": 100 * window["data_wait"] / seconds,
+        }
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def memory_figures(device: torch.device) -> dict[str, float]:
+    """This rank's peaks since the last reset in GiB, by torch's caching allocator; `{}` on a CPU.
+
+    `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
+    `peak_memory_reserved` what the process held of the card.
+    """
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
+    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}
