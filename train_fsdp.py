@@ -49,7 +49,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -59,7 +59,7 @@ from utils import UserError
 
 ASSETS = pathlib.Path(__file__).resolve().parent / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))} | {"demo": ASSETS / "demo"}
-DEMO = dict(model="demo", dataset="demo", sequence_length=256, batch_size=8, num_steps=200, lr=3e-3)
+DEMO = {"model": "demo", "dataset": "demo", "sequence_length": 256, "batch_size": 8, "num_steps": 200, "lr": 3e-3}
 SCHEDULERS = {  # names of transformers.get_scheduler, with what they need beside the step counts
     "constant": {},
     "constant_with_warmup": {},
@@ -75,18 +75,31 @@ SCHEDULERS = {  # names of transformers.get_scheduler, with what they need besid
 # Command line
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):  # one line, where argparse would print its usage before it
-        raise UserError(message)
+def usage_error(message: str):
+    raise UserError(message)
+
+
+def number(kind: type, least: float = sys.float_info.min, below: float = math.inf):
+    """An argparse type: a number in [least, below); by default a positive one."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not least <= value < below:
+            raise argparse.ArgumentTypeError(f"{text} is not in the range from {least:g} to {below:g}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="train_fsdp.py",
         description="Train a causal language model with FSDP2.",
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34, width=118),
         allow_abbrev=False,
     )
+    parser.error = usage_error  # one line, where argparse would print its usage first
     on_off = argparse.BooleanOptionalAction
 
     # fmt: off
@@ -99,15 +112,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dataset", default="roneneldan/TinyStories", help="hub id; .jsonl, .txt or .parquet file or a folder of them; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]")
     add("--dataset-split", help="training split, with an optional slice [train[:5%%]; of local data: train]")
     add("--eval-split", default="validation", help="held-out split [validation]")
-    add("--sequence-length", type=positive_int, default=8192, help="tokens per sample [8192]")
-    add("--batch-size", type=positive_int, default=1, help="sequences per rank and microbatch [1]")
-    add("--gradient-accumulation-steps", type=positive_int, default=1, help="microbatches per optimizer step [1]")
-    add("--num-workers", type=natural_int, default=1, help="data loading processes per rank [1]")
+    add("--sequence-length", type=number(int, 1), default=8192, help="tokens per sample [8192]")
+    add("--batch-size", type=number(int, 1), default=1, help="sequences per rank and microbatch [1]")
+    add("--gradient-accumulation-steps", type=number(int, 1), default=1, help="microbatches per optimizer step [1]")
+    add("--num-workers", type=number(int, 0), default=1, help="data loading processes per rank [1]")
     add("--cache-dir", help="where tokenized data is kept [~/.cache/train_fsdp]")
 
     add = parser.add_argument_group("sharding").add_argument
     add("--zero-stage", type=int, choices=[0, 1, 2, 3], default=3, help="0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded; 2 parameters kept after forward; 3 parameters resharded after forward [3]")
-    add("--dp-replicate-size", type=positive_int, default=1, help="HSDP: this many replicas of the shard group [1]")
+    add("--dp-replicate-size", type=number(int, 1), default=1, help="HSDP: this many replicas of the shard group [1]")
     add("--defer-grad-sync", action="store_true", help="reduce-scatter only on the last microbatch (stage 1 implies it)")
     add("--cpu-offload", action="store_true", help="parameters, gradients and optimizer on the host")
 
@@ -121,30 +134,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fused-loss", action=on_off, help="LM head and cross entropy in chunks, never all logits at once [on]")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--num-steps", type=positive_int, default=1000, help="optimizer steps [1000]")
+    add("--num-steps", type=number(int, 1), default=1000, help="optimizer steps [1000]")
     add("--optimizer", choices=["adamw", "adamw8bit"], default="adamw", help="torch's fused AdamW, or torchao's with 8-bit states [adamw]")
-    add("--lr", type=positive_float, default=3e-4, help="peak learning rate [3e-4]")
+    add("--lr", type=number(float), default=3e-4, help="peak learning rate [3e-4]")
     add("--lr-scheduler", choices=SCHEDULERS, default="cosine", help="shape of the learning rate [cosine]")
-    add("--warmup-steps", type=natural_int, help="learning rate warmup [5 %% of the steps; 0 with constant]")
-    add("--weight-decay", type=natural_float, default=0.1, help="on matrices, not on norms and biases [0.1]")
-    add("--betas", type=float, nargs=2, default=(0.9, 0.95), metavar=("B1", "B2"), help="of AdamW [0.9 0.95]")
-    add("--max-grad-norm", type=natural_float, default=1.0, help="clip the global gradient norm; 0 never clips [1.0]")
-    add("--seed", type=natural_int, default=42, help="of weights and data order [42]")
+    add("--warmup-steps", type=number(int, 0), help="learning rate warmup [5 %% of the steps; 0 with constant]")
+    add("--weight-decay", type=number(float, 0), default=0.1, help="on matrices, not on norms and biases [0.1]")
+    add("--betas", type=number(float, 0, 1), nargs=2, default=(0.9, 0.95), metavar=("B1", "B2"), help="of AdamW [0.9 0.95]")
+    add("--max-grad-norm", type=number(float, 0), default=1.0, help="clip the global gradient norm; 0 never clips [1.0]")
+    add("--seed", type=number(int, 0), default=42, help="of weights and data order [42]")
 
     add = parser.add_argument_group("evaluation").add_argument
-    add("--eval-interval", type=natural_int, default=0, help="steps between evaluations on the held-out split; 0 never [0]")
-    add("--eval-steps", type=natural_int, default=0, help="batches per rank and evaluation; 0 takes the whole split [0]")
+    add("--eval-interval", type=number(int, 0), default=0, help="steps between evaluations on the held-out split; 0 never [0]")
+    add("--eval-steps", type=number(int, 0), default=0, help="batches per rank and evaluation; 0 takes the whole split [0]")
     add("--sample-prompt", help="text that the model continues at evaluations and at the end")
-    add("--sample-tokens", type=positive_int, default=128, help="length of the continuation [128]")
+    add("--sample-tokens", type=number(int, 1), default=128, help="length of the continuation [128]")
 
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", default="outputs", help="a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]")
     add("--run-name", help="[model and start time]")
     add("--log-with", choices=["none", "wandb", "tensorboard", "all"], default="none", help="trackers beside metrics.jsonl [none]")
     add("--project-name", default="train_fsdp", help="project in wandb and tensorboard [train_fsdp]")
-    add("--log-interval", type=positive_int, default=10, help="steps between log lines [10]")
-    add("--perf-warmup-steps", type=natural_int, default=10, help="steps that the speed figures leave out [10]")
-    add("--peak-tflops", type=positive_float, help="dense bf16 peak of one GPU, for one that is not in the table")
+    add("--log-interval", type=number(int, 1), default=10, help="steps between log lines [10]")
+    add("--perf-warmup-steps", type=number(int, 0), default=10, help="steps that the speed figures leave out [10]")
+    add("--peak-tflops", type=number(float), help="dense bf16 peak of one GPU, for one that is not in the table")
     add("--demo", action="store_true", help="the embedded model on the embedded stories; any flag given beside it wins")
     # fmt: on
 
@@ -158,8 +171,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --warmup-steps: the constant scheduler has no warmup; use constant_with_warmup")
     if args.zero_stage == 0 and args.dp_replicate_size > 1:
         parser.error("argument --dp-replicate-size: stage 0 replicates on every rank already")
-    if not all(0 <= beta < 1 for beta in args.betas):
-        parser.error("argument --betas: both must be at least 0 and less than 1")
     if args.run_name and (args.run_name in (".", "..") or "/" in args.run_name):
         parser.error(f"argument --run-name: {args.run_name!r} is not a plain folder name")
     local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset))
@@ -170,23 +181,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.compile is None:
         args.compile = torch.cuda.is_available()
     return args
-
-
-def number(convert: type, least: float, name: str):
-    """An argparse type: a finite number of at least `least`, called `name` in the error."""
-
-    def parse(text: str):
-        value = convert(text)
-        if not least <= value < math.inf:
-            raise ValueError
-        return value
-
-    parse.__name__ = name
-    return parse
-
-
-positive_int, natural_int = number(int, 1, "positive integer"), number(int, 0, "natural number")
-positive_float, natural_float = number(float, sys.float_info.min, "positive number"), number(float, 0, "number")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -218,25 +212,22 @@ def stop_processes() -> None:
 
 
 def fail(message: str, exit_code: int) -> None:
-    """Ends this rank; the first rank to get here prints `message`, so that one mistake is one line."""
-    rank, first = int(os.environ.get("RANK", 0)), None
+    """Ends this rank; of all ranks only the first to get here prints its message, so that one mistake is one line.
+
+    The others' errors are most often an echo: their collective broke because the first one left.
+    """
+    first = os.environ.get("RANK", "0") == "0"
     if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # the store is gone with the rank or agent that kept it
+        try:
             first = dist.distributed_c10d._get_default_store().add("train_fsdp/failed", 1) == 1
-    if first or (first is None and rank == 0):
+        except RuntimeError:  # the store went with the rank that kept it
+            first = False
+    if first:
         print(message, file=sys.stderr, flush=True)
     else:
-        time.sleep(5)  # the launcher kills all as soon as one is gone: let the one that prints go first
+        time.sleep(5)  # the launcher kills all as soon as one has left: the one that prints leaves first
     sys.stdout.flush()
-    # no clean-up: it would wait for ranks, data workers and trackers that do not answer any more
-    os._exit(exit_code)
-
-
-def someone_failed() -> bool:
-    """Whether another rank has given its reason already, so that this rank's broken collective is only an echo."""
-    with contextlib.suppress(RuntimeError):
-        return dist.is_initialized() and dist.distributed_c10d._get_default_store().check(["train_fsdp/failed"])
-    return True
+    os._exit(exit_code)  # no clean-up: it would wait for ranks and workers that do not answer any more
 
 
 def say(*message) -> None:
@@ -323,9 +314,9 @@ def choose_attention(args: argparse.Namespace, config) -> str:
         raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if args.attention == "flex_attention" and not torch.cuda.is_available():
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
-    if args.attention in ("auto", "cudnn"):
-        return "sdpa"
-    return args.attention
+    if args.attention == "auto":
+        return "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
+    return "sdpa" if args.attention == "cudnn" else args.attention
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -378,7 +369,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
         mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy(),
     )
-    contexts = selective_contexts if args.activation_checkpointing == "selective" else noop_context_fn
+    recompute = {"context_fn": selective_contexts} if args.activation_checkpointing == "selective" else {}
     torch.manual_seed(args.seed)
     model.train()
     in_layers = {module for layer in layers for module in layer.modules()}
@@ -391,7 +382,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
         if convert_to_fp8:
             convert_to_fp8(layer)
         if args.activation_checkpointing != "none":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **recompute)
         if args.compile:
             layer.forward = torch.compile(layer.forward)
         shard(layer, reshard_after_forward=args.zero_stage == 3)
@@ -539,7 +530,7 @@ EXPENSIVE_OPS = {
 LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 0.5 GiB in fp32 for a vocabulary of 128 k
 
 
-def full_loss(logits: torch.Tensor, labels: torch.Tensor, **_) -> torch.Tensor:
+def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
     """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=utils.IGNORE_INDEX)
 
@@ -562,8 +553,10 @@ def fuse_loss(model: nn.Module, required: bool | None) -> bool:
         head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
 
     model.register_forward_pre_hook(choose, with_kwargs=True)
-    model.loss_function = lambda logits, labels, **_: LinearCrossEntropy.apply(  # here the "logits" are the hidden states
-        logits.flatten(0, 1).to(head.weight.dtype), head.weight, head.bias, labels.flatten()
+    model.loss_function = lambda logits, labels, **_: (
+        LinearCrossEntropy.apply(  # here the "logits" are the hidden states
+            logits.flatten(0, 1).to(head.weight.dtype), head.weight, head.bias, labels.flatten()
+        )
     )
     return True
 
@@ -688,20 +681,6 @@ def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: De
         f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors {placements}; "
         f"rank {dist.get_rank()} holds {100 * here / total:.1f} % of the elements"
     )
-
-
-def clip_gradients(model: nn.Module, mesh: DeviceMesh, max_norm: float) -> torch.Tensor:
-    """Scales the gradients so that their global norm is at most `max_norm` (0: as they are); returns the norm before.
-
-    One all-reduce for all parameters, and nothing is read back from the device.
-    """
-    grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    squared = torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
-    dist.all_reduce(squared, group=mesh.get_group("shard"))
-    norm = squared.sqrt()
-    if max_norm:
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -998,7 +977,7 @@ def read_losses(losses: list[torch.Tensor], step: int) -> float:
 # The run
 
 
-def train_step(args, model, optimizer, mesh, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
+def train_step(args, model, optimizer, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still on the device."""
     total = 0.0
     for microbatch in range(args.gradient_accumulation_steps):
@@ -1015,7 +994,7 @@ def train_step(args, model, optimizer, mesh, batches, tracker) -> tuple[torch.Te
         loss = model(**batch, use_cache=False).loss / args.gradient_accumulation_steps
         loss.backward()
         total = total + loss.detach()
-    norm = clip_gradients(model, mesh, args.max_grad_norm)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()
     if args.fp8_recipe == "tensorwise":
@@ -1051,7 +1030,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     losses: list[torch.Tensor] = []  # of the steps since the last log line
     for step in range(1, args.num_steps + 1):
         learning_rate = float(scheduler.get_last_lr()[0])
-        loss, grad_norm = train_step(args, model, optimizer, mesh, batches, tracker)
+        loss, grad_norm = train_step(args, model, optimizer, batches, tracker)
         scheduler.step()
         losses.append(loss)
         report.bar.update()
@@ -1065,7 +1044,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         metrics = {
             "step": step,
             "loss": read_losses(losses, step),
-            "grad_norm": grad_norm.item(),
+            "grad_norm": grad_norm.full_tensor().item(),
             "learning_rate": learning_rate,
             "tokens_seen": step * tokens_per_step,
         }
@@ -1145,8 +1124,8 @@ def main(argv: list[str] | None = None) -> None:
         fail(f"train_fsdp.py: error: {error}", error.exit_code)
     except torch.cuda.OutOfMemoryError as error:
         fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {', '.join(memory_savers(args))}.", 1)
-    except Exception:  # a bug, or the echo of another rank's end
-        fail("" if someone_failed() else traceback.format_exc(), 1)
+    except Exception:  # a bug: it keeps its traceback
+        fail(traceback.format_exc(), 1)
 
 
 def memory_savers(args: argparse.Namespace) -> list[str]:

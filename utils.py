@@ -46,7 +46,6 @@ class UserError(Exception):
 
 DATA_SUFFIXES = (".jsonl", ".txt", ".parquet")
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a .txt file, as in the original TinyStories files
-SPLIT_FILES = {"validation": ("val", "dev", "eval"), "test": ("test",)}  # how a folder's held-out files begin
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 
 
@@ -81,62 +80,45 @@ def from_main_process(accelerator, make: Callable[[], Any], per_node: bool = Tru
     return everyone[main_rank][0]
 
 
-def _local_files(source: str, split: str) -> list[pathlib.Path] | None:
-    """Data files of a local file or folder that belong to `split`; None when `source` is not a local path."""
-    path, name = pathlib.Path(source).expanduser(), split.partition("[")[0]
-    kinds = "/".join(DATA_SUFFIXES)
-    if path.is_file():
-        if path.suffix not in DATA_SUFFIXES:
-            raise UserError(f"--dataset {source}: not a {kinds} file")
-        if name != "train":
-            raise UserError(
-                f"--dataset {source}: one file has no split {name!r}; divide it with "
-                "--dataset-split 'train[:95%]' --eval-split 'train[95%:]'"
-            )
-        return [path]
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in DATA_SUFFIXES)
-        held_out = {f: s for f in files for s, starts in SPLIT_FILES.items() if f.stem.lower().startswith(starts)}
-        chosen = [f for f in files if held_out.get(f, "train") == name]
-        if not chosen:
-            raise UserError(f"--dataset {source}: the folder has no {kinds} file for the split {name!r}")
-        return chosen
-    if path.suffix in DATA_SUFFIXES or source.startswith(("/", "./", "../", "~")):
-        raise UserError(f"--dataset {source}: no such file or folder")
-    return None
+def _local_files(dataset: str) -> list[pathlib.Path]:
+    """The data files of a local file or folder; none when `dataset` is a hub id."""
+    path, kinds = pathlib.Path(dataset).expanduser(), "/".join(DATA_SUFFIXES)
+    files = sorted(f for f in path.rglob("*") if f.suffix in DATA_SUFFIXES) if path.is_dir() else [path]
+    if path.exists():
+        if {f.suffix for f in files} not in [{suffix} for suffix in DATA_SUFFIXES]:
+            raise UserError(f"--dataset {dataset}: needs {kinds} files, all of one kind")
+        if empty := [f for f in files if f.stat().st_size == 0]:
+            raise UserError(f"--dataset {empty[0]}: the file is empty")
+        return files
+    if path.suffix in DATA_SUFFIXES or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1:
+        raise UserError(f"--dataset {dataset}: no such file or folder")
+    return []
 
 
-def _load_documents(source: str, split: str, files: list[pathlib.Path] | None):
+def _load_documents(dataset: str, split: str, files: list[pathlib.Path]):
     """The documents as a `datasets.Dataset`, from local files or from the hub."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
-    if files is None:
-        try:
-            return datasets.load_dataset(source, split=split)
-        except ValueError as error:  # an unknown split, with the known ones in the message
-            raise UserError(f"--dataset {source}, split {split!r}: {first_line(error)}") from error
-        except Exception as error:
-            raise UserError(
-                f"--dataset {source}: not a local file or folder, and the hub did not give it "
-                f"({type(error).__name__}: {first_line(error)}); without a network use a local "
-                f"{'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
-            ) from error
-    kind = {".jsonl": "json", ".txt": "text", ".parquet": "parquet"}[files[0].suffix]
-    options = {"sample_by": "document"} if kind == "text" else {}
-    if len({f.suffix for f in files}) > 1:
-        raise UserError(f"--dataset {source}: files of different kinds in one folder; keep one kind")
-    empty = [f for f in files if f.stat().st_size == 0]
-    if empty:
-        raise UserError(f"--dataset {empty[0]}: the file is empty")
+    kind = {".jsonl": "json", ".txt": "text", ".parquet": "parquet", "": dataset}[files[0].suffix if files else ""]
+    where = {"data_dir": dataset} if os.path.isdir(dataset) else {"data_files": str(files[0])} if files else {}
     try:
         return datasets.load_dataset(
-            kind, data_files={split.partition("[")[0]: [str(f) for f in files]}, split=split, **options
+            kind, split=split, **where, **({"sample_by": "document"} if kind == "text" else {})
         )
+    except ValueError as error:
+        hint = (
+            "; divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'" if len(files) == 1 else ""
+        )
+        raise UserError(f"--dataset {dataset}, split {split!r}: {first_line(error)}{hint}") from error
     except Exception as error:
-        cause = error.__cause__ or error
-        raise UserError(f"--dataset {source}, split {split!r}: cannot be read ({first_line(cause)})") from error
+        if files:
+            raise UserError(f"--dataset {dataset}: cannot be read ({first_line(error.__cause__ or error)})") from error
+        raise UserError(
+            f"--dataset {dataset}: not a local file or folder, and not to be had from the hub ({first_line(error)}); "
+            f"without a network use a local {'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -287,12 +269,9 @@ def get_dataset(
     def prepare() -> pathlib.Path:
         from filelock import FileLock
 
-        files, documents = _local_files(dataset, split), None
-        if files is None:
-            documents = _load_documents(dataset, split, None)
-            content = documents._fingerprint
-        else:
-            content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        files = _local_files(dataset)
+        documents = None if files else _load_documents(dataset, split, files)
+        content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files] or documents._fingerprint
         vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
         identity = json.dumps([1, dataset, split, content, vocabulary, tokenizer.eos_token_id, vocab_size])
         path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
@@ -307,7 +286,7 @@ def get_dataset(
                 log(f"cached in {path}")
                 return path
             start = time.perf_counter()
-            documents = documents if documents is not None else _load_documents(dataset, split, files)
+            documents = documents or _load_documents(dataset, split, files)
             total = pack_tokens(_token_batches(documents, tokenizer, dataset), path, vocab_size)
             if not total:
                 raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
