@@ -58,7 +58,8 @@ import utils
 from utils import UserError
 
 ASSETS = pathlib.Path(__file__).resolve().parent / "assets"
-PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))} | {"demo": ASSETS / "demo"}
+PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
+PRESETS["demo"] = ASSETS / "demo" / "config.json"
 DEMO = {"model": "demo", "dataset": "demo", "sequence_length": 256, "batch_size": 8, "num_steps": 200, "lr": 3e-3}
 SCHEDULERS = {  # names of transformers.get_scheduler, with what they need beside the step counts
     "constant": {},
@@ -79,13 +80,16 @@ def usage_error(message: str):
     raise UserError(message)
 
 
-def number(kind: type, least: float = sys.float_info.min, below: float = math.inf):
-    """An argparse type: a number in [least, below); by default a positive one."""
+def number(kind: type, least: float | None = None, below: float = math.inf):
+    """An argparse type: a number in [least, below), or any positive one."""
 
     def parse(text: str):
         value = kind(text)
-        if not least <= value < below:
-            raise argparse.ArgumentTypeError(f"{text} is not in the range from {least:g} to {below:g}")
+        if value >= below or (value < least if least is not None else value <= 0) or value != value:
+            wanted = "positive" if least is None else f"{least} or more"
+            raise argparse.ArgumentTypeError(
+                f"{text} is not {wanted}{f' and below {below}' if below < math.inf else ''}"
+            )
         return value
 
     parse.__name__ = kind.__name__
@@ -112,15 +116,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dataset", default="roneneldan/TinyStories", help="hub id; .jsonl, .txt or .parquet file or a folder of them; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]")
     add("--dataset-split", help="training split, with an optional slice [train[:5%%]; of local data: train]")
     add("--eval-split", default="validation", help="held-out split [validation]")
-    add("--sequence-length", type=number(int, 1), default=8192, help="tokens per sample [8192]")
-    add("--batch-size", type=number(int, 1), default=1, help="sequences per rank and microbatch [1]")
-    add("--gradient-accumulation-steps", type=number(int, 1), default=1, help="microbatches per optimizer step [1]")
+    add("--sequence-length", type=number(int), default=8192, help="tokens per sample [8192]")
+    add("--batch-size", type=number(int), default=1, help="sequences per rank and microbatch [1]")
+    add("--gradient-accumulation-steps", type=number(int), default=1, help="microbatches per optimizer step [1]")
     add("--num-workers", type=number(int, 0), default=1, help="data loading processes per rank [1]")
     add("--cache-dir", help="where tokenized data is kept [~/.cache/train_fsdp]")
 
     add = parser.add_argument_group("sharding").add_argument
     add("--zero-stage", type=int, choices=[0, 1, 2, 3], default=3, help="0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded; 2 parameters kept after forward; 3 parameters resharded after forward [3]")
-    add("--dp-replicate-size", type=number(int, 1), default=1, help="HSDP: this many replicas of the shard group [1]")
+    add("--dp-replicate-size", type=number(int), default=1, help="HSDP: this many replicas of the shard group [1]")
     add("--defer-grad-sync", action="store_true", help="reduce-scatter only on the last microbatch (stage 1 implies it)")
     add("--cpu-offload", action="store_true", help="parameters, gradients and optimizer on the host")
 
@@ -134,7 +138,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fused-loss", action=on_off, help="LM head and cross entropy in chunks, never all logits at once [on]")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--num-steps", type=number(int, 1), default=1000, help="optimizer steps [1000]")
+    add("--num-steps", type=number(int), default=1000, help="optimizer steps [1000]")
     add("--optimizer", choices=["adamw", "adamw8bit"], default="adamw", help="torch's fused AdamW, or torchao's with 8-bit states [adamw]")
     add("--lr", type=number(float), default=3e-4, help="peak learning rate [3e-4]")
     add("--lr-scheduler", choices=SCHEDULERS, default="cosine", help="shape of the learning rate [cosine]")
@@ -148,14 +152,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-interval", type=number(int, 0), default=0, help="steps between evaluations on the held-out split; 0 never [0]")
     add("--eval-steps", type=number(int, 0), default=0, help="batches per rank and evaluation; 0 takes the whole split [0]")
     add("--sample-prompt", help="text that the model continues at evaluations and at the end")
-    add("--sample-tokens", type=number(int, 1), default=128, help="length of the continuation [128]")
+    add("--sample-tokens", type=number(int), default=128, help="length of the continuation [128]")
 
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", default="outputs", help="a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]")
     add("--run-name", help="[model and start time]")
     add("--log-with", choices=["none", "wandb", "tensorboard", "all"], default="none", help="trackers beside metrics.jsonl [none]")
     add("--project-name", default="train_fsdp", help="project in wandb and tensorboard [train_fsdp]")
-    add("--log-interval", type=number(int, 1), default=10, help="steps between log lines [10]")
+    add("--log-interval", type=number(int), default=10, help="steps between log lines [10]")
     add("--perf-warmup-steps", type=number(int, 0), default=10, help="steps that the speed figures leave out [10]")
     add("--peak-tflops", type=number(float), help="dense bf16 peak of one GPU, for one that is not in the table")
     add("--demo", action="store_true", help="the embedded model on the embedded stories; any flag given beside it wins")
@@ -212,11 +216,12 @@ def stop_processes() -> None:
 
 
 def fail(message: str, exit_code: int) -> None:
-    """Ends this rank; of all ranks only the first to get here prints its message, so that one mistake is one line.
-
-    The others' errors are most often an echo: their collective broke because the first one left.
-    """
-    first = os.environ.get("RANK", "0") == "0"
+    """Ends this rank. Of all ranks one prints its message, rank 0 if it fails too, so that one mistake is one line;
+    the others' errors are most often an echo, a collective that broke because one rank had left."""
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        time.sleep(3)  # what rank 0 found as well it says by now; then the launcher ends this rank here
+    first = rank == 0
     if dist.is_initialized():
         try:
             first = dist.distributed_c10d._get_default_store().add("train_fsdp/failed", 1) == 1
@@ -224,8 +229,6 @@ def fail(message: str, exit_code: int) -> None:
             first = False
     if first:
         print(message, file=sys.stderr, flush=True)
-    else:
-        time.sleep(5)  # the launcher kills all as soon as one has left: the one that prints leaves first
     sys.stdout.flush()
     os._exit(exit_code)  # no clean-up: it would wait for ranks and workers that do not answer any more
 
@@ -243,10 +246,9 @@ def say(*message) -> None:
 
 def find_source(model: str) -> tuple[str, str]:
     """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
-    if model == "demo":
-        return str(PRESETS["demo"]), str(PRESETS["demo"])
     if model in PRESETS:
-        return str(PRESETS[model]), json.loads(PRESETS[model].read_text())["_name_or_path"]
+        preset = PRESETS[model]
+        return str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent))
     path = pathlib.Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -260,6 +262,8 @@ def find_source(model: str) -> tuple[str, str]:
 def load_config(args: argparse.Namespace):
     """The model's config, checked against the sequence length."""
     source, _ = find_source(args.model)
+    if not os.path.exists(source):
+        utils.answer_from_cache_without_network()
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -281,6 +285,8 @@ def load_tokenizer(args: argparse.Namespace, config):
     if args.dataset == "synthetic" and not args.sample_prompt:
         return None
     source = args.tokenizer or find_source(args.model)[1]
+    if not os.path.exists(source):
+        utils.answer_from_cache_without_network()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers raises many kinds
@@ -356,7 +362,10 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
         raise UserError(f"--attention {args.attention}: {utils.first_line(error)}") from error
     layers = decoder_layers(model)
     convert_to_fp8 = fp8_converter(args) if args.precision == "fp8" else None
-    weights = PretrainedWeights(model, find_source(args.model)[1], dtype) if args.init == "pretrained" else None
+    weights = None
+    if args.init == "pretrained":
+        path = next(path for path, module in model.named_modules() if module is layers)
+        weights = utils.PretrainedWeights(model, path, find_source(args.model)[1], dtype)
     if args.fused_loss is not False:
         args.fused_loss = fuse_loss(model, required=args.fused_loss)
     if not args.fused_loss:
@@ -390,6 +399,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
     # in between.
     shard(model, reshard_after_forward=False)
     # The optimizer comes after this: made before, it would hold the whole parameters, and states of their size.
+    torch.manual_seed(args.seed + dist.get_rank())  # every rank its own dropout
     return model
 
 
@@ -408,70 +418,9 @@ def make_real(
                             real[tensor] = nn.Parameter(real[tensor], requires_grad=tensor.requires_grad)
                     tensors[name] = real[tensor]
     if weights:
-        weights.load(layer, device)
+        weights.load(layer, modules, device)
     for module in reversed(modules):  # children before parents, as nn.Module.apply does; what was loaded stays
         model._init_weights(module)
-    if weights:
-        weights.check(modules)
-
-
-class PretrainedWeights:
-    """The safetensors of a local folder or hub id, read one decoder layer at a time.
-
-    transformers' own key mapping is applied, so a checkpoint in an older or another layout (experts stored one by one,
-    say) loads as it does with from_pretrained.
-    """
-
-    def __init__(self, model: nn.Module, source: str, dtype: torch.dtype):
-        from huggingface_hub import snapshot_download
-        from safetensors import safe_open
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        transformers.utils.logging.disable_progress_bar()
-        self.model, self.source, self.dtype = model, source, dtype
-        self.mapping = get_model_conversion_mapping(model)
-        renamings = [rule for rule in self.mapping if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in self.mapping if isinstance(rule, WeightConverter)]
-        names, layers = model.state_dict(), decoder_layers(model)
-        path = next(path for path, module in model.named_modules() if module is layers)
-        try:
-            folder = pathlib.Path(
-                source
-                if os.path.isdir(source)
-                else snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
-            )
-            index = folder / "model.safetensors.index.json"
-            files = (
-                set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ["model.safetensors"]
-            )
-            self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
-            for file in sorted(files):
-                tensors = safe_open(folder / file, framework="pt")
-                for key in tensors.keys():  # noqa: SIM118 - not a dict
-                    target, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-                    rest = target.removeprefix(path + ".") if target.startswith(path + ".") else ""
-                    layer = int(rest.split(".")[0]) if rest else None
-                    self.slices.setdefault(layer, {})[key] = tensors.get_slice(key)
-        except Exception as error:
-            raise UserError(f"--init pretrained: no weights from {source} ({utils.first_line(error)})") from error
-
-    def load(self, layer: int | None, device: torch.device) -> None:
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        config = LoadStateDictConfig(dtype=self.dtype, weight_mapping=self.mapping, device_map={"": device})
-        convert_and_load_state_dict_in_model(self.model, self.slices.get(layer, {}), config)
-        self.model.tie_weights()
-
-    def check(self, modules: list[nn.Module]) -> None:
-        for module in modules:
-            for name, parameter in module.named_parameters(recurse=False):
-                if not getattr(parameter, "_is_hf_initialized", False):
-                    path = next(path for path, other in self.model.named_modules() if other is module)
-                    raise UserError(
-                        f"--init pretrained: {self.source} has no {path}.{name} of shape {tuple(parameter.shape)}"
-                    )
 
 
 def fp8_converter(args: argparse.Namespace):
@@ -527,8 +476,6 @@ EXPENSIVE_OPS = {
 # ----------------------------------------------------------------------------------------------------------------------
 # Loss
 
-LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 0.5 GiB in fp32 for a vocabulary of 128 k
-
 
 def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
     """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
@@ -536,71 +483,28 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Ten
 
 
 def fuse_loss(model: nn.Module, required: bool | None) -> bool:
-    """Makes the head hand its input through when labels are given, and the loss multiply by the head in chunks.
+    """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
 
-    transformers' own forward stays in charge, so what it does between head and loss still happens; it must be linear.
+    transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
+    happens; it only has to be linear in the logits.
     """
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    if not isinstance(head, nn.Linear) or getattr(config, "final_logit_softcapping", None):
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         if required:
-            raise UserError(
-                f"--fused-loss: the head of {type(model).__name__} is not a plain linear; use --no-fused-loss"
-            )
+            raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
         return False
     project = head.forward
 
-    def choose(module, args, kwargs):
+    def choose_head(module, args, kwargs):
         head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
 
-    model.register_forward_pre_hook(choose, with_kwargs=True)
-    model.loss_function = lambda logits, labels, **_: (
-        LinearCrossEntropy.apply(  # here the "logits" are the hidden states
-            logits.flatten(0, 1).to(head.weight.dtype), head.weight, head.bias, labels.flatten()
-        )
-    )
+    def loss(hidden, labels, *_, **__):
+        hidden = hidden.flatten(0, 1).to(head.weight.dtype)
+        return utils.LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten())
+
+    model.register_forward_pre_hook(choose_head, with_kwargs=True)
+    model.loss_function = lambda logits, labels, *_, **__: loss(logits, labels)
     return True
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time.
-
-    The gradients are computed in forward, while a chunk's logits exist: nothing is computed twice, and neither logits
-    nor their gradients ever exist for all tokens. Shapes: hidden (tokens, dim), weight (vocab, dim), bias (vocab,) or
-    None, labels (tokens,).
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels):
-        counted = labels != utils.IGNORE_INDEX
-        count = counted.sum().clamp(min=1)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        train = any(ctx.needs_input_grad)
-        if train:
-            grad_hidden = torch.empty_like(hidden)
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for start in range(0, len(hidden), LOSS_CHUNK):
-            chunk = slice(start, start + LOSS_CHUNK)
-            target, kept = labels[chunk].clamp(min=0).unsqueeze(1), counted[chunk].unsqueeze(1)
-            logits = F.linear(hidden[chunk], weight, bias).float()
-            normalizer = logits.logsumexp(1, keepdim=True)
-            loss += ((normalizer - logits.gather(1, target)) * kept).sum() / count
-            if train:  # d loss / d logits = (softmax - one-hot) / count
-                logits.sub_(normalizer).exp_().scatter_add_(1, target, -torch.ones_like(normalizer)).mul_(kept / count)
-                grad_logits = logits.to(weight.dtype)
-                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-                grad_weight += grad_logits.t() @ hidden[chunk]
-                if bias is not None:
-                    grad_bias += logits.sum(0)
-        if train:
-            grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        return *grads, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -827,32 +731,98 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
     for package in trackers:
         if not find_spec(package):
             raise UserError(f"--log-with {args.log_with}: needs the package {package} (pip install {package})")
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=trackers or None)
-    if "wandb" in trackers and accelerator.is_main_process:
+    if "wandb" in trackers:
         import wandb
 
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            raise UserError(
-                f"--log-with {args.log_with}: not logged in to wandb; run `wandb login`, or set WANDB_MODE=offline"
-            )
-    return accelerator
+            advice = "run `wandb login`, or set WANDB_MODE=offline"
+            raise UserError(f"--log-with {args.log_with}: not logged in to wandb; {advice}")
+    return Accelerator(cpu=not torch.cuda.is_available(), log_with=trackers or None)
 
 
-def start_run(args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path) -> None:
-    """Writes the run's config.json and starts its trackers."""
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
-    accelerator.wait_for_everyone()
-    if accelerator.log_with:
-        accelerator.project_configuration.set_directories(str(folder))
-        accelerator.init_trackers(
-            args.project_name,
-            config={
-                key: value if isinstance(value, int | float | str) else str(value) for key, value in vars(args).items()
-            },
-            init_kwargs={"wandb": {"name": folder.name, "dir": str(folder)}},
-        )
+def describe_setup(args, model, mesh, train_set, flops: int, peak: float | None, verified: str) -> str:
+    """The header: what will run, in figures that can be checked by hand."""
+    world, shards = dist.get_world_size(), mesh["shard"].size()
+    where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    tokens = tokens_per_step(args)
+    master = ", fp32 master weights and gradient reduction"
+    precision = {
+        "bf16": "bf16 compute and all-gather" + master,
+        "fp8": f"{'emulated ' * args.fp8_emulate}float8 linears ({args.fp8_recipe}), bf16 elsewhere" + master,
+        "fp32": "fp32 throughout",
+        "bf16-pure": "bf16 throughout, optimizer included",
+    }
+    techniques = [
+        f"{model.config._attn_implementation if args.attention == 'auto' else args.attention} attention",
+        "compiled layers" if args.compile else "eager layers",
+        "fused loss" if args.fused_loss else "loss from full logits",
+        f"{args.activation_checkpointing} activation checkpointing",
+        args.optimizer,
+    ]
+    mfu = f"{peak:,.0f} TFLOPS peak a GPU" if peak else "no MFU on a CPU"
+    if not peak and mesh.device_type == "cuda":
+        mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
+    lines = {
+        "model": f"{args.model} ({type(model).__name__.removeprefix('FSDP')}), {args.init} weights, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops / 1e9:,.3f} GFLOP a token, {mfu}",
+        "sharding": f"ZeRO-{args.zero_stage} on {world} x {where}: {world // shards} replicas of {shards} shards"
+        + ", offloaded to the host" * args.cpu_offload,
+        "verified": verified,
+        "precision": precision[args.precision],
+        "technique": ", ".join(techniques),
+        "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} sequences x "
+        f"{args.sequence_length:,} = {tokens:,} tokens a step, {args.num_steps:,} steps",
+        "data": f"{args.dataset}, {len(train_set) * args.sequence_length:,} tokens, "
+        f"{len(train_set) * args.sequence_length / tokens:,.1f} steps an epoch",
+    }
+    return columns(lines)
+
+
+def columns(lines: dict[str, str]) -> str:
+    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
+
+
+class Report:
+    """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
+
+    def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path):
+        self.accelerator, self.num_steps, self.file = accelerator, args.num_steps, None
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
+            self.file = (folder / "metrics.jsonl").open("a")
+        if accelerator.log_with:
+            accelerator.project_configuration.set_directories(str(folder))
+            flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in vars(args).items()}
+            wandb_run = {"name": folder.name, "dir": str(folder)}
+            accelerator.init_trackers(args.project_name, config=flags, init_kwargs={"wandb": wandb_run})
+        self.bar = tqdm(total=self.num_steps, unit="step", disable=not (self.file and sys.stderr.isatty()))
+
+    def log(self, metrics: dict, speed: str) -> None:
+        if not self.file:
+            return
+        step = metrics["step"]
+        print(json.dumps(metrics), file=self.file, flush=True)
+        self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
+        message = f"loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.2f}  lr {metrics['learning_rate']:.1e}"
+        if "eval_loss" in metrics:
+            message += f"  held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
+        message += f"  {speed}" * bool(speed)
+        if not self.bar.disable:
+            self.bar.set_postfix_str(message)
+            return
+        if "step_time_ms" in metrics:
+            message += f"  eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}"
+        say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {message}")
+
+    def close(self, metrics: dict) -> None:
+        """Writes the run's last line and ends the trackers."""
+        self.bar.close()
+        if self.file:
+            print(json.dumps(metrics | {"final": True}), file=self.file)
+            self.file.close()
+        for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
+            tracker.finish()
 
 
 def describe_run(args: argparse.Namespace) -> dict:
@@ -866,115 +836,44 @@ def describe_run(args: argparse.Namespace) -> dict:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "flags": vars(args),
         "versions": versions,
         "commit": commit,
         "world_size": dist.get_world_size(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu,
     }
 
 
-def describe_setup(args, model, mesh: DeviceMesh, train_set, flops: int, peak: float | None, verified: str) -> str:
-    """The header: what will run, in figures that can be checked by hand."""
-    world = dist.get_world_size()
-    where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    shards = mesh["shard"].size()
-    tokens = world * args.batch_size * args.sequence_length * args.gradient_accumulation_steps
-    precision = {
-        "bf16": "bf16 compute and all-gather, fp32 master weights and gradient reduction",
-        "fp8": f"bf16 and {'emulated ' if args.fp8_emulate else ''}float8 linears ({args.fp8_recipe}), fp32 master weights and gradient reduction",
-        "fp32": "fp32",
-        "bf16-pure": "bf16 throughout, optimizer included",
-    }[args.precision]
-    techniques = [
-        f"attention {args.attention if args.attention != 'auto' else model.config._attn_implementation}",
-        "compiled layers" if args.compile else "eager layers",
-        "fused loss" if args.fused_loss else "full logits",
-        f"checkpointing {args.activation_checkpointing}",
-        args.optimizer,
-    ]
-    mfu = f"peak {peak:,.0f} TFLOPS a GPU" if peak else "no MFU on a CPU"
-    if not peak and mesh.device_type == "cuda":
-        mfu = f"no MFU: {where} is not in the table, give its dense bf16 peak with --peak-tflops"
-    lines = {
-        "model": f"{args.model} ({type(model).__name__.removeprefix('FSDP')}), {sum(p.numel() for p in model.parameters()):,} parameters, {args.init} weights",
-        "sharding": f"ZeRO-{args.zero_stage}, {world} x {where} = {world // shards} replica x {shards} shards"
-        + (", offloaded to the host" if args.cpu_offload else ""),
-        "precision": precision,
-        "technique": ", ".join(techniques),
-        "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} sequences x "
-        f"{args.sequence_length:,} tokens = {tokens:,} tokens a step",
-        "FLOPs": f"{flops / 1e9:,.3f} GFLOP a token; {mfu}",
-        "data": f"{args.dataset}: {len(train_set):,} windows, {len(train_set) * args.sequence_length / tokens:,.1f} steps an epoch",
-        "verified": verified,
-    }
-    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
-
-
-class Report:
-    """What a run says of itself, on rank 0: metrics.jsonl, the trackers, the console."""
-
-    def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path):
-        self.accelerator, self.num_steps = accelerator, args.num_steps
-        main = accelerator.is_main_process
-        self.file = (folder / "metrics.jsonl").open("a") if main else None
-        self.bar = tqdm(
-            total=args.num_steps, unit="step", dynamic_ncols=True, disable=not (main and sys.stderr.isatty())
+def summarize(metrics: dict, folder: pathlib.Path) -> str:
+    """The last words: what the averages after warmup are."""
+    elapsed = tqdm.format_interval(time.time() - psutil.Process().create_time())
+    done = f"{metrics['step']:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
+    if "eval_loss" in metrics:
+        done += f", held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
+    speed = "not measured: no step after the --perf-warmup-steps"
+    if "tokens_per_sec" in metrics:
+        speed = (
+            f"{metrics['tokens_per_sec']:,.0f} tok/s, {metrics['tokens_per_sec_per_gpu']:,.0f} a rank, "
+            f"{metrics['step_time_ms']:,.1f} ms a step, {metrics['actual_tflops_per_sec']:,.3g} TFLOPS"
         )
-
-    def log(self, metrics: dict, speed_message: str) -> None:
-        if not self.file:
-            return
-        print(json.dumps(metrics), file=self.file, flush=True)
-        step = metrics["step"]
-        self.accelerator.log({key: v for key, v in metrics.items() if key not in ("step", "final")}, step=step)
-        if metrics.get("final"):
-            return
-        message = f"loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.2f}  lr {metrics['learning_rate']:.1e}"
-        if "eval_loss" in metrics:
-            message += f"  held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.1f})"
-        message += f"  {speed_message}"
-        if self.bar.disable:
-            left = (self.num_steps - step) * metrics.get("step_time_ms", math.nan) / 1000
-            eta = f"  eta {tqdm.format_interval(left)}" if left > 0 else ""
-            say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {message}{eta}")
-        else:
-            self.bar.set_postfix_str(message)
-
-    def close(self) -> None:
-        self.bar.close()
-        for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
-            tracker.finish()
-        if self.file:
-            self.file.close()
-
-
-def largest_of_ranks(figures: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Each figure's maximum over all ranks."""
-    values = torch.tensor(list(figures.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return dict(zip(figures, values.tolist(), strict=True))
-
-
-def read_losses(losses: list[torch.Tensor], step: int) -> float:
-    """The global loss of `step`, the last of `losses`, which are this rank's of the steps up to it.
-
-    Raises:
-        UserError: one of them is NaN or infinite; the first such step is named.
-    """
-    values = torch.stack(losses)
-    dist.all_reduce(values)
-    values = (values / dist.get_world_size()).tolist()
-    for at, value in enumerate(values, step - len(values) + 1):
-        if not math.isfinite(value):
-            advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
-            raise UserError(f"the loss became {value} at step {at}; {advice}", exit_code=1)
-    return values[-1]
+    if "mfu_percent" in metrics:
+        speed += f" of {metrics['theoretical_tflops_total']:,.0f}, MFU {metrics['mfu_percent']:.2f} %"
+    if "goodput_percent" in metrics:
+        speed += f", goodput {metrics['goodput_percent']:.1f} %"
+    memory = [f"{key[12:]} {value:.2f} GiB" for key, value in metrics.items() if key.startswith("peak_memory_")]
+    lines = {"done": done, "speed": speed} | ({"memory": ", ".join(memory)} if memory else {}) | {"files": str(folder)}
+    return "\n" + columns(lines)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The run
+
+
+def tokens_per_step(args: argparse.Namespace) -> int:
+    """Tokens of one optimizer step: every rank, every microbatch."""
+    return dist.get_world_size() * args.gradient_accumulation_steps * args.batch_size * args.sequence_length
 
 
 def train_step(args, model, optimizer, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
@@ -983,9 +882,7 @@ def train_step(args, model, optimizer, batches, tracker) -> tuple[torch.Tensor, 
     for microbatch in range(args.gradient_accumulation_steps):
         last = microbatch == args.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or not (args.defer_grad_sync or args.zero_stage == 1))
-        if (
-            not last
-        ):  # replicas of the shard group meet once a step; the reduce-scatters inside it are summed until then
+        if not last:  # replicas meet once a step; until then each shard group sums its own reduce-scatters
             model.set_requires_all_reduce(False)
         # Below stage 3 the parameters stay whole from the first microbatch to the last: one all-gather a step.
         model.set_reshard_after_backward(last or args.zero_stage == 3)
@@ -1004,7 +901,41 @@ def train_step(args, model, optimizer, batches, tracker) -> tuple[torch.Tensor, 
     return total, norm
 
 
+def read_losses(losses: list[torch.Tensor], step: int) -> float:
+    """The global loss of `step`; `losses` are this rank's of the steps up to it that were not read yet.
+
+    Raises:
+        UserError: one of them is NaN or infinite; the first such step is named.
+    """
+    values = torch.stack(losses)
+    dist.all_reduce(values)
+    values = (values / dist.get_world_size()).tolist()
+    for at, value in enumerate(values, step - len(values) + 1):
+        if not math.isfinite(value):
+            advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
+            raise UserError(f"the loss became {value} at step {at}; {advice}", exit_code=1)
+    return values[-1]
+
+
+def figures_of_all_ranks(speed: dict[str, float], tracker, step: int, device: torch.device) -> dict[str, float]:
+    """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput."""
+    worst = utils.memory_figures(device)
+    if "step_time_ms" in speed:
+        worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
+    if worst:
+        values = torch.tensor(list(worst.values()), dtype=torch.float64, device=device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        worst = dict(zip(worst, values.tolist(), strict=True))
+    if "step_time_ms" not in speed:
+        return worst
+    # what the steps so far take at the measured speed, as a share of the time since the process began: start-up,
+    # compilation, evaluation and waiting are the rest
+    elapsed = time.time() - psutil.Process().create_time()
+    return speed | worst | {"goodput_percent": step * tracker.summary()["step_time_ms"] / 10 / elapsed}
+
+
 def run(args: argparse.Namespace, device: torch.device) -> None:
+    """Trains one model, from its flags to its last line."""
     accelerator = make_accelerator(args)
     config = utils.from_main_process(accelerator, lambda: load_config(args))
     tokenizer = utils.from_main_process(accelerator, lambda: load_tokenizer(args, config))
@@ -1021,101 +952,63 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     peak = args.peak_tflops or (utils.get_gpu_peak_tflops() if device.type == "cuda" else None)
     tracker = utils.PerformanceTracker(args.perf_warmup_steps, dist.get_world_size(), peak or 0)
     say(describe_setup(args, model, mesh, train_set, flops, peak, verified))
-    start_run(args, accelerator, folder)
-    say(f"{'run':10} {folder}\n")
     report = Report(args, accelerator, folder)
+    say(columns({"run": f"{folder}\n"}))
 
     batches = training_batches(args, train_set, device)
-    tokens_per_step = dist.get_world_size() * args.batch_size * args.sequence_length * args.gradient_accumulation_steps
-    losses: list[torch.Tensor] = []  # of the steps since the last log line
+    unread_losses: list[torch.Tensor] = []
     for step in range(1, args.num_steps + 1):
         learning_rate = float(scheduler.get_last_lr()[0])
         loss, grad_norm = train_step(args, model, optimizer, batches, tracker)
         scheduler.step()
-        losses.append(loss)
+        unread_losses.append(loss)
         report.bar.update()
 
         last = step == args.num_steps
         evaluates = eval_set is not None and (last or step % args.eval_interval == 0)
         logs = evaluates or last or step == 1 or step % args.log_interval == 0
-        speed = tracker.step(tokens_per_step, flops, synchronize=logs)
+        speed = tracker.step(tokens_per_step(args), flops, synchronize=logs)
         if not logs:
             continue
         metrics = {
             "step": step,
-            "loss": read_losses(losses, step),
+            "loss": read_losses(unread_losses, step),
             "grad_norm": grad_norm.full_tensor().item(),
             "learning_rate": learning_rate,
-            "tokens_seen": step * tokens_per_step,
-        }
-        losses.clear()
-        metrics |= figures_of_all_ranks(speed, device)
+            "tokens_seen": step * tokens_per_step(args),
+        } | figures_of_all_ranks(speed, tracker, step, device)
+        unread_losses.clear()
+        story = None
         if evaluates:
             with tracker.excluded():
                 metrics["eval_loss"] = evaluate(args, model, eval_set, device)
-        metrics |= goodput(tracker, step)
+                story = sample(args, model, tokenizer, device) if args.sample_prompt and not last else None
         report.log(metrics, tracker.get_print_message(metrics))
-        if args.sample_prompt and evaluates and not last:
-            with tracker.excluded():
-                say(sample(args, model, tokenizer, device))
+        if story:
+            say(story)
 
-    averages = figures_of_all_ranks(tracker.summary(), device) | goodput(tracker, args.num_steps)
-    report.log({**metrics, **averages, "final": True}, "")
-    report.close()
-    say(summarize(args, metrics, averages, folder))
+    metrics |= figures_of_all_ranks(tracker.summary(), tracker, step, device)
+    report.close(metrics)
+    say(summarize(metrics, folder))
     if args.sample_prompt:
         say("\n" + sample(args, model, tokenizer, device))
 
 
-def figures_of_all_ranks(speed: dict, device: torch.device) -> dict[str, float]:
-    """Speed as rank 0 sees it; the slowest rank's step time and data wait and the fullest rank's memory."""
-    local = utils.memory_figures(device)
-    if "step_time_ms" in speed:
-        local |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
-    else:
-        speed = {}
-    return speed | (largest_of_ranks(local, device) if local else {})
-
-
-def goodput(tracker: utils.PerformanceTracker, steps: int) -> dict[str, float]:
-    """Share of the time since the process began that `steps` steps take at the measured speed: what start-up,
-    compilation, evaluation and waiting left over."""
-    speed = tracker.summary()
-    if not speed:
-        return {}
-    elapsed = time.time() - psutil.Process().create_time()
-    return {"goodput_percent": 100 * steps * speed["step_time_ms"] / 1000 / elapsed}
-
-
-def summarize(args: argparse.Namespace, metrics: dict, averages: dict, folder: pathlib.Path) -> str:
-    elapsed = tqdm.format_interval(time.time() - psutil.Process().create_time())
-    lines = {
-        "done": f"{args.num_steps:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
+def memory_savers(args: argparse.Namespace) -> str:
+    """The flags that would lower memory, the cheapest in speed first, less those already given."""
+    ways = {
+        "--zero-stage 3": args.zero_stage == 3,
+        "--activation-checkpointing selective": args.activation_checkpointing != "none",
+        "--activation-checkpointing full": args.activation_checkpointing == "full",
+        "a smaller --batch-size": args.batch_size == 1,
+        "--optimizer adamw8bit": args.optimizer == "adamw8bit",
+        "--cpu-offload": args.cpu_offload,
+        "a shorter --sequence-length": False,
     }
-    if "eval_loss" in metrics:
-        lines["done"] += (
-            f", held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
-        )
-    if "tokens_per_sec" in averages:
-        lines["speed"] = (
-            f"{averages['tokens_per_sec']:,.0f} tok/s = {averages['tokens_per_sec_per_gpu']:,.0f} tok/s a rank, "
-            f"{averages['step_time_ms']:,.1f} ms a step, {averages['actual_tflops_per_sec']:,.2f} TFLOPS"
-        )
-        if "mfu_percent" in averages:
-            lines["speed"] += f" of {averages['theoretical_tflops_total']:,.0f}: MFU {averages['mfu_percent']:.2f} %"
-        lines["speed"] += f", goodput {averages['goodput_percent']:.1f} %"
-    else:
-        lines["speed"] = f"not measured: every step was within --perf-warmup-steps {args.perf_warmup_steps}"
-    if "peak_memory_reserved" in averages:
-        lines["memory"] = ", ".join(
-            f"{k.removeprefix('peak_memory_')} {v:.2f} GiB" for k, v in averages.items() if k.startswith("peak_")
-        )
-    lines["files"] = str(folder)
-    return "\n" + "\n".join(f"{name:10} {text}" for name, text in lines.items())
+    return ", ".join([way for way, taken in ways.items() if not taken][:3])
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the program; every way out of it but success ends in `fail`."""
     try:
         args = parse_args(argv)
         run(args, start_processes())
@@ -1123,24 +1016,9 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         fail(f"train_fsdp.py: error: {error}", error.exit_code)
     except torch.cuda.OutOfMemoryError as error:
-        fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {', '.join(memory_savers(args))}.", 1)
+        fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {memory_savers(args)}.", 1)
     except Exception:  # a bug: it keeps its traceback
         fail(traceback.format_exc(), 1)
-
-
-def memory_savers(args: argparse.Namespace) -> list[str]:
-    """The flags that would lower memory, cheapest first, less those already given."""
-    ways = {
-        "--fused-loss": args.fused_loss,
-        "--zero-stage 3": args.zero_stage == 3,
-        "--activation-checkpointing selective or full": args.activation_checkpointing != "none",
-        "--activation-checkpointing full": args.activation_checkpointing == "full",
-        f"a --batch-size under {args.batch_size}": args.batch_size == 1,
-        "--optimizer adamw8bit": args.optimizer == "adamw8bit",
-        "--cpu-offload": args.cpu_offload,
-        f"a --sequence-length under {args.sequence_length}": False,
-    }
-    return [way for way, taken in ways.items() if not taken][:4]
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import os
 import pathlib
 import re
+import socket
 import tempfile
 import time
 import traceback
+import urllib.parse
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -28,6 +31,22 @@ from torch.utils.data import Dataset, Sampler
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
 GIB = 2**30
+
+
+def answer_from_cache_without_network() -> None:
+    """Makes the hub libraries answer from their caches at once where the hub's name cannot be resolved.
+
+    They would try for 20 s otherwise, for each file, with a warning for each try.
+    """
+    from huggingface_hub import constants
+
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    try:
+        if not proxy:
+            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 class UserError(Exception):
@@ -100,7 +119,9 @@ def _load_documents(dataset: str, split: str, files: list[pathlib.Path]):
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity_error()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
+    if not files:
+        answer_from_cache_without_network()
     kind = {".jsonl": "json", ".txt": "text", ".parquet": "parquet", "": dataset}[files[0].suffix if files else ""]
     where = {"data_dir": dataset} if os.path.isdir(dataset) else {"data_files": str(files[0])} if files else {}
     try:
@@ -496,6 +517,111 @@ def estimate_mfu(
         metrics["theoretical_tflops_total"] = peak_tflops * num_gpus
         metrics["mfu_percent"] = 100 * metrics["actual_tflops_per_sec"] / metrics["theoretical_tflops_total"]
     return metrics
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loss and weights
+
+LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 0.5 GiB in fp32 for a vocabulary of 128 k
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time.
+
+    The gradients are computed in forward, while a chunk's logits exist: nothing is computed twice, and neither logits
+    nor their gradients ever exist for all tokens. Shapes: hidden (tokens, dim), weight (vocab, dim), bias (vocab,) or
+    None, labels (tokens,).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels):
+        counted = labels != IGNORE_INDEX
+        count = counted.sum().clamp(min=1)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        train = any(ctx.needs_input_grad)
+        if train:
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for start in range(0, len(hidden), LOSS_CHUNK):
+            chunk = slice(start, start + LOSS_CHUNK)
+            target, kept = labels[chunk].clamp(min=0).unsqueeze(1), counted[chunk].unsqueeze(1)
+            logits = nn.functional.linear(hidden[chunk], weight, bias).float()
+            normalizer = logits.logsumexp(1, keepdim=True)
+            loss += ((normalizer - logits.gather(1, target)) * kept).sum() / count
+            if train:  # d loss / d logits = (softmax - one-hot) / count
+                logits.sub_(normalizer).exp_().scatter_add_(1, target, -torch.ones_like(normalizer)).mul_(kept / count)
+                grad_logits = logits.to(weight.dtype)
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+                grad_weight += grad_logits.t() @ hidden[chunk]
+                if bias is not None:
+                    grad_bias += logits.sum(0)
+        if train:
+            grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        return *grads, None
+
+
+class PretrainedWeights:
+    """The safetensors of a local folder or hub id, read one decoder layer at a time.
+
+    transformers' own conversion rules are applied, so a checkpoint in another layout than the model's (experts stored
+    one by one, say) loads as it does with from_pretrained.
+
+    Args:
+        layers: path of the list of decoder layers in `model`, such as "model.layers".
+
+    Raises:
+        UserError: there are no safetensors, they cannot be read, or a weight of the model is not among them.
+    """
+
+    def __init__(self, model: nn.Module, layers: str, source: str, dtype: torch.dtype):
+        from huggingface_hub import snapshot_download
+        from safetensors import safe_open
+        from transformers import conversion_mapping, core_model_loading
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.model, self.source, self.dtype = model, source, dtype
+        self.rules = conversion_mapping.get_model_conversion_mapping(model)
+        kinds = (core_model_loading.WeightRenaming, core_model_loading.WeightConverter)
+        renamings, converters = ([rule for rule in self.rules if isinstance(rule, kind)] for kind in kinds)
+        names = model.state_dict()
+        self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
+        try:
+            if not os.path.isdir(source):
+                source = snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
+            index = pathlib.Path(source, "model.safetensors.index.json")
+            files = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+            for file in sorted(set(files)):
+                tensors = safe_open(os.path.join(source, file), framework="pt")
+                for key in tensors.keys():  # noqa: SIM118 - it is no dict
+                    name, _ = core_model_loading.rename_source_key(
+                        key, renamings, converters, model.base_model_prefix, names
+                    )
+                    layer = re.match(rf"{re.escape(layers)}\.(\d+)\.", name)
+                    self.slices.setdefault(layer and int(layer[1]), {})[key] = tensors.get_slice(key)
+        except Exception as error:
+            raise UserError(f"--init pretrained: no weights from {source} ({first_line(error)})") from error
+
+    def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
+        """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        config = LoadStateDictConfig(dtype=self.dtype, weight_mapping=self.rules, device_map={"": device})
+        convert_and_load_state_dict_in_model(self.model, self.slices.get(layer, {}), config)
+        self.model.tie_weights()
+        for path, module in self.model.named_modules():
+            for name, weight in module.named_parameters(recurse=False) if module in modules else ():
+                if not getattr(weight, "_is_hf_initialized", False):
+                    missing = f"{path}.{name} of shape {tuple(weight.shape)}"
+                    raise UserError(f"--init pretrained: {self.source} has no {missing}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
