@@ -582,8 +582,8 @@ def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: De
     here = sum(parameter.to_local().numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in parameters.values())
     return (
-        f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors {placements}; "
-        f"rank {dist.get_rank()} holds {100 * here / total:.1f} % of the elements"
+        f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors, "
+        f"{' x '.join(map(repr, placements))}; rank {dist.get_rank()} holds {100 * here / total:.1f} % of the elements"
     )
 
 
@@ -725,7 +725,7 @@ def choose_folder(args: argparse.Namespace) -> pathlib.Path:
         raise UserError(f"--output-dir {args.output_dir}: cannot be written ({error.strerror})") from error
 
 
-def make_accelerator(args: argparse.Namespace) -> Accelerator:
+def make_accelerator(args: argparse.Namespace, folder: pathlib.Path) -> Accelerator:
     """accelerate's view of the processes, and its trackers; a tracker that cannot work is an error now, not later."""
     trackers = {"none": [], "all": ["wandb", "tensorboard"]}.get(args.log_with, [args.log_with])
     for package in trackers:
@@ -737,7 +737,7 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             advice = "run `wandb login`, or set WANDB_MODE=offline"
             raise UserError(f"--log-with {args.log_with}: not logged in to wandb; {advice}")
-    return Accelerator(cpu=not torch.cuda.is_available(), log_with=trackers or None)
+    return Accelerator(cpu=not torch.cuda.is_available(), log_with=trackers or None, project_dir=folder)
 
 
 def describe_setup(args, model, mesh, train_set, flops: int, peak: float | None, verified: str) -> str:
@@ -756,7 +756,7 @@ def describe_setup(args, model, mesh, train_set, flops: int, peak: float | None,
         f"{model.config._attn_implementation if args.attention == 'auto' else args.attention} attention",
         "compiled layers" if args.compile else "eager layers",
         "fused loss" if args.fused_loss else "loss from full logits",
-        f"{args.activation_checkpointing} activation checkpointing",
+        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
         args.optimizer,
     ]
     mfu = f"{peak:,.0f} TFLOPS peak a GPU" if peak else "no MFU on a CPU"
@@ -765,7 +765,7 @@ def describe_setup(args, model, mesh, train_set, flops: int, peak: float | None,
     lines = {
         "model": f"{args.model} ({type(model).__name__.removeprefix('FSDP')}), {args.init} weights, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops / 1e9:,.3f} GFLOP a token, {mfu}",
-        "sharding": f"ZeRO-{args.zero_stage} on {world} x {where}: {world // shards} replicas of {shards} shards"
+        "sharding": f"ZeRO-{args.zero_stage} on {world} x {where} = {world // shards} replica x {shards} shard"
         + ", offloaded to the host" * args.cpu_offload,
         "verified": verified,
         "precision": precision[args.precision],
@@ -792,7 +792,6 @@ class Report:
             (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
             self.file = (folder / "metrics.jsonl").open("a")
         if accelerator.log_with:
-            accelerator.project_configuration.set_directories(str(folder))
             flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in vars(args).items()}
             wandb_run = {"name": folder.name, "dir": str(folder)}
             accelerator.init_trackers(args.project_name, config=flags, init_kwargs={"wandb": wandb_run})
@@ -804,16 +803,20 @@ class Report:
         step = metrics["step"]
         print(json.dumps(metrics), file=self.file, flush=True)
         self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
-        message = f"loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.2f}  lr {metrics['learning_rate']:.1e}"
+        loss = f"loss {metrics['loss']:.4f}"
         if "eval_loss" in metrics:
-            message += f"  held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
-        message += f"  {speed}" * bool(speed)
+            held_out = f"held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
         if not self.bar.disable:
-            self.bar.set_postfix_str(message)
+            self.bar.set_postfix_str(f"{loss}  {speed}")
+            if "eval_loss" in metrics:
+                say(f"step {step}  {loss}  {held_out}")
             return
+        parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", speed]
         if "step_time_ms" in metrics:
-            message += f"  eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}"
-        say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {message}")
+            parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
+        if "eval_loss" in metrics:
+            parts.append(held_out)
+        say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, parts)))
 
     def close(self, metrics: dict) -> None:
         """Writes the run's last line and ends the trackers."""
@@ -936,10 +939,10 @@ def figures_of_all_ranks(speed: dict[str, float], tracker, step: int, device: to
 
 def run(args: argparse.Namespace, device: torch.device) -> None:
     """Trains one model, from its flags to its last line."""
-    accelerator = make_accelerator(args)
-    config = utils.from_main_process(accelerator, lambda: load_config(args))
-    tokenizer = utils.from_main_process(accelerator, lambda: load_tokenizer(args, config))
-    folder = utils.from_main_process(accelerator, lambda: choose_folder(args), per_node=False)
+    folder = utils.from_main_process(lambda: choose_folder(args), dist.get_rank() == 0)
+    accelerator = make_accelerator(args, folder)
+    config = utils.from_main_process(lambda: load_config(args), accelerator.is_local_main_process)
+    tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), accelerator.is_local_main_process)
     mesh = build_mesh(args, device)
     train_set, eval_set = load_data(args, tokenizer, config, accelerator)
 

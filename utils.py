@@ -68,35 +68,29 @@ DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a .txt file, as in
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 
 
-def from_main_process(accelerator, make: Callable[[], Any], per_node: bool = True) -> Any:
-    """Calls `make` on the main process of each node and gives its result, pickled, to the node's other processes.
+def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
+    """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
 
-    `per_node=False` calls it once for the whole world.
-
-    An error raised by any main process is raised on every rank, so that no rank waits for one that has given up.
-    `accelerator=None`, or a world without a process group, just calls `make`.
+    Every rank calls this. An error in `make` is raised on every rank, so that none waits for one that has given up.
     """
-    if accelerator is None or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     # gloo, with a patience of its own: tokenizing a large corpus outlasts NCCL's watchdog
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
     result, error = None, None
-    main = accelerator.is_local_main_process if per_node else accelerator.is_main_process
-    if main:
-        try:
-            result = make()
-        except UserError as exception:
-            error = exception
-        except Exception:  # not every exception can be pickled
-            error = RuntimeError(traceback.format_exc())
+    try:
+        result = make() if is_main else None
+    except UserError as exception:
+        error = exception
+    except Exception:  # not every exception can be pickled
+        error = RuntimeError(traceback.format_exc())
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (result, error, main), group=group)
+    dist.all_gather_object(everyone, (is_main, result, error), group=group)
     dist.destroy_process_group(group)
-    for _, error, _ in everyone:
+    for _, _, error in everyone:
         if error is not None:
             raise error
-    main_rank = max(r for r in range(dist.get_rank() + 1) if everyone[r][2])
-    return everyone[main_rank][0]
+    return next(result for is_main, result, _ in reversed(everyone[: dist.get_rank() + 1]) if is_main)
 
 
 def _local_files(dataset: str) -> list[pathlib.Path]:
@@ -147,7 +141,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def _token_batches(documents, tokenizer, source: str) -> Iterator[np.ndarray]:
+def token_batches(documents, tokenizer, source: str) -> Iterator[np.ndarray]:
     """Token ids of all documents in order, an end-of-text token after each, as flat arrays of a few thousand documents.
 
     A data set that is tokenized already (a column `input_ids`) is taken as it is: Arrow to NumPy, no Python lists.
@@ -308,14 +302,18 @@ def get_dataset(
                 return path
             start = time.perf_counter()
             documents = documents or _load_documents(dataset, split, files)
-            total = pack_tokens(_token_batches(documents, tokenizer, dataset), path, vocab_size)
+            total = pack_tokens(token_batches(documents, tokenizer, dataset), path, vocab_size)
             if not total:
                 raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
             seconds = time.perf_counter() - start
             log(f"tokenized {len(documents):,} documents in {seconds:.1f} s, cached in {path}")
             return path
 
-    tokens = np.memmap(from_main_process(accelerator, prepare), dtype=token_dtype(vocab_size), mode="r")
+    tokens = np.memmap(
+        from_main_process(prepare, accelerator is None or accelerator.is_local_main_process),
+        dtype=token_dtype(vocab_size),
+        mode="r",
+    )
     packed = PackedDataset(tokens, seq_len)
     if not len(packed):
         raise UserError(
@@ -704,7 +702,9 @@ class PerformanceTracker:
         """The metrics on one line; empty in warmup."""
         if "tokens_per_sec" not in metrics:
             return ""
-        parts = [f"{metrics['tokens_per_sec']:,.0f} tok/s", f"{metrics['tokens_per_sec_per_gpu']:,.0f} tok/s/GPU"]
+        parts = [f"{metrics['tokens_per_sec']:,.0f} tok/s"]
+        if self.num_gpus > 1:
+            parts.append(f"{metrics['tokens_per_sec_per_gpu']:,.0f} tok/s/GPU")
         if "mfu_percent" in metrics:
             parts.append(f"MFU {metrics['mfu_percent']:.1f} %")
         if "peak_memory_reserved" in metrics:

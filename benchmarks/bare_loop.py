@@ -1,0 +1,48 @@
+"""The shortest loop that trains the same model on the same windows: what the harness is measured against.
+
+    python benchmarks/bare_loop.py --model assets/demo --tokens tokens.bin --num-steps 60
+
+No sharding, no tracking, no evaluation; prints one JSON object.
+"""
+
+import argparse
+import json
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+parser.add_argument("--tokens", required=True, help="raw uint16 token ids")
+parser.add_argument("--sequence-length", type=int, default=256)
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--num-steps", type=int, default=60)
+parser.add_argument("--warmup-steps", type=int, default=10, help="steps that are not timed")
+args = parser.parse_args()
+
+torch.manual_seed(42)
+config = AutoConfig.from_pretrained(args.model)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
+windows = (len(tokens) - 1) // args.sequence_length
+order = np.random.default_rng(42).permutation(windows)
+
+for step in range(args.num_steps):
+    if step == args.warmup_steps:
+        start = time.perf_counter()
+    rows = order[np.arange(step * args.batch_size, (step + 1) * args.batch_size) % windows]
+    batch = [tokens[row * args.sequence_length : (row + 1) * args.sequence_length + 1] for row in rows]
+    batch = torch.from_numpy(np.stack(batch).astype(np.int64))
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+seconds = time.perf_counter() - start
+print(json.dumps({"steps_per_sec": (args.num_steps - args.warmup_steps) / seconds, "loss": loss.item()}))
