@@ -19,9 +19,9 @@ if __name__ == "__main__":  # before the heavy imports, which warn and can be in
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all
         warnings.filterwarnings("ignore")
         os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-        for noisy in ("torchao", "torch.utils._pytree", "transformers", "accelerate"):
+        for noisy in ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("WANDB_SILENT", "true")
 
 import argparse
@@ -31,6 +31,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 import subprocess
 import tempfile
 import time
@@ -203,7 +204,9 @@ def start_processes() -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        world = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        world = {}
+        if "RANK" not in os.environ:
+            world = {"store": dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "rank": 0, "world_size": 1}
         # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None, **world)
     return device
@@ -299,7 +302,12 @@ def load_tokenizer(args: argparse.Namespace, config):
             f"--tokenizer {source}: {where} ({utils.first_line(error)}); give --tokenizer a folder "
             f"({ASSETS / 'demo'} has one), or use --dataset synthetic, which needs none"
         ) from error
-    vocabulary = config.get_text_config().vocab_size
+    text_config = config.get_text_config()
+    vocabulary, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", math.inf)
+    if args.sample_prompt and len(tokenizer(args.sample_prompt)["input_ids"]) + args.sample_tokens > positions:
+        raise UserError(
+            f"--sample-tokens {args.sample_tokens}: with the prompt more than {args.model}'s {positions} positions"
+        )
     if len(tokenizer) > vocabulary:
         raise UserError(
             f"--tokenizer {source}: its vocabulary of {len(tokenizer)} is larger than the model's {vocabulary}"
@@ -453,24 +461,12 @@ def fp8_converter(args: argparse.Namespace):
 
 def selective_contexts():
     """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else."""
-    return create_selective_checkpoint_contexts(
-        lambda context, op, *args, **kwargs: (
-            CheckpointPolicy.MUST_SAVE if op in EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-        )
-    )
 
+    def policy(context, op, *args, **kwargs):
+        expensive = re.search(r"mm\.|attention|attn", str(op))  # aten.addmm.default, ..._flash_attention.default
+        return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
-EXPENSIVE_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_mm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
+    return create_selective_checkpoint_contexts(policy)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
