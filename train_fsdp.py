@@ -475,7 +475,10 @@ def selective_contexts():
 
 def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
     """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=utils.IGNORE_INDEX)
+    total = F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=utils.IGNORE_INDEX, reduction="sum"
+    )
+    return total / (labels != utils.IGNORE_INDEX).sum().clamp(min=1)
 
 
 def fuse_loss(model: nn.Module, required: bool | None) -> bool:
@@ -721,8 +724,8 @@ def choose_folder(args: argparse.Namespace) -> pathlib.Path:
         raise UserError(f"--output-dir {args.output_dir}: cannot be written ({error.strerror})") from error
 
 
-def make_accelerator(args: argparse.Namespace, folder: pathlib.Path) -> Accelerator:
-    """accelerate's view of the processes, and its trackers; a tracker that cannot work is an error now, not later."""
+def choose_trackers(args: argparse.Namespace) -> list[str]:
+    """accelerate's names of the trackers; one that cannot work is an error now, not at the first log line."""
     trackers = {"none": [], "all": ["wandb", "tensorboard"]}.get(args.log_with, [args.log_with])
     for package in trackers:
         if not find_spec(package):
@@ -733,7 +736,7 @@ def make_accelerator(args: argparse.Namespace, folder: pathlib.Path) -> Accelera
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             advice = "run `wandb login`, or set WANDB_MODE=offline"
             raise UserError(f"--log-with {args.log_with}: not logged in to wandb; {advice}")
-    return Accelerator(cpu=not torch.cuda.is_available(), log_with=trackers or None, project_dir=folder)
+    return trackers
 
 
 def describe_setup(args, model, mesh, train_set, flops: int, peak: float | None, verified: str) -> str:
@@ -935,8 +938,9 @@ def figures_of_all_ranks(speed: dict[str, float], tracker, step: int, device: to
 
 def run(args: argparse.Namespace, device: torch.device) -> None:
     """Trains one model, from its flags to its last line."""
-    folder = utils.from_main_process(lambda: choose_folder(args), dist.get_rank() == 0)
-    accelerator = make_accelerator(args, folder)
+    is_main = dist.get_rank() == 0
+    folder, trackers = utils.from_main_process(lambda: (choose_folder(args), choose_trackers(args)), is_main)
+    accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
     config = utils.from_main_process(lambda: load_config(args), accelerator.is_local_main_process)
     tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), accelerator.is_local_main_process)
     mesh = build_mesh(args, device)
