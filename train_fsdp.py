@@ -124,7 +124,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cache-dir", help="where tokenized data is kept [~/.cache/train_fsdp]")
 
     add = parser.add_argument_group("sharding").add_argument
-    add("--zero-stage", type=int, choices=[0, 1, 2, 3], default=3, help="0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded; 2 parameters kept after forward; 3 parameters resharded after forward [3]")
+    add("--zero-stage", type=int, choices=[0, 1, 2, 3], default=3, help="0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded (with one microbatch the same as 2); 2 parameters kept after forward; 3 parameters resharded after forward [3]")
     add("--dp-replicate-size", type=number(int), default=1, help="HSDP: this many replicas of the shard group [1]")
     add("--defer-grad-sync", action="store_true", help="reduce-scatter only on the last microbatch (stage 1 implies it)")
     add("--cpu-offload", action="store_true", help="parameters, gradients and optimizer on the host")
@@ -739,7 +739,16 @@ def choose_trackers(args: argparse.Namespace) -> list[str]:
     return trackers
 
 
-def describe_setup(args, model, mesh, train_set, flops: int, peak: float | None, verified: str) -> str:
+def count_flops(args: argparse.Namespace, model: nn.Module) -> tuple[int, str]:
+    """FLOPs per token, 0 where no formula holds for the model, and what to say of them."""
+    try:
+        flops = utils.get_model_flops_per_token(model, args.sequence_length)
+        return flops, f"{flops / 1e9:,.3f} GFLOP a token"
+    except ValueError as error:
+        return 0, f"FLOPs not known, so no MFU ({error})"
+
+
+def describe_setup(args, model, mesh, train_set, flops: str, peak: float | None, verified: str) -> str:
     """The header: what will run, in figures that can be checked by hand."""
     world, shards = dist.get_world_size(), mesh["shard"].size()
     where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
@@ -763,8 +772,8 @@ def describe_setup(args, model, mesh, train_set, flops: int, peak: float | None,
         mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
     lines = {
         "model": f"{args.model} ({type(model).__name__.removeprefix('FSDP')}), {args.init} weights, "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops / 1e9:,.3f} GFLOP a token, {mfu}",
-        "sharding": f"ZeRO-{args.zero_stage} on {world} x {where} = {world // shards} replica x {shards} shard"
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops}, {mfu}",
+        "sharding": f"ZeRO-{args.zero_stage} on {world} x {where}, replicas x shards {world // shards} x {shards}"
         + ", offloaded to the host" * args.cpu_offload,
         "verified": verified,
         "precision": precision[args.precision],
@@ -858,8 +867,10 @@ def summarize(metrics: dict, folder: pathlib.Path) -> str:
     if "tokens_per_sec" in metrics:
         speed = (
             f"{metrics['tokens_per_sec']:,.0f} tok/s, {metrics['tokens_per_sec_per_gpu']:,.0f} a rank, "
-            f"{metrics['step_time_ms']:,.1f} ms a step, {metrics['actual_tflops_per_sec']:,.3g} TFLOPS"
+            f"{metrics['step_time_ms']:,.1f} ms a step"
         )
+    if "actual_tflops_per_sec" in metrics:
+        speed += f", {metrics['actual_tflops_per_sec']:,.3g} TFLOPS"
     if "mfu_percent" in metrics:
         speed += f" of {metrics['theoretical_tflops_total']:,.0f}, MFU {metrics['mfu_percent']:.2f} %"
     if "goodput_percent" in metrics:
@@ -951,10 +962,10 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     scheduler = build_scheduler(args, optimizer)
     verified = verify_sharding(model, optimizer, mesh)
 
-    flops = utils.get_model_flops_per_token(model, args.sequence_length)
-    peak = args.peak_tflops or (utils.get_gpu_peak_tflops() if device.type == "cuda" else None)
+    flops, counted = count_flops(args, model)
+    peak = args.peak_tflops or utils.get_gpu_peak_tflops()
     tracker = utils.PerformanceTracker(args.perf_warmup_steps, dist.get_world_size(), peak or 0)
-    say(describe_setup(args, model, mesh, train_set, flops, peak, verified))
+    say(describe_setup(args, model, mesh, train_set, counted, peak, verified))
     report = Report(args, accelerator, folder)
     say(columns({"run": f"{folder}\n"}))
 

@@ -403,13 +403,13 @@ GPU_PEAK_TFLOPS = (
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
     """Dense bf16 peak of one GPU in TFLOPS, by the device name that the driver gives (default: the current device).
 
-    None, never a guess, for a CPU, a GPU that is not in the table, or a MIG slice of one.
+    None, never a guess, for a CPU, a GPU that is not in the table, a laptop's namesake, or a slice of a GPU.
     """
     if name is None:
         if not torch.cuda.is_available():
             return None
         name = torch.cuda.get_device_name()
-    if re.search(r"\bMIG\b", name):
+    if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
         return None
     return next((peak for gpu, peak in GPU_PEAK_TFLOPS if re.search(rf"\b{gpu}", name, re.IGNORECASE)), None)
 
@@ -420,14 +420,16 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     6 x (parameters of each matmul that a token passes) + 12 x layers x heads x head_dim x seq_len. The parameters are
     read off the modules: projections with their real number of KV heads, the router and the active experts of a
     mixture, the LM head once whether tied or not, no embedding lookup. `causal=True` halves the attention term. A
-    sliding window (or chunk) that is shorter than `seq_len` takes its place there, except with eager attention, which
-    computes the whole square; with it the result equals `torch.utils.flop_counter.FlopCounterMode` to the digit.
+    sliding window or chunk shorter than `seq_len` takes its place there, but not with eager attention, which computes
+    the whole square: with eager attention and eager experts, every product counted here is one that
+    `torch.utils.flop_counter.FlopCounterMode` sees, and the two results are equal.
 
     Args:
         model: a transformers causal language model (meta, sharded or whole), or its config.
 
     Raises:
-        ValueError: a layer is no softmax attention (state-space, linear attention), so the formula does not hold.
+        ValueError: the formula does not hold: a layer is no softmax attention, or the number of active experts is
+            not in the config.
     """
     if not isinstance(model, nn.Module):
         from transformers import AutoModelForCausalLM
@@ -436,8 +438,8 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model, attn_implementation=implementation)
     config = model.config.get_text_config()
-    attention = sum(attention_flops_per_token(config, layer, seq_len) for layer in range(config.num_hidden_layers))
-    return 6 * matmul_parameters(model) + (attention // 2 if causal else attention)
+    layers = range(config.num_hidden_layers)
+    return 6 * matmul_parameters(model) + sum(attention_flops_per_token(config, i, seq_len, causal) for i in layers)
 
 
 def matmul_parameters(model: nn.Module) -> int:
@@ -446,41 +448,38 @@ def matmul_parameters(model: nn.Module) -> int:
     active = next((getattr(config, key) for key in ACTIVE_EXPERTS_KEYS if getattr(config, key, None)), None)
     total = 0
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Embedding):
-            continue
+        listed = re.search(r"^(.*\bexperts)\.\d+(\.|$)", path)  # experts as a list of modules
         for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-            if weight.dim() < 2 or name.endswith("bias"):
+            if isinstance(module, nn.Embedding) or weight.dim() < 2 or name.endswith("bias"):
                 continue
-            if weight.dim() == 3 and "expert" in path:  # (experts, ...): a token passes `active` of them
-                total += weight.numel() // weight.shape[0] * active
-            elif match := re.search(r"^(.*\bexperts)\.\d+\.", path + "."):
-                total += weight.numel() * active / len(model.get_submodule(match[1]))
-            else:
-                total += weight.numel()
-    return round(total)
+            experts = len(model.get_submodule(listed[1])) if listed else weight.shape[0] if weight.dim() == 3 else 1
+            if experts > 1 and active is None:
+                raise ValueError(f"the config does not say how many of {experts} experts a token passes")
+            total += weight.numel() // experts * (active if experts > 1 else 1)
+    return total
 
 
 ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
 
 
-def attention_flops_per_token(config, layer: int, seq_len: int) -> int:
+def attention_flops_per_token(config, layer: int, seq_len: int, causal: bool = False) -> int:
     """FLOPs per token of one layer's two products of queries, keys and values, forward and backward.
 
-    6 x heads x (head_dim of queries and keys + head_dim of values) x keys that a query meets.
+    6 x heads x (head_dim of queries and keys + head_dim of values) x keys that a query meets on average.
     """
-    kind = (getattr(config, "layer_types", None) or ["full_attention"] * (layer + 1))[layer]
+    kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1))[layer]
     if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-        raise ValueError(f"layer {layer} is {kind}: FLOPs are known for softmax attention only")
-    window = None
-    if getattr(config, "layer_types", None) is None or kind == "sliding_attention":
-        window = getattr(config, "sliding_window", None)
-    elif kind == "chunked_attention":
-        window = config.attention_chunk_size
-    keys = seq_len if window is None or config._attn_implementation == "eager" else min(window, seq_len)
+        raise ValueError(f"layer {layer} is {kind}, and the formula is one of softmax attention")
+    key = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
+    window = min(getattr(config, key, None) or seq_len, seq_len) if key else seq_len
+    if config._attn_implementation == "eager":
+        window = seq_len
+    span = window if kind == "chunked_attention" else seq_len  # the first `window` tokens of a span meet fewer keys
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_dim = getattr(config, "qk_head_dim", None) or head_dim  # multi-head latent attention has two sizes
     value_dim = getattr(config, "v_head_dim", None) or head_dim
-    return 6 * config.num_attention_heads * (query_dim + value_dim) * keys
+    per_key = 6 * config.num_attention_heads * (query_dim + value_dim)
+    return per_key * window * (2 * span - window) // (2 * span) if causal else per_key * window
 
 
 def estimate_mfu(
@@ -718,7 +717,10 @@ class PerformanceTracker:
 
     def _metrics(self, window: dict[str, float]) -> dict[str, float]:
         seconds, tokens = max(window["seconds"], 1e-9), window["tokens"]
-        speed = estimate_mfu(window["flops"] / max(tokens, 1), tokens, seconds, self.num_gpus, self.peak_tflops or 0)
+        peak = self.peak_tflops if window["flops"] else 0
+        speed = estimate_mfu(window["flops"] / max(tokens, 1), tokens, seconds, self.num_gpus, peak or 0)
+        if not window["flops"]:  # unknown
+            del speed["actual_tflops_per_sec"]
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
             "steps_per_sec": window["steps"] / seconds,
