@@ -61,7 +61,19 @@ from utils import UserError
 ASSETS = pathlib.Path(__file__).resolve().parent / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
-DEMO = {"model": "demo", "dataset": "demo", "sequence_length": 256, "batch_size": 8, "num_steps": 200, "lr": 3e-3}
+DEMO = {
+    "model": "demo",
+    "dataset": "demo",
+    "sequence_length": 256,
+    "batch_size": 4,
+    "num_steps": 340,
+    "lr": 4e-3,
+    "warmup_steps": 20,
+    "log_interval": 20,
+    "eval_interval": 170,
+    "sample_prompt": "Once upon a time, there was a",
+    "sample_tokens": 200,
+}
 SCHEDULERS = {  # names of transformers.get_scheduler, with what they need beside the step counts
     "constant": {},
     "constant_with_warmup": {},
@@ -697,8 +709,8 @@ def sample(args: argparse.Namespace, model: nn.Module, tokenizer, device: torch.
             attention_mask=prompt["attention_mask"],
             max_new_tokens=args.sample_tokens,
             do_sample=True,
-            temperature=0.7,
-            top_k=50,
+            temperature=0.6,
+            top_k=20,
             use_cache=True,
             synced_gpus=dist.get_world_size() > 1,
             eos_token_id=tokenizer.eos_token_id,
@@ -952,8 +964,8 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     is_main = dist.get_rank() == 0
     folder, trackers = utils.from_main_process(lambda: (choose_folder(args), choose_trackers(args)), is_main)
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
-    config = utils.from_main_process(lambda: load_config(args), accelerator.is_local_main_process)
-    tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), accelerator.is_local_main_process)
+    config = utils.from_main_process(lambda: load_config(args), is_main)
+    tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), is_main)
     mesh = build_mesh(args, device)
     train_set, eval_set = load_data(args, tokenizer, config, accelerator)
 

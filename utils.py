@@ -85,17 +85,25 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     except Exception:  # not every exception can be pickled
         error = RuntimeError(traceback.format_exc())
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (is_main, result, error), group=group)
-    dist.destroy_process_group(group)
-    for _, _, error in everyone:
+    dist.all_gather_object(everyone, (is_main, error), group=group)
+    for _, error in everyone:
         if error is not None:
             raise error
-    return next(result for is_main, result, _ in reversed(everyone[: dist.get_rank() + 1]) if is_main)
+    mains = [rank for rank, (main, _) in enumerate(everyone) if main]
+    if len(mains) == 1:  # a tokenizer is large: one broadcast, where gathering would hold it once for each rank
+        box = [result]
+        dist.broadcast_object_list(box, src=mains[0], group=group)
+        result = box[0]
+    else:
+        dist.all_gather_object(everyone, result, group=group)
+        result = everyone[max(rank for rank in mains if rank <= dist.get_rank())]
+    dist.destroy_process_group(group)
+    return result
 
 
 def _local_files(dataset: str) -> list[pathlib.Path]:
     """The data files of a local file or folder; none when `dataset` is a hub id."""
-    path, kinds = pathlib.Path(dataset).expanduser(), "/".join(DATA_SUFFIXES)
+    path, kinds = pathlib.Path(dataset), "/".join(DATA_SUFFIXES)
     files = sorted(f for f in path.rglob("*") if f.suffix in DATA_SUFFIXES) if path.is_dir() else [path]
     if path.exists():
         if {f.suffix for f in files} not in [{suffix} for suffix in DATA_SUFFIXES]:
@@ -123,9 +131,7 @@ def _load_documents(dataset: str, split: str, files: list[pathlib.Path]):
             kind, split=split, **where, **({"sample_by": "document"} if kind == "text" else {})
         )
     except ValueError as error:
-        hint = (
-            "; divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'" if len(files) == 1 else ""
-        )
+        hint = " Divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'." * (len(files) == 1)
         raise UserError(f"--dataset {dataset}, split {split!r}: {first_line(error)}{hint}") from error
     except Exception as error:
         if files:
@@ -190,7 +196,7 @@ def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_si
             temporary = file.name
             for tokens in batches:
                 if len(tokens):
-                    largest = max(largest, int(tokens.max()))
+                    largest = max(largest, int(tokens.view(f"u{tokens.itemsize}").max()))  # a negative id is huge
                     total += len(tokens)
                     file.write(tokens.astype(dtype, copy=False).data)
         if largest >= vocab_size:
@@ -279,6 +285,7 @@ def get_dataset(
             token id that the model has no embedding for.
     """
     vocab_size = vocab_size or len(tokenizer)
+    dataset = os.path.expanduser(dataset)
     cache = pathlib.Path(cache_dir or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp")
 
     def prepare() -> pathlib.Path:
