@@ -74,16 +74,9 @@ DEMO = {
     "sample_prompt": "Once upon a time, there was a",
     "sample_tokens": 200,
 }
-SCHEDULERS = {  # names of transformers.get_scheduler, with what they need beside the step counts
-    "constant": {},
-    "constant_with_warmup": {},
-    "linear": {},
-    "cosine": {},
-    "cosine_with_min_lr": {"min_lr_rate": 0.1},
-    "polynomial": {},
-    "inverse_sqrt": {},
-    "warmup_stable_decay": {},
-}
+SCHEDULERS = (
+    "constant constant_with_warmup linear cosine cosine_with_min_lr polynomial inverse_sqrt warmup_stable_decay"
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
@@ -94,15 +87,13 @@ def usage_error(message: str):
 
 
 def number(kind: type, least: float | None = None, below: float = math.inf):
-    """An argparse type: a number in [least, below), or any positive one."""
+    """An argparse type: a number in [least, below), by default a positive one."""
 
     def parse(text: str):
         value = kind(text)
-        if value >= below or (value < least if least is not None else value <= 0) or value != value:
-            wanted = "positive" if least is None else f"{least} or more"
-            raise argparse.ArgumentTypeError(
-                f"{text} is not {wanted}{f' and below {below}' if below < math.inf else ''}"
-            )
+        if not (value > 0 if least is None else value >= least) or value >= below:
+            wanted = "a positive number" if least is None else f"at least {least}"
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted}" + f" and below {below}" * (below < math.inf))
         return value
 
     parse.__name__ = kind.__name__
@@ -112,7 +103,8 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="train_fsdp.py",
-        description="Train a causal language model with FSDP2.",
+        usage="%(prog)s [flags]",
+        description="Train a causal language model with FSDP2: python, torchrun or accelerate launch, then this file.",
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34, width=118),
         allow_abbrev=False,
     )
@@ -154,7 +146,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-steps", type=number(int), default=1000, help="optimizer steps [1000]")
     add("--optimizer", choices=["adamw", "adamw8bit"], default="adamw", help="torch's fused AdamW, or torchao's with 8-bit states [adamw]")
     add("--lr", type=number(float), default=3e-4, help="peak learning rate [3e-4]")
-    add("--lr-scheduler", choices=SCHEDULERS, default="cosine", help="shape of the learning rate [cosine]")
+    add("--lr-scheduler", choices=SCHEDULERS.split(), default="cosine", help="shape of the learning rate [cosine]")
     add("--warmup-steps", type=number(int, 0), help="learning rate warmup [5 %% of the steps; 0 with constant]")
     add("--weight-decay", type=number(float, 0), default=0.1, help="on matrices, not on norms and biases [0.1]")
     add("--betas", type=number(float, 0, 1), nargs=2, default=(0.9, 0.95), metavar=("B1", "B2"), help="of AdamW [0.9 0.95]")
@@ -182,6 +174,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if "--demo" in argv:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(argv)
+    if args.demo and args.dataset != "demo" and not any(flag.startswith("--eval-interval") for flag in argv):
+        args.eval_interval = 0  # the demo's evaluations are for its own held-out stories
     if args.precision != "fp8" and (args.fp8_recipe or args.fp8_emulate):
         parser.error("argument --fp8-recipe/--fp8-emulate: only with --precision fp8")
     if args.lr_scheduler == "constant" and args.warmup_steps:
@@ -209,9 +203,8 @@ def start_processes() -> torch.device:
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if cuda and local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"--nproc_per_node: rank {local_rank} of this node has no GPU; {torch.cuda.device_count()} seen"
-        )
+        gpus = torch.cuda.device_count()
+        raise UserError(f"--nproc_per_node: rank {local_rank} of this node has no GPU, only {gpus} are seen")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -561,13 +554,15 @@ def set_learning_rate(group: dict, rate: float) -> None:
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: torch.optim.Optimizer):
-    specific = dict(SCHEDULERS[args.lr_scheduler])
-    if args.lr_scheduler == "warmup_stable_decay":
-        specific["num_decay_steps"] = max(1, args.num_steps // 5)
-        specific["num_stable_steps"] = max(0, args.num_steps - args.warmup_steps - specific["num_decay_steps"])
-    return transformers.get_scheduler(
-        args.lr_scheduler, optimizer, args.warmup_steps, args.num_steps, scheduler_specific_kwargs=specific or None
-    )
+    """The schedule of transformers by that name; the decay of warmup_stable_decay takes the last fifth."""
+    decay = max(1, args.num_steps // 5)
+    stable = max(0, args.num_steps - args.warmup_steps - decay)
+    specific = {
+        "cosine_with_min_lr": {"min_lr_rate": 0.1},
+        "warmup_stable_decay": {"num_stable_steps": stable, "num_decay_steps": decay},
+    }.get(args.lr_scheduler)
+    steps = (args.warmup_steps, args.num_steps)
+    return transformers.get_scheduler(args.lr_scheduler, optimizer, *steps, scheduler_specific_kwargs=specific)
 
 
 def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str:
