@@ -810,6 +810,13 @@ class Report:
             flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in vars(args).items()}
             wandb_run = {"name": folder.name, "dir": str(folder)}
             accelerator.init_trackers(args.project_name, config=flags, init_kwargs={"wandb": wandb_run})
+        places = {"run": str(folder)}
+        for tracker in accelerator.trackers if self.file else ():
+            if tracker.name == "wandb":
+                places["wandb"] = (
+                    tracker.run.url or f"offline; later: wandb sync {pathlib.Path(tracker.run.dir).parent}"
+                )
+        say(columns(places) + "\n")
         self.bar = tqdm(total=self.num_steps, unit="step", disable=not (self.file and sys.stderr.isatty()))
 
     def log(self, metrics: dict, speed: str) -> None:
@@ -974,7 +981,6 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     tracker = utils.PerformanceTracker(args.perf_warmup_steps, dist.get_world_size(), peak or 0)
     say(describe_setup(args, model, mesh, train_set, counted, peak, verified))
     report = Report(args, accelerator, folder)
-    say(columns({"run": f"{folder}\n"}))
 
     batches = training_batches(args, train_set, device)
     unread_losses: list[torch.Tensor] = []
