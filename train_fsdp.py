@@ -61,19 +61,6 @@ from utils import UserError
 ASSETS = pathlib.Path(__file__).resolve().parent / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
-DEMO = {
-    "model": "demo",
-    "dataset": "demo",
-    "sequence_length": 256,
-    "batch_size": 4,
-    "num_steps": 340,
-    "lr": 4e-3,
-    "warmup_steps": 20,
-    "log_interval": 20,
-    "eval_interval": 170,
-    "sample_prompt": "Once upon a time, there was a",
-    "sample_tokens": 200,
-}
 SCHEDULERS = (
     "constant constant_with_warmup linear cosine cosine_with_min_lr polynomial inverse_sqrt warmup_stable_decay"
 )
@@ -172,7 +159,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     argv = sys.argv[1:] if argv is None else argv
     if "--demo" in argv:
-        parser.set_defaults(**DEMO)
+        parser.set_defaults(**json.loads((ASSETS / "demo" / "recipe.json").read_text()))
     args = parser.parse_args(argv)
     if args.demo and args.dataset != "demo" and not any(flag.startswith("--eval-interval") for flag in argv):
         args.eval_interval = 0  # the demo's evaluations are for its own held-out stories

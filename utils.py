@@ -490,11 +490,7 @@ def attention_flops_per_token(config, layer: int, seq_len: int, causal: bool = F
 
 
 def estimate_mfu(
-    model_flops_per_token: float,
-    num_tokens: int,
-    time_elapsed: float,
-    num_gpus: int,
-    peak_tflops: float | None = None,
+    model_flops_per_token: float, num_tokens: int, time_elapsed: float, num_gpus: int, peak_tflops: float | None = None
 ) -> dict[str, float]:
     """Speed of `num_gpus` devices that together processed `num_tokens` tokens in `time_elapsed` seconds.
 
@@ -512,10 +508,7 @@ def estimate_mfu(
     if time_elapsed <= 0 or num_gpus <= 0:
         raise ValueError(f"time_elapsed ({time_elapsed}) and num_gpus ({num_gpus}) must be positive")
     tokens_per_sec = num_tokens / time_elapsed
-    metrics = {
-        "tokens_per_sec": tokens_per_sec,
-        "actual_tflops_per_sec": tokens_per_sec * model_flops_per_token / 1e12,
-    }
+    metrics = {"tokens_per_sec": tokens_per_sec, "actual_tflops_per_sec": tokens_per_sec * model_flops_per_token / 1e12}
     peak_tflops = peak_tflops if peak_tflops is not None else get_gpu_peak_tflops()
     if peak_tflops:
         metrics["theoretical_tflops_total"] = peak_tflops * num_gpus
