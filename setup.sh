@@ -13,7 +13,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     echo "setup.sh: error: $("$python" --version) is too old; Python 3.11 or newer is needed (PYTHON=python3.12 ./setup.sh)" >&2
     exit 1
 fi
-if cmp -s requirements.txt .venv/installed.txt; then
+if [ -x .venv/bin/python ] && cmp -s requirements.txt .venv/installed.txt; then
     exit 0
 fi
 
