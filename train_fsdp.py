@@ -169,8 +169,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --warmup-steps: the constant scheduler has no warmup; use constant_with_warmup")
     if args.zero_stage == 0 and args.dp_replicate_size > 1:
         parser.error("argument --dp-replicate-size: stage 0 replicates on every rank already")
-    if args.run_name and (args.run_name in (".", "..") or "/" in args.run_name):
-        parser.error(f"argument --run-name: {args.run_name!r} is not a plain folder name")
+    for flag, name in (("--run-name", args.run_name), ("--project-name", args.project_name)):
+        if name is not None and (name.strip(". ") == "" or re.search(r"[/\\#?%:]", name)):
+            parser.error(f"argument {flag}: {name!r} is not a plain folder name")
     local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset))
     args.dataset_split = args.dataset_split or ("train" if local else "train[:5%]")
     args.fp8_recipe = args.fp8_recipe or ("tensorwise" if args.precision == "fp8" else None)
@@ -268,6 +269,8 @@ def load_config(args: argparse.Namespace):
             if source == args.model and not os.path.isdir(source)
             else f"--model {args.model}: its config.json cannot be used ({utils.first_line(error)})"
         ) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"--model {args.model}: {config.model_type} is no causal language model of transformers")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and args.sequence_length > positions:
         raise UserError(f"--sequence-length {args.sequence_length}: {args.model} has {positions} positions")
@@ -543,13 +546,11 @@ def set_learning_rate(group: dict, rate: float) -> None:
 def build_scheduler(args: argparse.Namespace, optimizer: torch.optim.Optimizer):
     """The schedule of transformers by that name; the decay of warmup_stable_decay takes the last fifth."""
     decay = max(1, args.num_steps // 5)
-    stable = max(0, args.num_steps - args.warmup_steps - decay)
-    specific = {
-        "cosine_with_min_lr": {"min_lr_rate": 0.1},
-        "warmup_stable_decay": {"num_stable_steps": stable, "num_decay_steps": decay},
-    }.get(args.lr_scheduler)
+    specific = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": decay}}
     steps = (args.warmup_steps, args.num_steps)
-    return transformers.get_scheduler(args.lr_scheduler, optimizer, *steps, scheduler_specific_kwargs=specific)
+    return transformers.get_scheduler(
+        args.lr_scheduler, optimizer, *steps, scheduler_specific_kwargs=specific.get(args.lr_scheduler)
+    )
 
 
 def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str:

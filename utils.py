@@ -130,10 +130,10 @@ def _load_documents(dataset: str, split: str, files: list[pathlib.Path]):
         return datasets.load_dataset(
             kind, split=split, **where, **({"sample_by": "document"} if kind == "text" else {})
         )
-    except ValueError as error:
-        hint = " Divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'." * (len(files) == 1)
-        raise UserError(f"--dataset {dataset}, split {split!r}: {first_line(error)}{hint}") from error
     except Exception as error:
+        if re.search("split|instruction", first_line(error)):  # an unknown one, or a slice that cannot be read
+            hint = " Divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'." * (len(files) == 1)
+            raise UserError(f"--dataset {dataset}, split {split!r}: {first_line(error)}{hint}") from error
         if files:
             raise UserError(f"--dataset {dataset}: cannot be read ({first_line(error.__cause__ or error)})") from error
         raise UserError(
@@ -446,7 +446,8 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
             model = AutoModelForCausalLM.from_config(model, attn_implementation=implementation)
     config = model.config.get_text_config()
     layers = range(config.num_hidden_layers)
-    return 6 * matmul_parameters(model) + sum(attention_flops_per_token(config, i, seq_len, causal) for i in layers)
+    attention = sum(attention_flops_per_token(config, layer, seq_len, causal) for layer in layers)
+    return 6 * matmul_parameters(model) + attention
 
 
 def matmul_parameters(model: nn.Module) -> int:
@@ -477,6 +478,8 @@ def attention_flops_per_token(config, layer: int, seq_len: int, causal: bool = F
     kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1))[layer]
     if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
         raise ValueError(f"layer {layer} is {kind}, and the formula is one of softmax attention")
+    if not getattr(config, "num_attention_heads", None):
+        raise ValueError(f"{config.model_type} has no attention heads, and the formula is one of softmax attention")
     key = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
     window = min(getattr(config, key, None) or seq_len, seq_len) if key else seq_len
     if config._attn_implementation == "eager":

@@ -1,0 +1,123 @@
+"""What the tests share: a small corpus, tiny models, and ways to start the program as a user does.
+
+Everything runs on the CPU, whatever the machine has, with one thread a process.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = str(ROOT / "train_fsdp.py")
+STORIES = ROOT / "assets" / "demo" / "stories"
+
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "HF_HUB_OFFLINE"):
+    os.environ.pop(name, None)
+os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+sys.path.insert(0, str(ROOT))
+
+import multirank  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def start(command: list, timeout: float = 300, **env: str | None) -> subprocess.CompletedProcess:
+    """Runs a command from the repository root to its end, its output as text; None takes a variable away."""
+    return subprocess.run(
+        [*map(str, command)],
+        env={key: value for key, value in (os.environ | env).items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+    )
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def python(*arguments, **options) -> subprocess.CompletedProcess:
+    return start([sys.executable, PROGRAM, *arguments], **options)
+
+
+def torchrun(ranks: int, *arguments, program: str = PROGRAM, **options) -> subprocess.CompletedProcess:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return start([*launch, program, *arguments], **options)
+
+
+def metrics_of(folder: pathlib.Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder: pathlib.Path) -> list[float]:
+    """Loss of each logged step."""
+    return [line["loss"] for line in metrics_of(folder) if not line.get("final")]
+
+
+def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:
+    AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory) -> pathlib.Path:
+    """What the multi-rank workers read: text, a tokenizer, models, and checkpoints with the logits they should give."""
+    folder = tmp_path_factory.mktemp("workspace")
+    (folder / "tokenizer").mkdir()
+    for file in (ROOT / "assets" / "demo").glob("tokenizer*"):
+        shutil.copy(file, folder / "tokenizer")
+    with (STORIES / "train.jsonl").open() as stories:
+        (folder / "corpus.jsonl").write_text("".join(line for line, _ in zip(stories, range(400), strict=False)))
+    for name, (model_type, sizes) in multirank.MODELS.items():
+        write_model(folder / "models" / name, model_type, **sizes)
+    inputs = multirank.round_trip_inputs()
+    for name in multirank.ROUND_TRIPS:
+        config = AutoConfig.from_pretrained(folder / "models" / name)
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter in model.parameters():  # norms and biases too, which a fresh model has at 1 and 0
+            torch.nn.init.normal_(parameter, mean=0.05, std=0.2)
+        model.save_pretrained(folder / "checkpoints" / name, max_shard_size="100KB")
+        with torch.no_grad():
+            torch.save(model(input_ids=inputs).logits, folder / "checkpoints" / name / "logits.pt")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def observed(workspace):
+    """`observed(ranks)`: what tests/multirank.py saw with that many ranks; it is started once a session for each."""
+    cache = {}
+
+    def observe(ranks: int) -> dict:
+        if ranks not in cache:
+            try:
+                process = torchrun(ranks, workspace, program=multirank.__file__, timeout=400)
+                ending = process.stdout[-2000:] + process.stderr[-4000:]
+            except subprocess.TimeoutExpired as expired:
+                ending = f"no end within {expired.timeout} s"
+            file = workspace / f"observed-{ranks}.json"
+            cache[ranks] = json.loads(file.read_text()) if file.exists() else {}
+            cache[ranks]["ending"] = ending
+        return cache[ranks]
+
+    observe.models = workspace / "models"
+    return observe
+
+
+@pytest.fixture(scope="session")
+def device():
+    """A world of one in this process, for tests that call the program's functions."""
+    import torch.distributed as dist
+
+    import train_fsdp
+
+    yield train_fsdp.start_processes()
+    dist.destroy_process_group()

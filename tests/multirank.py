@@ -1,0 +1,321 @@
+"""One rank of the multi-rank tests: many configurations in one process group, and what they gave, as one JSON file.
+
+    torchrun --nproc_per_node=4 tests/multirank.py WORKSPACE
+
+The tests start it once a session with 1, 2 and 4 ranks and read WORKSPACE/observed-RANKS.json.
+"""
+
+import collections
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import sys
+import traceback
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
+STEPS = 20
+
+SIZES = {
+    "vocab_size": 1536,  # the demo tokenizer's
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {
+    "smollm3": ("smollm3", SIZES | {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "deep": ("smollm3", SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": False}),
+    # nothing in it divides by 4, and little by 2
+    "uneven": (
+        "llama",
+        SIZES
+        | {"vocab_size": 1537, "hidden_size": 66, "intermediate_size": 89, "tie_word_embeddings": False}
+        | {"num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "llama": ("llama", SIZES | {"tie_word_embeddings": False}),
+    "mistral": ("mistral", SIZES | {"sliding_window": 16}),
+    "qwen3": ("qwen3", SIZES | {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", SIZES | EXPERTS | {"head_dim": 16}),
+    "mixtral": ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma2": ("gemma2", SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}),
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": 1536, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+        | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    ),
+}
+FAMILIES = ("smollm3", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gpt2")
+ROUND_TRIPS = ("llama", "smollm3", "qwen3_moe", "mixtral", "gpt2")
+
+# Configurations whose fp32 losses have to be those of `stage 3` on one rank.
+STAGES = {f"stage {stage}": f"--zero-stage {stage}" for stage in (3, 2, 1, 0)}
+MICROBATCHES = {
+    f"stage {stage} in 4 microbatches": f"--zero-stage {stage} --gradient-accumulation-steps 4"
+    for stage in (3, 2, 1, 0)
+}
+TECHNIQUES = {
+    "stage 3 deferred": "--gradient-accumulation-steps 4 --defer-grad-sync",
+    "stage 2 deferred": "--zero-stage 2 --gradient-accumulation-steps 4 --defer-grad-sync",
+    "full checkpointing": "--activation-checkpointing full",
+    "selective checkpointing": "--activation-checkpointing selective",
+    "full logits": "--no-fused-loss",
+    "offload": "--cpu-offload --gradient-accumulation-steps 2",
+    "eager attention": "--attention eager",
+}
+REPLICAS = {
+    "2 replicas": "--dp-replicate-size 2",
+    "2 replicas in 4 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 4",
+    "2 replicas deferred": "--dp-replicate-size 2 --gradient-accumulation-steps 4 --defer-grad-sync",
+    "2 replicas at stage 2": "--dp-replicate-size 2 --zero-stage 2 --gradient-accumulation-steps 4",
+    "2 replicas at stage 1": "--dp-replicate-size 2 --zero-stage 1 --gradient-accumulation-steps 4",
+    "2 replicas offloaded": "--dp-replicate-size 2 --cpu-offload",
+}
+EVERYTHING = {
+    "everything": "--zero-stage 2 --dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync --cpu-offload"
+    " --activation-checkpointing selective --no-fused-loss --attention eager --num-workers 1"
+}
+SAME_LOSSES = {
+    1: STAGES
+    | MICROBATCHES
+    | TECHNIQUES
+    | {"compiled with selective checkpointing": "--compile --activation-checkpointing selective"}
+    | {"two loading workers": "--num-workers 2"},
+    2: STAGES
+    | {"stage 3 in 4 microbatches": MICROBATCHES["stage 3 in 4 microbatches"]}
+    | {"compiled with full checkpointing": "--compile --activation-checkpointing full"},
+    4: STAGES | MICROBATCHES | TECHNIQUES | REPLICAS | EVERYTHING,
+}
+UNEVEN = {
+    "uneven stage 3": "",
+    "uneven stage 0": "--zero-stage 0",
+    "uneven stage 2 in 4 microbatches": "--zero-stage 2 --gradient-accumulation-steps 4",
+}
+# Configurations that only come near the fp32 losses, and for how many steps they are run.
+NEAR_STEPS = 8
+NEAR = {
+    1: {
+        "bf16": "--precision bf16",
+        "bf16-pure": "--precision bf16-pure",
+        "fp8 tensorwise": "--precision fp8 --fp8-emulate",
+        "fp8 rowwise": "--precision fp8 --fp8-emulate --fp8-recipe rowwise",
+    },
+    2: {
+        "adamw8bit": "--optimizer adamw8bit",
+        "fp8 rowwise_with_gw_hp": "--precision fp8 --fp8-emulate --fp8-recipe rowwise_with_gw_hp",
+    },
+    4: {
+        "bf16": "--precision bf16",
+        "bf16 in 4 microbatches": "--precision bf16 --zero-stage 2 --gradient-accumulation-steps 4",
+        "bf16-pure": "--precision bf16-pure",
+        "fp8 tensorwise": "--precision fp8 --fp8-emulate",
+        "fp8 tensorwise in 2 replicas": "--precision fp8 --fp8-emulate --dp-replicate-size 2",
+        "fp8 tensorwise checkpointed and offloaded": "--precision fp8 --fp8-emulate --zero-stage 2 --cpu-offload"
+        " --activation-checkpointing selective",
+    },
+}
+
+# Collectives of one optimizer step are counted for these, at 4 ranks.
+COUNTED = {
+    f"{name} in {microbatches} microbatches": f"{flags} --gradient-accumulation-steps {microbatches}"
+    for name, flags in {
+        "stage 3": "--zero-stage 3",
+        "stage 3 deferred": "--zero-stage 3 --defer-grad-sync",
+        "stage 3 checkpointed": "--zero-stage 3 --activation-checkpointing full",
+        "stage 2": "--zero-stage 2",
+        "stage 2 deferred": "--zero-stage 2 --defer-grad-sync",
+        "stage 1": "--zero-stage 1",
+        "stage 0": "--zero-stage 0",
+        "2 replicas": "--dp-replicate-size 2",
+        "2 replicas at stage 2": "--dp-replicate-size 2 --zero-stage 2",
+    }.items()
+    for microbatches in (1, 3)
+}
+
+
+def round_trip_inputs():
+    import torch
+
+    return torch.randint(0, 1536, (2, 48), generator=torch.Generator().manual_seed(3))
+
+
+def main(workspace: pathlib.Path) -> None:
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    sys.path.insert(0, str(ROOT))
+    for noisy in ("torchao", "torch.utils._pytree", "transformers", "accelerate", "torch.distributed"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import train_fsdp
+    import utils
+
+    device = train_fsdp.start_processes()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    train_fsdp.say = lambda *message: None
+    observed: dict = {"errors": {}}
+    built: dict = {}
+
+    def keep(function):  # what `run` builds, to look at
+        def wrapper(*args):
+            built[function.__name__] = function(*args)
+            if function.__name__ == "build_model" and args[0].precision == "fp32":
+                built["weights"] = fingerprint(built["build_model"])
+            return built[function.__name__]
+
+        return wrapper
+
+    def whole(tensor):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def fingerprint(model) -> str:
+        digest = hashlib.sha256()
+        for name, parameter in model.named_parameters():
+            digest.update(name.encode() + whole(parameter.detach()).contiguous().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    train_fsdp.build_model = keep(train_fsdp.build_model)
+    train_fsdp.build_optimizer = keep(train_fsdp.build_optimizer)
+
+    def arguments(name: str, flags: str, batch: int = BATCH, **options) -> list[str]:
+        given = flags.split()
+        steps = given[given.index("--gradient-accumulation-steps") + 1 :][:1] if "accumulation" in flags else ["1"]
+        options = {
+            "model": workspace / "models" / name,
+            "tokenizer": workspace / "tokenizer",
+            "dataset": workspace / "corpus.jsonl",
+            "sequence-length": 64,
+            "batch-size": batch // world // int(steps[0]),
+            "precision": "fp32",
+            "num-steps": STEPS,
+            "num-workers": 0,
+            "log-interval": 1,
+            "lr": 1e-3,
+            "lr-scheduler": "constant",  # runs of any length are comparable
+            "output-dir": workspace / f"runs-{world}",
+            "cache-dir": workspace / "cache",
+        } | {option.replace("_", "-"): value for option, value in options.items()}
+        return [str(part) for option, value in options.items() for part in (f"--{option}", value)] + given
+
+    def observe(kind: str, name: str, look, *args, **options) -> None:
+        try:
+            observed.setdefault(kind, {})[name] = look(*args, **options)
+        except Exception:
+            observed["errors"][f"{kind}: {name}"] = traceback.format_exc(limit=-6)[-3000:]
+            print(f"rank {rank} of {world}: {kind}: {name} failed", flush=True)
+        if rank == 0:
+            file = workspace / f"observed-{world}.json"
+            file.with_suffix(".new").write_text(json.dumps(observed))
+            os.replace(file.with_suffix(".new"), file)
+
+    def train(name: str, flags: str, model: str = "smollm3", **options) -> dict:
+        built.clear()
+        run_name = name.replace(" ", "-")
+        train_fsdp.run(train_fsdp.parse_args([*arguments(model, flags, **options), "--run-name", run_name]), device)
+        lines = (workspace / f"runs-{world}" / run_name / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
+        logged = [line for line in map(json.loads, lines) if not line.get("final")]
+        parameters = list(built["build_model"].parameters())
+        optimizer = built["build_optimizer"]
+        mine = sum(parameter.to_local().numel() for parameter in parameters)
+        held: list = [None] * world
+        dist.all_gather_object(held, mine / sum(parameter.numel() for parameter in parameters))
+        return {
+            "losses": [line["loss"] for line in logged],
+            "grad_norms": [line["grad_norm"] for line in logged],
+            "initial_weights": built.get("weights"),
+            "largest_share": max(held),
+            "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+            "flops_per_token": utils.get_model_flops_per_token(built["build_model"], 64),
+            "float8_linears": sum(type(m).__name__ == "Float8Linear" for m in built["build_model"].modules()),
+            "linears": sum(
+                isinstance(module, torch.nn.Linear)
+                for layer in train_fsdp.decoder_layers(built["build_model"])
+                for module in layer.modules()
+            ),
+            "optimizer": type(optimizer).__name__,
+            "state_bytes": sum(state_bytes(t) for s in optimizer.state.values() for t in s.values()),
+        }
+
+    def state_bytes(tensor) -> int:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if hasattr(local, "__tensor_flatten__"):
+            return sum(state_bytes(getattr(local, name)) for name in local.__tensor_flatten__()[0])
+        return local.numel() * local.element_size() if torch.is_tensor(local) else 0
+
+    def build(name: str, flags: str, **options):
+        args = train_fsdp.parse_args(arguments(name, flags, **options))
+        mesh = train_fsdp.build_mesh(args, device)
+        return args, train_fsdp.build_model(args, train_fsdp.load_config(args), mesh)
+
+    def round_trip(name: str) -> float:
+        """Largest difference of logits to those that transformers computed with the same weights."""
+        folder = workspace / "checkpoints" / name
+        _, model = build(name, "--init pretrained --seed 11", model=folder)
+        with torch.no_grad():
+            logits = model.eval()(input_ids=round_trip_inputs(), use_cache=False).logits
+        return (whole(logits) - torch.load(folder / "logits.pt")).abs().max().item()
+
+    class Collectives(TorchDispatchMode):
+        """Counts as CommDebugMode does; that one's module tracker breaks at the second forward (torch 2.13)."""
+
+        def __init__(self):
+            super().__init__()
+            self.counts = collections.Counter()
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if DTensor in types:
+                return NotImplemented  # counted when it has become operations on local tensors
+            kind = re.search("allgather|all_gather|reduce_scatter|allreduce|all_reduce|broadcast|all_to_all", op.name())
+            if kind and "c10d" in op.namespace:
+                self.counts[f"{op.namespace.strip('_')}.{kind[0]}"] += 1
+            return op(*args, **(kwargs or {}))
+
+    def count_collectives(flags: str) -> dict[str, int]:
+        """Collectives of this rank in one optimizer step, the second."""
+        args, model = build("deep", flags, batch=world * 3)
+        optimizer = train_fsdp.build_optimizer(args, model)
+        tokens = torch.randint(0, 1536, (1, 65))
+        batches = itertools.repeat({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+        tracker = utils.PerformanceTracker(0, world)
+        train_fsdp.train_step(args, model, optimizer, batches, tracker)
+        with Collectives() as collectives:
+            train_fsdp.train_step(args, model, optimizer, batches, tracker)
+        return collectives.counts
+
+    for name, flags in SAME_LOSSES[world].items():
+        observe("runs", name, train, name, flags)
+        if "--compile" in flags:
+            torch.compiler.reset()
+    for name, flags in UNEVEN.items():
+        observe("runs", name, train, name, flags, "uneven", num_steps=5)
+    for name, flags in NEAR[world].items():
+        observe("runs", name, train, name, flags, num_steps=NEAR_STEPS)
+    if world <= 2:
+        for name in FAMILIES:
+            observe("families", name, train, f"family-{name}", "", name, num_steps=2)
+    if world == 2:
+        for name in ROUND_TRIPS:
+            observe("round_trips", name, round_trip, name)
+    if world == 4:
+        for name, flags in COUNTED.items():
+            observe("collectives", name, count_collectives, flags)
+    observe("complete", "yes", bool, 1)
+    train_fsdp.stop_processes()
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

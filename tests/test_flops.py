@@ -1,0 +1,169 @@
+"""FLOPs per token are what torch's own counter counts, for every family, from a model or its config."""
+
+import json
+
+import multirank
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import train_fsdp
+import utils
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+FAMILIES = {
+    "smollm3": SIZES | {"num_hidden_layers": 4},
+    "llama": SIZES,
+    "llama tied": SIZES | {"tie_word_embeddings": True},
+    "qwen2": SIZES,
+    "qwen3 with head_dim 32": SIZES | {"head_dim": 32},
+    "mistral": SIZES | {"sliding_window": None},
+    "mistral with a window": SIZES | {"sliding_window": 16},
+    "qwen3_moe": SIZES | EXPERTS | {"head_dim": 16},
+    "qwen3_moe with one dense layer": SIZES | EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]},
+    "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": SIZES
+    | LATENT
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+    | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16},
+    "gpt2": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256} | SPECIAL_TOKENS,
+    "gpt_neox": SIZES,
+    "phi": SIZES,
+    "phi3": SIZES,
+    "gemma2": SIZES | {"head_dim": 16, "sliding_window": 16},
+    "gemma3_text": SIZES | {"head_dim": 16, "sliding_window": 16},
+    "olmo2": SIZES,
+    "granite": SIZES,
+    "starcoder2": SIZES | {"sliding_window": None},
+    "cohere": SIZES,
+    "stablelm": SIZES,
+    "nemotron": SIZES,
+    "glm4": SIZES | {"head_dim": 16},
+    "opt": {"vocab_size": 512, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"max_position_embeddings": 256, "word_embed_proj_dim": 64}
+    | SPECIAL_TOKENS,
+    "bloom": {"vocab_size": 512, "hidden_size": 64, "n_layer": 2, "n_head": 4} | SPECIAL_TOKENS,
+    "falcon": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | SPECIAL_TOKENS,
+}
+SEQUENCE = 64
+
+
+def tiny(name: str, **attention):
+    config = AutoConfig.for_model(name.split()[0], **FAMILIES[name])
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config, **attention)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_equal_torchs_counter_to_the_digit(name):
+    model = tiny(name, attn_implementation="eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the counter does not see into the grouped matmul of a CPU
+    tokens = torch.randint(0, 512, (2, SEQUENCE))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    counted = counter.get_total_flops() / tokens.numel()
+    assert utils.get_model_flops_per_token(model, SEQUENCE) == counted
+    assert utils.get_model_flops_per_token(model.config, SEQUENCE) == counted
+
+
+PARAMETERS = {
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "smollm3-3b": 3_075_098_624,
+}
+
+
+def preset(name: str, sequence_length: int = 8192):
+    return train_fsdp.load_config(
+        train_fsdp.parse_args(["--model", name, "--sequence-length", str(sequence_length), "--dataset", "synthetic"])
+    )
+
+
+@pytest.mark.parametrize("name, parameters", PARAMETERS.items())
+def test_presets_have_the_published_number_of_parameters(name, parameters):
+    with torch.device("meta"):  # 70 billion of them take no memory
+        model = AutoModelForCausalLM.from_config(preset(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert utils.get_model_flops_per_token(model, 8192) == utils.get_model_flops_per_token(model.config, 8192)
+
+
+def test_flops_of_smollm3_3b_by_hand():
+    config = preset("smollm3-3b")
+    attention = 12 * 36 * 16 * 128 * 8192  # layers, heads, head_dim, sequence
+    projections = 2048 * 2048 * 2 + 2048 * 512 * 2  # q and o; k and v with 4 heads
+    matmuls = 36 * (projections + 3 * 2048 * 11008) + 2048 * 128256
+    assert utils.get_model_flops_per_token(config, 8192) == 6 * matmuls + attention == 25_697_452_032
+    assert utils.get_model_flops_per_token(config, 8192, causal=True) == 6 * matmuls + attention // 2 == 22_073_573_376
+
+
+def test_flops_of_a_mixture_count_active_experts_only():
+    attention = 2048 * 128 * (32 + 4 + 4 + 32)  # q, k, v, o
+    layer = attention + 2048 * 128 + 8 * 3 * 2048 * 768  # router; gate, up and down of 8 experts of the 128
+    matmuls = 48 * layer + 2048 * 151936
+    config = preset("qwen3-30b-a3b")
+    assert utils.get_model_flops_per_token(config, 4096) == 6 * matmuls + 12 * 48 * 32 * 128 * 4096
+
+
+def test_tying_the_head_to_the_embedding_changes_no_flops():
+    tied, untied = (tiny("llama", attn_implementation="eager"), tiny("llama tied", attn_implementation="eager"))
+    assert utils.get_model_flops_per_token(tied, 64) == utils.get_model_flops_per_token(untied, 64)
+
+
+def test_a_sliding_window_bounds_the_keys_of_fused_attention_alone():
+    fused, eager = (tiny("mistral with a window", attn_implementation=kind) for kind in ("sdpa", "eager"))
+    scores_for_each_key = 12 * 2 * 4 * 16  # layers, heads, head_dim
+    long, short = (utils.get_model_flops_per_token(fused, length) for length in (64, 16))
+    assert long == short
+    assert utils.get_model_flops_per_token(eager, 64) - long == scores_for_each_key * (64 - 16)
+    assert utils.get_model_flops_per_token(fused, 8) == utils.get_model_flops_per_token(eager, 8)
+
+
+def test_only_the_sliding_layers_of_gemma_have_a_window():
+    config = AutoConfig.for_model("gemma2", **FAMILIES["gemma2"])
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    config._attn_implementation = "sdpa"
+    long, short = (sum(utils.attention_flops_per_token(config, i, length) for i in (0, 1)) for length in (64, 16))
+    assert long - short == 12 * 4 * 16 * (64 - 16)  # of one layer
+
+
+@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "jamba", "recurrent_gemma"])
+def test_flops_of_layers_without_softmax_attention_are_refused(family):
+    config = AutoConfig.for_model(family)
+    with pytest.raises(ValueError, match="attention"):
+        utils.get_model_flops_per_token(config, 64)
+
+
+def test_every_preset_and_the_demo_name_their_family():
+    assert {"demo", *PARAMETERS} <= set(train_fsdp.PRESETS)
+    for file in (ROOT / "assets" / "presets").glob("*.json"):
+        assert json.loads(file.read_text())["model_type"]
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 4))
+def test_flops_do_not_depend_on_sharding_or_float8(observed, ranks):
+    flops = utils.get_model_flops_per_token(AutoConfig.from_pretrained(observed.models / "smollm3"), 64)
+    names = ["stage 3", "stage 0", *(name for name in multirank.NEAR[ranks] if "fp8" in name)]
+    assert {observed(ranks)["runs"][name]["flops_per_token"] for name in names} == {flops}

@@ -1,0 +1,425 @@
+"""The program as a user meets it: started from a shell, read from what it prints and the files that it leaves."""
+
+import itertools
+import json
+import math
+import re
+import struct
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, STORIES, losses_of, metrics_of, python, start, torchrun, words, write_model
+from multirank import SIZES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import train_fsdp
+import utils
+
+PROMPT = "Once upon a time"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --help
+
+
+def test_help_names_every_flag_with_its_default():
+    process = python("--help")
+    assert (process.returncode, process.stderr) == (0, "")
+    described: dict[str, str] = {}
+    for line in process.stdout.splitlines():
+        if flag := re.match(r"  (-\S+)", line):
+            described[flag[1].rstrip(",")] = ""
+        if described:
+            described[list(described)[-1]] += line.strip() + " "
+    args = vars(train_fsdp.parse_args([]))
+    for name in args:
+        assert any(flag in described for flag in ("--" + name.replace("_", "-"),)), name
+    without_default = {"-h", "--demo", "--sample-prompt", "--peak-tflops"}  # off unless given
+    without_default |= {"--defer-grad-sync", "--cpu-offload", "--fp8-emulate"}
+    for flag, text in described.items():
+        assert flag in without_default or re.search(r"\[[^\]]+\]", text.replace("[:5%]", "")), flag
+    for flag in ("--sequence-length", "--batch-size", "--num-steps", "--lr", "--seed", "--zero-stage"):
+        default = args[flag[2:].replace("-", "_")]
+        assert float(re.search(r"\[([^\]]+)\]", described[flag])[1]) == default
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One demo run with everything on
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """(the finished process, the run's folder)"""
+    folder = tmp_path_factory.mktemp("demo")
+    flags = "--demo --num-steps 12 --sequence-length 64 --batch-size 4 --log-interval 4 --perf-warmup-steps 2"
+    flags += " --eval-interval 6 --eval-steps 2 --sample-tokens 8 --log-with all --project-name tales --run-name first"
+    places = ["--output-dir", folder / "out", "--cache-dir", folder / "cache", "--sample-prompt", PROMPT]
+    env = {"WANDB_MODE": "offline", "HOME": str(folder / "home")}
+    return python(*flags.split(), *places, **env), folder / "out" / "first"
+
+
+def test_the_demo_ends_well_and_warns_of_nothing(demo):
+    process, _ = demo
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+
+
+def test_the_demo_learns_and_says_so(demo):
+    process, folder = demo
+    losses = losses_of(folder)
+    assert losses[-1] < losses[0] - 0.5
+    assert f"loss {losses[0]:.4f}" in process.stdout
+    assert f"loss {losses[-1]:.4f}" in process.stdout
+
+
+def test_the_demo_ends_with_a_story(demo):
+    process, _ = demo
+    assert process.stdout.count(PROMPT) == 2  # after the evaluation at step 6, and at the end
+    assert process.stdout.rstrip().splitlines()[-1].startswith(PROMPT)
+
+
+def test_each_logged_step_is_a_line_of_metrics(demo):
+    _, folder = demo
+    lines = metrics_of(folder)
+    assert [line["step"] for line in lines] == [1, 4, 6, 8, 12, 12]
+    for line in lines:
+        assert {"step", "loss", "grad_norm", "learning_rate", "tokens_seen"} <= set(line)
+        assert line["tokens_seen"] == line["step"] * 4 * 64
+        assert ("eval_loss" in line) == (line["step"] in (6, 12))
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values())
+
+
+def test_speed_is_logged_after_warmup(demo):
+    _, folder = demo
+    speed = {"tokens_per_sec", "tokens_per_sec_per_gpu", "steps_per_sec", "step_time_ms", "slowest_rank_ms"}
+    speed |= {"data_wait_percent", "actual_tflops_per_sec", "goodput_percent"}
+    for line in metrics_of(folder):
+        assert speed & set(line) == (speed if line["step"] > 2 else set())
+        assert not {"mfu_percent", "theoretical_tflops_total"} & set(line)  # a CPU has no peak
+        assert not any(key.startswith("peak_memory") for key in line)
+        if line["step"] > 2:
+            assert 0 <= line["data_wait_percent"] <= 100
+            assert 0 < line["goodput_percent"] < 100
+            assert line["tokens_per_sec"] == pytest.approx(line["tokens_per_sec_per_gpu"])
+            assert line["tokens_per_sec"] == pytest.approx(line["steps_per_sec"] * 4 * 64)
+            assert line["step_time_ms"] == pytest.approx(1000 / line["steps_per_sec"])
+
+
+def test_the_last_line_is_final_and_holds_the_averages(demo):
+    _, folder = demo
+    *logged, final = metrics_of(folder)
+    assert final["final"] is True
+    assert not any("final" in line for line in logged)
+    assert (final["loss"], final["step"]) == (logged[-1]["loss"], 12)
+    # 10 steps after warmup: 2 in the window that ends at step 4, 2, 2, and 4
+    times = [line["step_time_ms"] for line in logged[1:]]
+    assert final["step_time_ms"] == pytest.approx((2 * times[0] + 2 * times[1] + 2 * times[2] + 4 * times[3]) / 10)
+
+
+def test_config_json_says_what_it_takes_to_repeat_the_run(demo):
+    _, folder = demo
+    config = json.loads((folder / "config.json").read_text())
+    assert config["flags"]["num_steps"] == 12
+    assert config["flags"]["model"] == "demo"
+    assert set(config["flags"]) == set(vars(train_fsdp.parse_args([])))
+    assert config["versions"]["torch"] == torch.__version__
+    assert {"python", "transformers", "accelerate", "datasets"} <= set(config["versions"])
+    if (ROOT / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", config["commit"])
+    assert (config["world_size"], config["gpu"]) == (1, None)
+
+
+def test_everything_that_a_run_writes_lies_in_its_folder(demo):
+    _, folder = demo
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert {path.name for path in folder.parent.parent.iterdir()} <= {"out", "cache", "home"}
+    home = folder.parent.parent / "home"
+    assert {path.name for path in home.glob("*")} <= {".cache", ".triton"}  # of wandb and torch themselves
+    assert (folder / "metrics.jsonl").exists() and (folder / "config.json").exists()
+
+
+def wandb_records(file):
+    """The records of a .wandb file, which is a LevelDB log: blocks of 32 KiB, each record in one or more parts."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, parts = file.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while position + 7 <= len(data):
+        if 2**15 - position % 2**15 < 7:  # too little room for a part's header: the rest of the block is empty
+            position += 2**15 - position % 2**15
+            continue
+        length, kind = struct.unpack("<4xHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def test_the_run_can_be_read_back_from_wandb(demo):
+    _, folder = demo
+    (file,) = folder.rglob("run-*.wandb")
+    records = list(wandb_records(file))
+    run = next(record.run for record in records if record.HasField("run"))
+    assert (run.display_name, run.project) == ("first", "tales")
+    changes = [item for record in records if record.HasField("config") for item in record.config.update]
+    settings = {item.key: json.loads(item.value_json) for item in [*run.config.update, *changes]}
+    assert settings["num_steps"] == 12
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    logged = [line for line in metrics_of(folder) if not line.get("final")]
+    for key in ("loss", "grad_norm", "learning_rate", "tokens_per_sec", "eval_loss"):
+        expected = [(line["step"], line[key]) for line in logged if key in line]
+        assert [(row["_step"], row[key]) for row in rows if key in row] == expected, key
+
+
+def test_the_run_can_be_read_back_from_tensorboard(demo):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, folder = demo
+    (file,) = (folder / "tales").glob("events.out.tfevents.*")
+    events = EventAccumulator(str(file)).Reload()
+    logged = [line for line in metrics_of(folder) if not line.get("final")]
+    for key in ("loss", "grad_norm", "tokens_per_sec", "eval_loss"):
+        expected = {line["step"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
+        assert {event.step: event.value for event in events.Scalars(key)} == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Launchers
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Flags of a run that every launcher repeats, and its folder; the held-out text has a prime number of windows."""
+    folder = tmp_path_factory.mktemp("launchers")
+    (folder / "data").mkdir()
+    with (STORIES / "train.jsonl").open() as stories:
+        lines = [line for line, _ in zip(stories, range(160), strict=False)]
+    (folder / "data" / "train.jsonl").write_text("".join(lines[:150]))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    tokens = tokenizer.encode(" ".join(json.loads(line)["text"] for line in lines[150:]))[: 13 * 64 + 20]
+    (folder / "data" / "validation.jsonl").write_text(json.dumps({"text": tokenizer.decode(tokens)}))
+    model = write_model(folder / "model", "llama", **SIZES)
+    flags = "--num-steps 4 --log-interval 1 --sequence-length 64 --precision fp32 --eval-interval 2 --sample-tokens 6"
+    places = f"--model {model} --tokenizer {ROOT / 'assets' / 'demo'} --dataset {folder / 'data'} --lr 1e-3"
+    places += f" --output-dir {folder / 'out'} --cache-dir {folder / 'cache'}"
+    return [*flags.split(), *places.split(), "--sample-prompt", PROMPT], folder / "out"
+
+
+@pytest.fixture(scope="module")
+def one_process(small):
+    process = python(*small[0], "--batch-size", "8", "--run-name", "one")
+    assert process.returncode == 0, process.stderr
+    return process, small[1] / "one"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_four_ranks_of_any_launcher_do_what_one_process_does(small, one_process, launcher):
+    flags = [*small[0], "--batch-size", "2", "--run-name", launcher]
+    if launcher == "torchrun":
+        process = torchrun(4, *flags)
+    else:
+        launch = words("-m accelerate.commands.launch --multi_gpu --num_processes 4 --main_process_port 0")
+        process = start([sys.executable, *launch, ROOT / "train_fsdp.py", *flags])
+    assert process.returncode == 0, process.stderr
+    one, four = metrics_of(one_process[1]), metrics_of(small[1] / launcher)
+    assert len(four) == len(one)
+    for key in ("step", "loss", "eval_loss", "learning_rate", "tokens_seen"):
+        of_one, of_four = ([line[key] for line in lines if key in line] for lines in (one, four))
+        assert of_one
+        assert of_four == pytest.approx(of_one, rel=1e-6), key
+    assert json.loads((small[1] / launcher / "config.json").read_text())["world_size"] == 4
+    story = one_process[0].stdout[one_process[0].stdout.rindex(PROMPT) :]
+    assert process.stdout[process.stdout.rindex(PROMPT) :] == story
+    assert process.stdout.count("verified") == 1  # one rank speaks
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What training computes, against a plain loop
+
+
+def in_process(device, folder, *flags) -> list[dict]:
+    argv = ["--tokenizer", str(ROOT / "assets" / "demo"), "--cache-dir", str(folder / "cache")]
+    argv += words("--dataset demo --lr 3e-3")
+    argv += words("--sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1")
+    if "--model" not in flags:
+        argv += ["--model", write_model(folder / "model", "llama", **SIZES | {"tie_word_embeddings": True})]
+    argv += ["--output-dir", str(folder / "out"), *map(str, flags)]
+    args = train_fsdp.parse_args(argv)
+    train_fsdp.run(args, device)
+    return metrics_of(folder / "out" / args.run_name)
+
+
+def initial_model(device, folder, *flags):
+    """The model as the program builds it, as a plain module of transformers."""
+    argv = ["--model", str(folder / "model"), "--precision", "fp32", "--sequence-length", "32", *flags]
+    args = train_fsdp.parse_args(argv)
+    config = train_fsdp.load_config(args)
+    sharded = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict({name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()})
+    return plain
+
+
+def mean_loss(model, windows) -> torch.Tensor:
+    logits = model(input_ids=windows[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+def packed(folder, split: str) -> utils.PackedDataset:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    return utils.get_dataset(tokenizer, 32, dataset=str(STORIES), split=split, cache_dir=folder / "cache")
+
+
+def test_training_is_what_a_plain_loop_computes(device, tmp_path):
+    steps, peak, warmup = 8, 3e-3, 3
+    flags = f"--run-name r --num-steps {steps} --lr {peak} --warmup-steps {warmup} --lr-scheduler linear --seed 3"
+    lines = in_process(device, tmp_path, *flags.split(), "--max-grad-norm", "0.7", "--weight-decay", "0.5")
+    model = initial_model(device, tmp_path, "--seed", "3")
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
+    dataset = packed(tmp_path, "train")
+    order = iter(utils.GlobalOrderSampler(len(dataset), 4, seed=3))
+    losses, norms, rates = [], [], []
+    for step in range(steps):
+        rates.append(peak * min(step / warmup, (steps - step) / (steps - warmup)))
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        windows = torch.stack([torch.from_numpy(dataset[index].astype("int64")) for index in next(order)])
+        loss = mean_loss(model, windows)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    lines = lines[:-1]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rates)
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-4)
+    assert min(norms) > 0.7  # each step was clipped
+
+
+def test_the_held_out_loss_is_the_mean_over_every_held_out_token(device, tmp_path):
+    flags = "--run-name r --num-steps 1 --lr 1e-30 --eval-interval 1 --batch-size 7"
+    lines = in_process(device, tmp_path, *words(flags))
+    model, dataset = initial_model(device, tmp_path), packed(tmp_path, "validation")
+    assert len(dataset) % 7
+    with torch.no_grad():
+        losses = [mean_loss(model, torch.from_numpy(dataset[i][None].astype("int64"))) for i in range(len(dataset))]
+    assert lines[0]["eval_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+def test_eval_steps_bounds_the_held_out_batches(device, tmp_path):
+    flags = words("--num-steps 1 --lr 1e-30 --eval-interval 1 --eval-steps 2 --batch-size 3")
+    lines = in_process(device, tmp_path, *flags, "--run-name", "r")
+    model, dataset = initial_model(device, tmp_path), packed(tmp_path, "validation")
+    with torch.no_grad():
+        losses = [mean_loss(model, torch.from_numpy(dataset[i][None].astype("int64"))) for i in range(6)]
+    assert lines[0]["eval_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+def test_evaluation_and_samples_do_not_disturb_training(device, tmp_path):
+    sizes = {"vocab_size": 1536, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "embd_pdrop": 0.3}
+    flags = ["--num-steps", "6", "--model", write_model(tmp_path / "gpt2", "gpt2", **sizes)]
+    quiet = in_process(device, tmp_path, *flags, "--run-name", "quiet")
+    busy_flags = ["--eval-interval", "1", "--eval-steps", "1", "--sample-prompt", PROMPT, "--sample-tokens", "4"]
+    busy = in_process(device, tmp_path, *flags, "--run-name", "busy", *busy_flags)
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in busy] == [line[key] for line in quiet]
+
+
+def test_a_run_repeats_to_the_bit(device, tmp_path):
+    one, same = (in_process(device, tmp_path, "--num-steps", 5, "--run-name", name) for name in ("one", "same"))
+    assert [line["loss"] for line in one] == [line["loss"] for line in same]
+
+
+def test_another_seed_draws_other_weights(device, tmp_path):
+    write_model(tmp_path / "model", "llama", **SIZES)
+    one, same, other = (initial_model(device, tmp_path, "--seed", seed).lm_head.weight for seed in ("1", "1", "2"))
+    assert torch.equal(one, same)
+    assert not torch.isclose(one, other).any(dim=1).all()
+
+
+def test_logging_less_often_changes_no_loss(device, tmp_path):
+    often, rarely = (
+        in_process(device, tmp_path, "--num-steps", 7, "--run-name", f"r{interval}", "--log-interval", interval)
+        for interval in (1, 3)
+    )
+    logged = {line["step"]: line["loss"] for line in often}
+    assert [line["step"] for line in rarely] == [1, 3, 6, 7, 7]
+    assert all(line["loss"] == logged[line["step"]] for line in rarely)
+
+
+SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial")
+SCHEDULERS += ("inverse_sqrt", "warmup_stable_decay")
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_learning_rates_of_each_scheduler(device, tmp_path, scheduler):
+    flags = words(f"--run-name r --num-steps 20 --lr 2e-3 --lr-scheduler {scheduler} --dataset synthetic")
+    warmup = [] if scheduler == "constant" else ["--warmup-steps", 4]
+    rates = [line["learning_rate"] for line in in_process(device, tmp_path, *flags, *warmup)][:-1]
+    assert max(rates) == pytest.approx(2e-3)
+    if warmup:
+        assert rates[:5] == pytest.approx([0, 5e-4, 1e-3, 1.5e-3, 2e-3])
+    falling = scheduler not in ("constant", "constant_with_warmup")
+    assert (rates[-1] < 1.5e-3) == falling
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rates[5:]))
+
+
+def test_random_tokens_need_no_tokenizer(device, tmp_path):
+    flags = "--num-steps 2 --run-name r --dataset synthetic --eval-interval 2"
+    lines = in_process(device, tmp_path, *words(flags))
+    assert lines[0]["loss"] == pytest.approx(math.log(SIZES["vocab_size"]), rel=0.02)
+    assert lines[-1]["eval_loss"] == pytest.approx(math.log(SIZES["vocab_size"]), rel=0.02)
+
+
+def test_a_given_peak_gives_mfu_on_any_device(device, tmp_path):
+    flags = words("--num-steps 3 --run-name r --perf-warmup-steps 1 --peak-tflops 0.5")
+    final = in_process(device, tmp_path, *flags)[-1]
+    assert final["theoretical_tflops_total"] == 0.5
+    assert final["mfu_percent"] == pytest.approx(200 * final["actual_tflops_per_sec"])
+    flops = utils.get_model_flops_per_token(AutoConfig.from_pretrained(tmp_path / "model"), 32)
+    assert final["actual_tflops_per_sec"] * 1e12 == pytest.approx(final["tokens_per_sec"] * flops, rel=1e-9)
+
+
+def test_a_run_within_its_warmup_reports_no_speed(device, tmp_path):
+    lines = in_process(device, tmp_path, "--num-steps", 2, "--run-name", "r", "--perf-warmup-steps", 2)
+    assert not any("tokens_per_sec" in line for line in lines)
+    assert lines[-1]["final"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The fused loss
+
+
+@pytest.mark.parametrize("tokens", [1, 1023, 1024, 2500])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, weight = (torch.randn(size, 24, generator=generator, requires_grad=True) for size in (tokens, 50))
+    offset = torch.randn(50, generator=generator, requires_grad=True) if bias else None
+    labels = torch.randint(0, 50, (tokens,), generator=generator)
+    labels[1::3] = utils.IGNORE_INDEX
+    inputs = [hidden, weight, *([offset] if bias else [])]
+    fused = utils.LinearCrossEntropy.apply(hidden, weight, offset, labels)
+    gradients = torch.autograd.grad(3 * fused, inputs)
+    plain = torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight, offset), labels)
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * plain, inputs))
+    with torch.no_grad():
+        torch.testing.assert_close(utils.LinearCrossEntropy.apply(hidden, weight, offset, labels), plain)
+
+
+def test_the_fused_loss_of_no_label_at_all_is_zero():
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    loss = utils.LinearCrossEntropy.apply(hidden, weight, None, torch.full((5,), utils.IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0
+    assert not hidden.grad.any() and not weight.grad.any()

@@ -1,0 +1,248 @@
+"""MFU, peak TFLOPS and the tracker's clock, in numbers that can be checked by hand."""
+
+import sys
+
+import pytest
+from conftest import ROOT, start
+
+import utils
+
+SMOLLM3_FLOPS = 25_697_452_032  # a token, at 8,192 tokens
+
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 SXM5 80GB": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA H800": None,
+    "NVIDIA H800 PCIe": 756,
+    "NVIDIA H200": 989,
+    "NVIDIA H200 NVL": 835,
+    "NVIDIA GH200 480GB": 989,
+    "NVIDIA H20": 148,
+    "NVIDIA B200": 2250,
+    "NVIDIA B300 SXM6 AC": 2250,
+    "NVIDIA GB200": 2500,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A800-SXM4-80GB": 312,
+    "NVIDIA A10": 125,
+    "NVIDIA A10G": 70,
+    "NVIDIA A40": 149.7,
+    "NVIDIA L4": 121,
+    "NVIDIA L40": 181,
+    "NVIDIA L40S": 362,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # another chip under the same name
+    "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 3090 Ti": None,
+    "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI300A": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
+    "H100": None,
+    "NVIDIA H100": None,
+    "Tesla V100-SXM2-16GB": None,
+    "NVIDIA GB10": None,
+    "NVIDIA A1000 Laptop GPU": None,
+    "Some GPU of 2031": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("name, peak", PEAKS.items())
+def test_peak_of_a_gpu_by_its_drivers_name(name, peak):
+    assert utils.get_gpu_peak_tflops(name) == peak
+
+
+def test_a_cpu_has_no_peak():
+    assert utils.get_gpu_peak_tflops() is None
+    assert "mfu_percent" not in utils.estimate_mfu(1e9, 1000, 1.0, 1)
+
+
+def test_mfu_of_the_published_run():
+    """8,415 tokens a second on each of four H100 SXM is 33,660 in all."""
+    metrics = utils.estimate_mfu(SMOLLM3_FLOPS, 33_660 * 60, 60.0, 4, peak_tflops=989)
+    assert metrics["tokens_per_sec"] == 33_660
+    assert metrics["actual_tflops_per_sec"] == pytest.approx(864.976, abs=1e-3)
+    assert metrics["theoretical_tflops_total"] == 3956
+    assert metrics["mfu_percent"] == pytest.approx(21.865, abs=1e-3)
+    one_rank = utils.estimate_mfu(SMOLLM3_FLOPS, 8_415 * 60, 60.0, 4, peak_tflops=989)  # the classic mistake
+    assert one_rank["mfu_percent"] == pytest.approx(metrics["mfu_percent"] / 4)
+
+
+def test_mfu_of_a_perfect_device_is_100():
+    assert utils.estimate_mfu(1e9, 1_000_000, 1.0, 1, peak_tflops=1000)["mfu_percent"] == pytest.approx(100)
+    assert utils.estimate_mfu(1e9, 8_000_000, 2.0, 4, peak_tflops=1000)["mfu_percent"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("seconds, gpus", [(0, 1), (-1, 1), (1, 0)])
+def test_mfu_of_no_time_or_no_gpu_is_refused(seconds, gpus):
+    with pytest.raises(ValueError):
+        utils.estimate_mfu(1e9, 1000, seconds, gpus, 100)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# PerformanceTracker, with a clock that moves only when the test says so
+
+TOKENS, FLOPS = 4000, 1e9
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(utils.time, "perf_counter", clock)
+    return clock
+
+
+def test_warmup_says_nothing_then_that_it_is_over_then_gives_figures(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=3)
+    seen = []
+    for _ in range(5):
+        clock.advance(0.5)
+        seen.append(tracker.step(TOKENS, FLOPS))
+    assert seen[:3] == [{}, {}, {"warmup_completed": True}]
+    assert all(metrics["tokens_per_sec"] == pytest.approx(8000) for metrics in seen[3:])
+    assert not any("warmup_completed" in metrics for metrics in seen[3:])
+
+
+def test_default_warmup_is_ten_steps():
+    tracker = utils.PerformanceTracker()
+    assert [tracker.step(TOKENS, FLOPS) for _ in range(10)] == [{}] * 9 + [{"warmup_completed": True}]
+
+
+def test_without_warmup_the_first_step_counts(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0)
+    clock.advance(2)
+    assert tracker.step(TOKENS, FLOPS)["tokens_per_sec"] == pytest.approx(2000)
+
+
+def test_slow_warmup_steps_are_in_no_figure(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=2)
+    for seconds in (100, 100, 1, 1):
+        clock.advance(seconds)
+        metrics = tracker.step(TOKENS, FLOPS)
+    assert metrics["step_time_ms"] == pytest.approx(1000)
+    assert tracker.summary()["step_time_ms"] == pytest.approx(1000)
+
+
+def test_number_of_gpus_divides_once(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0, num_gpus=4, peak_tflops=1)
+    clock.advance(2)
+    metrics = tracker.step(TOKENS, FLOPS)
+    assert metrics == pytest.approx(
+        {
+            "tokens_per_sec": 2000,
+            "tokens_per_sec_per_gpu": 500,
+            "steps_per_sec": 0.5,
+            "step_time_ms": 2000,
+            "data_wait_percent": 0,
+            "actual_tflops_per_sec": 2,
+            "theoretical_tflops_total": 4,
+            "mfu_percent": 50,
+        }
+    )
+
+
+def test_steps_that_are_only_counted_join_the_window_that_the_next_one_closes(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=1)
+    tracker.step(TOKENS, FLOPS)
+    for synchronize in (False, False, True):
+        clock.advance(1)
+        metrics = tracker.step(TOKENS, FLOPS, synchronize=synchronize)
+        assert bool(metrics) == synchronize
+    assert metrics["tokens_per_sec"] == pytest.approx(TOKENS)
+    assert metrics["step_time_ms"] == pytest.approx(1000)
+
+
+def test_windows_are_apart_and_the_summary_covers_all(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0)
+    speeds = []
+    for seconds in (1, 4):
+        clock.advance(seconds)
+        speeds.append(tracker.step(TOKENS, FLOPS)["tokens_per_sec"])
+    assert speeds == pytest.approx([4000, 1000])
+    assert tracker.summary()["tokens_per_sec"] == pytest.approx(8000 / 5)
+
+
+def test_steps_of_different_size_are_weighted_by_their_tokens(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0, peak_tflops=1)
+    clock.advance(1)
+    tracker.step(1000, 1e9)
+    clock.advance(1)
+    tracker.step(3000, 2e9)
+    assert tracker.summary()["actual_tflops_per_sec"] == pytest.approx((1000 * 1e9 + 3000 * 2e9) / 2 / 1e12)
+
+
+def test_excluded_time_is_in_no_window(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0)
+    clock.advance(1)
+    with tracker.excluded():
+        clock.advance(50)
+    clock.advance(1)
+    assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
+    with pytest.raises(KeyError), tracker.excluded():
+        clock.advance(50)
+        raise KeyError
+    clock.advance(3)
+    assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(3000)
+
+
+def test_waiting_for_data_is_a_share_of_the_window(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=1)
+    for waited in (0.9, 0.25):
+        with tracker.data_wait():
+            clock.advance(waited)
+        clock.advance(1 - waited)
+        metrics = tracker.step(TOKENS, FLOPS)
+    assert metrics["data_wait_percent"] == pytest.approx(25)
+
+
+def test_the_summary_of_warmup_alone_is_empty(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=5)
+    tracker.step(TOKENS, FLOPS)
+    assert tracker.summary() == {}
+
+
+def test_reset_begins_the_warmup_again(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=1)
+    for _ in range(3):
+        clock.advance(100)
+        tracker.step(TOKENS, FLOPS)
+    tracker.reset()
+    assert tracker.summary() == {}
+    assert tracker.step(TOKENS, FLOPS) == {"warmup_completed": True}
+    clock.advance(1)
+    assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(1000)
+    assert tracker.summary()["step_time_ms"] == pytest.approx(1000)
+
+
+def test_the_message_has_the_global_speed_and_mfu_and_is_empty_in_warmup(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=1, num_gpus=2, peak_tflops=1)
+    assert tracker.get_print_message(tracker.step(TOKENS, FLOPS)) == ""
+    assert tracker.get_print_message({}) == ""
+    clock.advance(4)
+    message = tracker.get_print_message(tracker.step(TOKENS, FLOPS))
+    assert "1,000 tok/s" in message
+    assert "MFU 50.0 %" in message
+    assert "\n" not in message
+
+
+def test_importing_utils_imports_no_optional_package_and_starts_nothing():
+    code = (
+        "import sys, utils, torch.distributed as dist;"
+        "print(sorted({'datasets', 'wandb', 'torchao', 'tensorboard'} & set(sys.modules)), dist.is_initialized())"
+    )
+    process = start([sys.executable, "-c", code], PYTHONPATH=str(ROOT))
+    assert (process.returncode, process.stdout.strip()) == (0, "[] False")
