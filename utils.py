@@ -131,11 +131,11 @@ def _load_documents(dataset: str, split: str, files: list[pathlib.Path]):
             kind, split=split, **where, **({"sample_by": "document"} if kind == "text" else {})
         )
     except Exception as error:
-        if re.search("split|instruction", first_line(error)):  # an unknown one, or a slice that cannot be read
-            hint = " Divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'." * (len(files) == 1)
-            raise UserError(f"--dataset {dataset}, split {split!r}: {first_line(error)}{hint}") from error
-        if files:
-            raise UserError(f"--dataset {dataset}: cannot be read ({first_line(error.__cause__ or error)})") from error
+        if files or "split" in str(error):
+            cause = first_line(error.__cause__ or error)
+            divide = " Divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'."
+            hint = divide * (len(files) == 1 and "Unknown split" in cause)
+            raise UserError(f"--dataset {dataset}, split {split!r}: cannot be read ({cause}).{hint}") from error
         raise UserError(
             f"--dataset {dataset}: not a local file or folder, and not to be had from the hub ({first_line(error)}); "
             f"without a network use a local {'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
