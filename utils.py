@@ -153,8 +153,8 @@ def token_batches(documents, tokenizer, source: str) -> Iterator[np.ndarray]:
     A data set that is tokenized already (a column `input_ids`) is taken as it is: Arrow to NumPy, no Python lists.
     """
     if "input_ids" in documents.column_names:
-        for batch in documents.with_format("arrow").iter(TOKENIZE_BATCH):
-            yield batch["input_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        for chunk in documents.with_format("arrow")[:]["input_ids"].chunks:
+            yield chunk.flatten().to_numpy(zero_copy_only=False)
         return
     if "text" not in documents.column_names:
         raise UserError(f"--dataset {source}: no field 'text' (fields: {', '.join(documents.column_names)})")
@@ -545,17 +545,17 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(hidden), LOSS_CHUNK):
             chunk = slice(start, start + LOSS_CHUNK)
-            target, kept = labels[chunk].clamp(min=0).unsqueeze(1), counted[chunk].unsqueeze(1)
-            logits = nn.functional.linear(hidden[chunk], weight, bias).float()
-            normalizer = logits.logsumexp(1, keepdim=True)
-            loss += ((normalizer - logits.gather(1, target)) * kept).sum() / count
-            if train:  # d loss / d logits = (softmax - one-hot) / count
-                logits.sub_(normalizer).exp_().scatter_add_(1, target, -torch.ones_like(normalizer)).mul_(kept / count)
-                grad_logits = logits.to(weight.dtype)
-                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-                grad_weight += grad_logits.t() @ hidden[chunk]
+            inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
+            share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
+            log_probs = nn.functional.linear(inputs, weight, bias).log_softmax(1, dtype=torch.float32)
+            loss -= (log_probs.gather(1, target) * share).sum()
+            if train:  # d loss / d logits = (softmax - one-hot) * share; the share is applied where it is cheap
+                log_probs.exp_().scatter_add_(1, target, -torch.ones_like(share))
+                grad_logits = log_probs.to(weight.dtype)
+                torch.mul(grad_logits @ weight, share, out=grad_hidden[chunk])
+                grad_weight += grad_logits.t() @ (inputs * share).to(weight.dtype)
                 if bias is not None:
-                    grad_bias += logits.sum(0)
+                    grad_bias += log_probs.t() @ share.squeeze(1)
         if train:
             grad_bias = None if bias is None else grad_bias.to(bias.dtype)
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
