@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-main(), at the end, is the table of contents.
+run(), near the end, is the table of contents.
 """
 
 import logging
@@ -492,12 +492,12 @@ def fuse_loss(model: nn.Module, required: bool | None) -> bool:
     def choose_head(module, args, kwargs):
         head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
 
-    def loss(hidden, labels, *_, **__):
-        hidden = hidden.flatten(0, 1).to(head.weight.dtype)
+    def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
+        hidden = logits.flatten(0, 1).to(head.weight.dtype)
         return utils.LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten())
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)
-    model.loss_function = lambda logits, labels, *_, **__: loss(logits, labels)
+    model.loss_function = loss
     return True
 
 
