@@ -26,27 +26,37 @@ if __name__ == "__main__":  # before the heavy imports, which warn and can be in
 
 import argparse
 import contextlib
+import copy
 import dataclasses
+import fcntl
 import functools
+import hashlib
 import json
 import math
 import pathlib
+import pickle
 import re
+import shutil
 import subprocess
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -130,7 +140,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fused-loss", action=on_off, help="LM head and cross entropy in chunks, never all logits at once [on]")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--num-steps", type=number(int), default=1000, help="optimizer steps [1000]")
+    add("--num-steps", type=number(int, 0), default=1000, help="optimizer steps; 0 only exports [1000]")
     add("--optimizer", choices=["adamw", "adamw8bit"], default="adamw", help="torch's fused AdamW, or torchao's with 8-bit states [adamw]")
     add("--lr", type=number(float), default=3e-4, help="peak learning rate [3e-4]")
     add("--lr-scheduler", choices=SCHEDULERS.split(), default="cosine", help="shape of the learning rate [cosine]")
@@ -146,9 +156,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sample-prompt", help="text that the model continues at evaluations and at the end")
     add("--sample-tokens", type=number(int), default=128, help="length of the continuation [128]")
 
+    add = parser.add_argument_group("checkpoints").add_argument
+    add("--checkpoint-interval", type=number(int, 0), default=0, help="steps between checkpoints, one more at the end; 0 saves only on SIGTERM and SIGUSR1 [0]")
+    add("--keep-checkpoints", type=number(int), default=2, help="newest complete ones to keep [2]")
+    add("--async-checkpoint", action=on_off, default=True, help="write in the background, the loop waits only for the copy [on]")
+    add("--resume", default="none", metavar="{none,auto,PATH}", help="auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]")
+    add("--export", metavar="DIR", help="at the end, a folder that from_pretrained loads")
+
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", default="outputs", help="a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]")
-    add("--run-name", help="[model and start time]")
+    add("--run-name", help="[model and start time; with --resume auto the model; with --resume PATH that run's]")
     add("--log-with", choices=["none", "wandb", "tensorboard", "all"], default="none", help="trackers beside metrics.jsonl [none]")
     add("--project-name", default="train_fsdp", help="project in wandb and tensorboard [train_fsdp]")
     add("--log-interval", type=number(int), default=10, help="steps between log lines [10]")
@@ -172,8 +189,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for flag, name in (("--run-name", args.run_name), ("--project-name", args.project_name)):
         if name is not None and (name.strip(". ") == "" or re.search(r"[/\\#?%:]", name)):
             parser.error(f"argument {flag}: {name!r} is not a plain folder name")
+    if args.num_steps == 0 and not args.export:
+        parser.error("argument --num-steps: 0 trains nothing; it goes with --export DIR")
+    if args.num_steps == 0 and args.resume == "auto":
+        parser.error("argument --resume: --num-steps 0 exports one checkpoint, give its PATH")
+    if args.export and pathlib.Path(args.export).expanduser().exists():
+        parser.error(f"argument --export: {args.export} exists already; choose another folder or remove it")
     local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset))
     args.dataset_split = args.dataset_split or ("train" if local else "train[:5%]")
+    args.given_accumulation = args.gradient_accumulation_steps  # a resume on other ranks may change it
     args.fp8_recipe = args.fp8_recipe or ("tensorwise" if args.precision == "fp8" else None)
     if args.warmup_steps is None:
         args.warmup_steps = 0 if args.lr_scheduler == "constant" else args.num_steps // 20
@@ -205,10 +229,65 @@ def start_processes() -> torch.device:
     return device
 
 
-def stop_processes() -> None:
+def stop_processes(stop: "StopRequest") -> None:
     """Leaves the world; a gloo rank that leaves before the others are done can abort them, hence the barrier."""
+    if stop.round:
+        stop.round[0].wait()
     dist.barrier()
     dist.destroy_process_group()
+
+
+class StopRequest:
+    """SIGTERM or SIGUSR1 to any rank: all ranks save after the same step and leave with 143; a second one, or one
+    before the first step is done, leaves at once.
+
+    A thread reads the signals, as Python's own handlers wait for the main thread, which may be inside a collective.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    EXIT_CODE = 143
+    SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
+
+    def __init__(self):
+        self.name, self.can_save, self.round, self.group = "", False, None, None
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in self.SIGNALS:
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._listen, args=(read_end,), daemon=True).start()
+
+    def _listen(self, read_end: int) -> None:
+        first = None
+        while True:
+            number, now = os.read(read_end, 1)[0], time.monotonic()
+            if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
+                continue
+            name = signal.Signals(number).name
+            if not self.can_save:
+                if int(os.environ.get("RANK", 0)) == 0:
+                    print(f"train_fsdp.py: {name} outside training, nothing to save", file=sys.stderr, flush=True)
+                os._exit(self.EXIT_CODE)
+            if first is not None and now - first > self.SAME_REQUEST:
+                os._exit(self.EXIT_CODE)
+            first, self.name = first or now, name
+
+    def agreed(self) -> bool:
+        """Whether any rank had a request when this was last asked; every rank asks after every step.
+
+        The answer is one step old, so that nobody waits for it: a small all-reduce on the host, beside the next step.
+        """
+        if dist.get_world_size() == 1:
+            return bool(self.name)
+        self.group = self.group or dist.new_group(backend="gloo")
+        answer = False
+        if self.round:
+            work, flag = self.round
+            work.wait()
+            answer = bool(flag.item())
+        flag = torch.tensor(int(bool(self.name)))
+        self.round = (dist.all_reduce(flag, dist.ReduceOp.MAX, self.group, async_op=True), flag)
+        return answer
 
 
 def fail(message: str, exit_code: int) -> None:
@@ -348,7 +427,7 @@ def build_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module:
+def build_model(args: argparse.Namespace, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
     """Builds the model sharded: on the meta device first, then one decoder layer after the other made real and cut.
 
     No rank ever holds more than one whole layer beside its shards (and, for a moment, embedding and head). Every rank
@@ -366,7 +445,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
     layers = decoder_layers(model)
     convert_to_fp8 = fp8_converter(args) if args.precision == "fp8" else None
     weights = None
-    if args.init == "pretrained":
+    if args.init == "pretrained" and read_weights:
         path = next(path for path, module in model.named_modules() if module is layers)
         weights = utils.PretrainedWeights(model, path, find_source(args.model)[1], dtype)
     if args.fused_loss is not False:
@@ -612,15 +691,26 @@ def load_data(args: argparse.Namespace, tokenizer, config, accelerator: Accelera
     return train, load(split=args.eval_split) if args.eval_interval else None
 
 
-def training_batches(args: argparse.Namespace, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless microbatches of this rank on its device, read by workers ahead of time."""
-    sampler = utils.GlobalOrderSampler(len(dataset), args.batch_size, dist.get_rank(), dist.get_world_size(), args.seed)
+def ignore_signals(worker: int) -> None:
+    """A scheduler signals every process of a job; the data workers serve until their rank leaves."""
+    for number in (*StopRequest.SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def training_batches(
+    args: argparse.Namespace, dataset, first_sample: int, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Endless microbatches of this rank on its device from global sample `first_sample` on, read ahead by workers."""
+    sampler = utils.GlobalOrderSampler(
+        len(dataset), args.batch_size, dist.get_rank(), dist.get_world_size(), args.seed, first_sample
+    )
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,
         collate_fn=utils.create_collate_fn(),
         num_workers=args.num_workers,
         pin_memory=device.type == "cuda",
+        worker_init_fn=ignore_signals,
     )
     if device.type != "cuda":
         yield from loader
@@ -650,6 +740,453 @@ def held_out_batches(args: argparse.Namespace, dataset, device: torch.device) ->
         batch = collate([dataset[index % windows] for index in indices])
         batch["labels"][[index >= windows for index in indices]] = utils.IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+MANIFEST = "manifest.json"
+# What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs.
+INDEX_RECORDS = {
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata "
+    "ChunkStorageMetadata BytesStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size float64 float32 float16 bfloat16 uint8 int8 int16 int32 int64 bool",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+}
+
+
+class SafeReader(dcp.FileSystemReader):
+    """DCP's reader, whose index is a pickle; this one refuses any class that an index does not need."""
+
+    def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
+        class Records(pickle.Unpickler):
+            def find_class(self, module: str, name: str):
+                if name not in INDEX_RECORDS.get(module, "").split():
+                    raise pickle.UnpicklingError(f"the index names {module}.{name}")
+                return super().find_class(module, name)
+
+        with open(pathlib.Path(self.path, ".metadata"), "rb") as file:
+            metadata = Records(file).load()
+        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Everything that must survive a restart. The data position is `samples`, as the order of the data is fixed."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    tracker: utils.PerformanceTracker
+    step: int = 0
+    samples: int = 0  # global, consumed so far
+    tokens: int = 0  # global
+    started: float = dataclasses.field(default_factory=lambda: psutil.Process().create_time())  # of the first process
+    run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
+
+    def count(self, args: argparse.Namespace) -> None:
+        """One more step of the global batch."""
+        self.step += 1
+        self.tokens += tokens_per_step(args)
+        self.samples += tokens_per_step(args) // args.sequence_length
+
+    def numbers(self) -> dict:
+        """What goes into the manifest."""
+        names = ("step", "samples", "tokens", "started", "run_id")
+        return {name: getattr(self, name) for name in names} | {"tracker": self.tracker.total}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What goes into the shards, under names that no number of ranks changes; loading writes into these tensors.
+
+        float8 weights are saved as the master weights that they wrap. An 8-bit optimizer state is saved twice: in fp32
+        for any other sharding, and its codes and scales, which are exact, for the same one.
+        """
+        parameters = dict(self.model.named_parameters())
+        kept = self.model.state_dict().keys()  # leaves out the buffers that are not persistent
+        tensors = parameters | {name: b for name, b in self.model.named_buffers() if name in kept}
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        for name, parameter in parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        for name, tensor in list(tensors.items()):
+            local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+            if hasattr(local, "_tensor"):
+                tensors[name] = like(tensor, local._tensor)
+            elif hasattr(local, "codes"):
+                mesh = tensor.device_mesh
+                shard = f"{mesh.get_local_rank('shard')}of{mesh['shard'].size()}"
+                tensors[name] = like(tensor, local.dequantize())
+                tensors |= {f"{name}.{part}.{shard}": getattr(local, part) for part in ("codes", "scale")}
+        rng = f"rng.{dist.get_rank()}of{dist.get_world_size()}"
+        tensors[f"{rng}.cpu"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            tensors[f"{rng}.cuda"] = torch.cuda.get_rng_state()
+        return tensors
+
+    def load(self, path: pathlib.Path, numbers: dict) -> None:
+        """Takes over a checkpoint that was saved on any number of ranks, in any stage."""
+        reader, tensors = SafeReader(path), self.tensors()
+        saved = reader.read_metadata().state_dict_metadata
+        own = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
+        tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not own.search(name)}
+        dcp.load(tensors, storage_reader=reader)
+        for parameter_name, parameter in self.model.named_parameters():
+            for key, state in self.optimizer.state.get(parameter, {}).items():
+                name = f"optimizer.{parameter_name}.{key}"
+                local = state.to_local() if isinstance(state, DTensor) else state
+                if hasattr(local, "codes") and not any(other.startswith(f"{name}.codes.") for other in tensors):
+                    local.copy_(tensors[name].to_local())
+        for name, tensor in tensors.items():
+            if name.startswith("rng."):
+                (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
+        for name in ("step", "samples", "tokens", "started", "run_id"):
+            setattr(self, name, numbers[name])
+        if numbers["world_size"] == dist.get_world_size():
+            self.tracker.total |= numbers["tracker"]
+        self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
+        self.scheduler.step()
+
+
+def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor laid out as `tensor` over another local part."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(manifest: dict) -> str:
+    """Checksum of a manifest by its own content."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+class Checkpoints:
+    """Saves the state of all ranks without gathering it, in the background, and never leaves half a checkpoint.
+
+    A checkpoint is staged in a hidden folder; when every rank has written and every file's size and checksum is in the
+    manifest, the folder gets its final name, and only then old ones go.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: pathlib.Path, identity: dict, device: torch.device):
+        self.args, self.folder, self.identity, self.device = args, folder / "checkpoints", identity, device
+        self.group = dist.new_group(backend="gloo")  # the writing threads' own
+        cuda = device.type == "cuda"
+        self.stager = DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
+        self.thread: threading.Thread | None = None
+        self.failures = 0
+        if dist.get_rank() == 0:
+            for leftover in (*self.folder.glob(".step-*.writing"), *self.folder.glob(".step-*.deleting")):
+                shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed
+
+    def save(self, state: TrainState, wait: bool = False) -> None:
+        """Saves `state`; returns after the copy, or with `wait` when all is on disk. Every rank calls this."""
+        start = time.perf_counter()
+        wait = wait or not self.args.async_checkpoint
+        if wait:
+            self.finish()
+        busy = torch.tensor(int(self.thread is not None and self.thread.is_alive()), device=self.device)
+        dist.all_reduce(busy, dist.ReduceOp.MAX)
+        if busy.item():
+            say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
+            return
+        staged = self.stager.stage(state.tensors())
+        stall = time.perf_counter() - start
+        manifest = state.numbers() | self.identity | {"world_size": dist.get_world_size(), "flags": vars(self.args)}
+        self.thread = threading.Thread(target=self._write, args=(staged, manifest, None if wait else stall))
+        self.thread.start()
+        if wait:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the save that is under way."""
+        if self.thread is not None:
+            self.thread.join()
+
+    def _together(self, work: Callable[[], Any]) -> list:
+        """Does `work` on every rank and returns all results; if it fails on one rank, all raise its error."""
+        try:
+            mine = (work(), None)
+        except Exception as error:
+            cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+            mine = (None, utils.first_line(cause))
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self.group)
+        for _, error in everyone:
+            if error is not None:
+                raise OSError(error)
+        return [result for result, _ in everyone]
+
+    def _write(self, staged: dict, manifest: dict, stall: float | None) -> None:
+        start, rank = time.perf_counter(), dist.get_rank()
+        final = self.folder / f"step-{manifest['step']:08d}"
+        temporary = self.folder / f".{final.name}.writing"
+
+        def prepare():
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+
+        def write():
+            dcp.save(staged, storage_writer=dcp.FileSystemWriter(temporary), process_group=self.group)
+            mine = [*temporary.glob(f"__{rank}_*.distcp"), *[temporary / ".metadata"][rank:]]
+            return {path.name: [path.stat().st_size, sha256(path)] for path in mine}
+
+        def publish():
+            if rank:
+                return
+            contents = manifest | {"files": dict(sorted(item for part in files for item in part.items()))}
+            for name, (size, _) in contents["files"].items():
+                if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
+                    raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
+            with (temporary / MANIFEST).open("w") as file:
+                json.dump(contents | {"sha256": seal(contents)}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one of that name, or it would have been resumed from
+            temporary.rename(final)
+            sync_folder(self.folder)
+            older = sorted(path for path in self.folder.glob("step-*") if path.name < final.name)
+            for path in older[: len(older) - self.args.keep_checkpoints + 1]:
+                gone = path.rename(path.with_name(f".{path.name}.deleting"))
+                shutil.rmtree(gone, ignore_errors=True)
+
+        try:
+            self._together(prepare)
+            files = self._together(write)
+            self._together(publish)
+        except OSError as error:
+            self.failures += 1
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            say(f"failed     checkpoint {final.name}: {error}; the run goes on, older checkpoints stay")
+            return
+        size = sum(size for part in files for size, _ in part.values())
+        stood = "" if stall is None else f", the loop stood still for {stall:.3f} s"
+        say(f"saved      {final.name}, {size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s{stood}")
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes a rename durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def damage(path: pathlib.Path, every: Callable[[Any], list]) -> tuple[dict, str]:
+    """(manifest, what is wrong with this checkpoint, empty if nothing). Every rank reads its share of the files.
+
+    Args:
+        every: gathers an object from all ranks.
+    """
+    manifest, wrong = {}, ""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        contents = {key: value for key, value in manifest.items() if key != "sha256"}
+        if seal(contents) != manifest["sha256"]:
+            wrong = f"{MANIFEST} has changed"
+        for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
+            if not wrong and (path / name).stat().st_size != size:
+                wrong = f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
+            if not wrong and sha256(path / name) != checksum:
+                wrong = f"{name} has changed"
+    except OSError as error:
+        wrong = f"{pathlib.Path(error.filename).name}: {error.strerror}"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        wrong = f"{MANIFEST} cannot be read"
+    return manifest, next(filter(None, every(wrong)), "")
+
+
+def find_checkpoint(args: argparse.Namespace, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | None:
+    """The checkpoint to resume from and its manifest, checked; None to start fresh.
+
+    Raises:
+        UserError: the path that --resume names is no complete checkpoint.
+    """
+
+    def every(value):
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    if args.resume == "none":
+        return None
+    if args.resume != "auto":
+        path = pathlib.Path(args.resume).expanduser()
+        if not (path / MANIFEST).exists() and (path / "checkpoints").is_dir():
+            path = max((path / "checkpoints").glob("step-*"), default=path)
+        if not path.is_dir():
+            raise UserError(f"--resume {args.resume}: no such folder")
+        manifest, wrong = damage(path, every)
+        if wrong:
+            raise UserError(f"--resume {args.resume}: {path.name} is damaged ({wrong}); choose another, or auto")
+        return path, manifest
+    # all ranks look at the same list, so that they stay together
+    for path in every(sorted((folder / "checkpoints").glob("step-*"), reverse=True))[0]:
+        manifest, wrong = damage(path, every)
+        if not wrong:
+            return path, manifest
+        say(f"skipped    {path.name} is damaged: {wrong}")
+    return None
+
+
+def describe_identity(args: argparse.Namespace, config, tokenizer, train_set) -> dict:
+    """What a resumed run must have in common with the run that saved the checkpoint."""
+    architecture = config.to_dict()
+    for passing in ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"):
+        architecture.pop(passing, None)
+    return json.loads(
+        json.dumps(
+            {
+                "model": architecture,
+                "tokenizer": tokenizer and hashlib.sha256(utils.vocabulary_of(tokenizer).encode()).hexdigest(),
+                "dataset": train_set.fingerprint(),
+                "sequence_length": args.sequence_length,
+                "seed": args.seed,
+            },
+            default=str,
+        )
+    )
+
+
+def compare(args: argparse.Namespace, identity: dict, manifest: dict) -> str:
+    """What changed since the checkpoint and may change, in words.
+
+    Raises:
+        UserError: something changed that makes it another run; it is named.
+    """
+    other = "a resumed run must have the same; to train on from these weights start a new run from an --export"
+    for key, now in identity.items():
+        before, flag = manifest[key], f"--{key.replace('_', '-')}"
+        if before != now:
+            if isinstance(now, dict):
+                field = next((name for name in before.keys() & now.keys() if before[name] != now[name]), None)
+                if field is None:  # other versions of transformers know other fields
+                    continue
+                before, now, flag = before[field], now[field], f"{flag}: {field}"
+            elif isinstance(now, str):
+                before, now = (text and text[:12] for text in (before, now))
+            raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {other}")
+    flags = manifest["flags"]
+    if flags["optimizer"] != args.optimizer:
+        raise UserError(f"--optimizer was {flags['optimizer']} in the checkpoint and is {args.optimizer} now; {other}")
+    told = (
+        "num_steps batch_size gradient_accumulation_steps zero_stage dp_replicate_size precision fp8_recipe lr "
+        "lr_scheduler warmup_steps weight_decay betas max_grad_norm"
+    )
+    now = json.loads(json.dumps(vars(args), default=str)) | {"world_size": dist.get_world_size()}
+    before = flags | {"world_size": manifest["world_size"]}
+    return ", ".join(
+        f"{key.replace('_', ' ')} {before[key]} -> {now[key]}"
+        for key in ("world_size", *told.split())
+        if before.get(key) != now[key]
+    )
+
+
+def keep_global_batch(args: argparse.Namespace, manifest: dict) -> None:
+    """On another number of ranks, and with the batch flags unchanged, accumulates so that the global batch stays."""
+    flags = manifest["flags"]
+    if (args.batch_size, args.gradient_accumulation_steps) != (flags["batch_size"], flags["given_accumulation"]):
+        return  # the user asks for another batch, and is told
+    sequences = manifest["world_size"] * flags["batch_size"] * flags["gradient_accumulation_steps"]
+    if sequences % (dist.get_world_size() * args.batch_size):
+        raise UserError(
+            f"--batch-size {args.batch_size}: {dist.get_world_size()} ranks cannot share the run's global batch of "
+            f"{sequences} sequences; choose another number of ranks, or another batch size"
+        )
+    args.gradient_accumulation_steps = sequences // (dist.get_world_size() * args.batch_size)
+
+
+EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
+
+
+def export(args: argparse.Namespace, model: nn.Module, tokenizer) -> None:
+    """Writes a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
+
+    Parameters are gathered one decoder layer at a time and rank 0 writes a file whenever it holds 5 GB, so no rank
+    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure.
+    """
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    main, final = dist.get_rank() == 0, pathlib.Path(args.export).expanduser()
+    temporary = final.with_name(f".{final.name}.writing")
+    error = ""
+    files: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        save_file(pending, temporary / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(pending))
+        pending.clear()
+
+    def attempt(work: Callable[[], None]) -> None:  # an error must not keep rank 0 from the next all-gather
+        nonlocal error
+        try:
+            if main and not error:
+                work()
+        except Exception as exception:
+            error = utils.first_line(exception)
+
+    def take(group: dict[str, torch.Tensor]) -> None:
+        for name, tensor in revert_weight_conversion(model, group).items():
+            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > EXPORT_SHARD:
+                flush()
+            pending[name] = tensor.clone(memory_format=torch.contiguous_format)  # no part of a fused tensor's storage
+
+    def finish() -> None:
+        flush()
+        names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+        names = names if len(files) > 1 else ["model.safetensors"]
+        for index, name in enumerate(names):
+            (temporary / f"{index}.part").rename(temporary / name)
+        if len(files) > 1:
+            weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        config = copy.deepcopy(model.config)
+        config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
+        config.dtype = next(model.parameters()).dtype
+        config.save_pretrained(temporary)
+        if model.generation_config:
+            model.generation_config.save_pretrained(temporary)
+        if tokenizer:
+            tokenizer.save_pretrained(temporary)
+        temporary.rename(final)
+
+    def make_folder() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    attempt(make_folder)
+    kept, total = model.state_dict().keys(), 0
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in kept:
+            groups.setdefault((re.match(r".*?\.\d+\.", name) or [""])[0], {})[name] = tensor
+    for group in groups.values():
+        whole = {}
+        for name, tensor in group.items():
+            local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+            if hasattr(local, "_tensor"):
+                tensor = like(tensor, local._tensor)
+            full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+            total += full.nbytes
+            if main:
+                whole[name] = full.cpu()
+        attempt(functools.partial(take, whole))
+    attempt(finish)
+    error = utils.from_main_process(lambda: error, main)
+    if error:
+        raise UserError(f"--export {args.export}: cannot be written ({error})", exit_code=1)
+    say(f"exported   {final}" + ", without a tokenizer" * (tokenizer is None))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -707,16 +1244,53 @@ def sample(args: argparse.Namespace, model: nn.Module, tokenizer, device: torch.
 
 
 def choose_folder(args: argparse.Namespace) -> pathlib.Path:
-    """The run's folder, checked: it holds no run yet and can be written. It is not made before training begins."""
-    name = args.run_name or f"{pathlib.Path(args.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """The run's folder, checked: it can be written, and it holds no run unless that one is resumed."""
+    path = pathlib.Path(args.resume).expanduser()
+    own = next((p for p in (path, *path.parents[:2]) if (p / "checkpoints").is_dir()), None)  # the run of PATH
+    name = args.run_name or pathlib.Path(args.model).name
+    if args.resume == "none":
+        name = args.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = pathlib.Path(args.output_dir).expanduser() / name
-    if (folder / "metrics.jsonl").exists():
-        raise UserError(f"--run-name {name}: {folder} holds a run already; choose another name or remove it")
+    if args.resume not in ("none", "auto"):
+        if own and not args.run_name:
+            folder = own
+        newer = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="") > path.name
+        if own and folder.resolve() == own.resolve() and path != own and newer and args.num_steps:
+            raise UserError(
+                f"--resume {args.resume}: {folder} holds newer checkpoints, which the run would write over; "
+                "give another --run-name to branch off, or remove them"
+            )
+    resumes = args.resume == "auto" or (own and folder.resolve() == own.resolve())
+    if (folder / "metrics.jsonl").exists() and not resumes and args.num_steps:
+        raise UserError(
+            f"--run-name {name}: {folder} holds a run already; "
+            "choose another name, remove it, or go on with it by --resume auto"
+        )
+    if folder.exists() and args.num_steps:
+        lock_folder(folder)
     try:
         with tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())):
             return folder
     except OSError as error:
         raise UserError(f"--output-dir {args.output_dir}: cannot be written ({error.strerror})") from error
+
+
+def lock_folder(folder: pathlib.Path) -> None:
+    """Makes the folder this process's own until it ends, however it ends.
+
+    Raises:
+        UserError: another process has it; one that was just killed gets a few seconds to be gone.
+    """
+    try:
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})") from error
+    for _ in range(10):
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
+            return
+        time.sleep(0.5)
+    raise UserError(f"--run-name {folder.name}: another process is running in {folder}; choose another name")
 
 
 def choose_trackers(args: argparse.Namespace) -> list[str]:
@@ -788,16 +1362,18 @@ def columns(lines: dict[str, str]) -> str:
 class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
-    def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path):
+    def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
         self.accelerator, self.num_steps, self.file = accelerator, args.num_steps, None
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
+            lock_folder(folder)
             (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
-            self.file = (folder / "metrics.jsonl").open("a")
+            self.file = open_metrics(folder / "metrics.jsonl", state.step)
         if accelerator.log_with:
             flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in vars(args).items()}
-            wandb_run = {"name": folder.name, "dir": str(folder)}
-            accelerator.init_trackers(args.project_name, config=flags, init_kwargs={"wandb": wandb_run})
+            trackers = {"wandb": {"name": folder.name, "dir": str(folder), "id": state.run_id, "resume": "allow"}}
+            trackers["tensorboard"] = {"purge_step": state.step + 1}
+            accelerator.init_trackers(args.project_name, config=flags, init_kwargs=trackers)
         places = {"run": str(folder)}
         for tracker in accelerator.trackers if self.file else ():
             if tracker.name == "wandb":
@@ -805,7 +1381,8 @@ class Report:
                     tracker.run.url or f"offline; later: wandb sync {pathlib.Path(tracker.run.dir).parent}"
                 )
         say(columns(places) + "\n")
-        self.bar = tqdm(total=self.num_steps, unit="step", disable=not (self.file and sys.stderr.isatty()))
+        shown = self.file and sys.stderr.isatty()
+        self.bar = tqdm(total=self.num_steps, initial=state.step, unit="step", disable=not shown)
 
     def log(self, metrics: dict, speed: str) -> None:
         if not self.file:
@@ -828,14 +1405,29 @@ class Report:
             parts.append(held_out)
         say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, parts)))
 
-    def close(self, metrics: dict) -> None:
-        """Writes the run's last line and ends the trackers."""
+    def close(self, metrics: dict | None) -> None:
+        """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
         self.bar.close()
         if self.file:
-            print(json.dumps(metrics | {"final": True}), file=self.file)
+            if metrics:
+                print(json.dumps(metrics | {"final": True}), file=self.file)
             self.file.close()
         for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
             tracker.finish()
+
+
+def open_metrics(path: pathlib.Path, step: int):
+    """The metrics file, open for appending, without what an earlier start wrote after `step`."""
+    if path.exists():
+        lines = []
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a line that the kill cut off
+                entry = json.loads(line)
+                if entry["step"] <= step and "final" not in entry:
+                    lines.append(line + "\n")
+        path.with_suffix(".tmp").write_text("".join(lines))
+        path.with_suffix(".tmp").replace(path)
+    return path.open("a")
 
 
 def describe_run(args: argparse.Namespace) -> dict:
@@ -859,9 +1451,9 @@ def describe_run(args: argparse.Namespace) -> dict:
     }
 
 
-def summarize(metrics: dict, folder: pathlib.Path) -> str:
+def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
     """The last words: what the averages after warmup are."""
-    elapsed = tqdm.format_interval(time.time() - psutil.Process().create_time())
+    elapsed = tqdm.format_interval(time.time() - started)
     done = f"{metrics['step']:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
     if "eval_loss" in metrics:
         done += f", held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
@@ -932,7 +1524,7 @@ def read_losses(losses: list[torch.Tensor], step: int) -> float:
     return values[-1]
 
 
-def figures_of_all_ranks(speed: dict[str, float], tracker, step: int, device: torch.device) -> dict[str, float]:
+def figures_of_all_ranks(speed: dict[str, float], state: TrainState, device: torch.device) -> dict[str, float]:
     """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput."""
     worst = utils.memory_figures(device)
     if "step_time_ms" in speed:
@@ -943,23 +1535,28 @@ def figures_of_all_ranks(speed: dict[str, float], tracker, step: int, device: to
         worst = dict(zip(worst, values.tolist(), strict=True))
     if "step_time_ms" not in speed:
         return worst
-    # what the steps so far take at the measured speed, as a share of the time since the process began: start-up,
-    # compilation, evaluation and waiting are the rest
-    elapsed = time.time() - psutil.Process().create_time()
-    return speed | worst | {"goodput_percent": step * tracker.summary()["step_time_ms"] / 10 / elapsed}
+    # what the steps so far take at the measured speed, as a share of the time since the run began: start-up,
+    # compilation, evaluation, waiting, and after a resume what was lost and the time between, are the rest
+    elapsed = time.time() - state.started
+    return speed | worst | {"goodput_percent": state.step * state.tracker.summary()["step_time_ms"] / 10 / elapsed}
 
 
-def run(args: argparse.Namespace, device: torch.device) -> None:
-    """Trains one model, from its flags to its last line."""
+def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> int:
+    """Trains one model, from its flags to its last line; returns the exit code."""
     is_main = dist.get_rank() == 0
     folder, trackers = utils.from_main_process(lambda: (choose_folder(args), choose_trackers(args)), is_main)
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
     config = utils.from_main_process(lambda: load_config(args), is_main)
     tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), is_main)
     mesh = build_mesh(args, device)
+    checkpoint = find_checkpoint(args, folder)
+    if checkpoint:
+        keep_global_batch(args, checkpoint[1])
     train_set, eval_set = load_data(args, tokenizer, config, accelerator)
+    identity = describe_identity(args, config, tokenizer, train_set)
+    changed = compare(args, identity, checkpoint[1]) if checkpoint else ""
 
-    model = build_model(args, config, mesh)
+    model = build_model(args, config, mesh, read_weights=not checkpoint)
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer)
     verified = verify_sharding(model, optimizer, mesh)
@@ -967,15 +1564,29 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     flops, counted = count_flops(args, model)
     peak = args.peak_tflops or utils.get_gpu_peak_tflops()
     tracker = utils.PerformanceTracker(args.perf_warmup_steps, dist.get_world_size(), peak or 0)
+    state = TrainState(model, optimizer, scheduler, tracker)
+    if checkpoint:
+        state.load(*checkpoint)
     say(describe_setup(args, model, mesh, train_set, counted, peak, verified))
-    report = Report(args, accelerator, folder)
+    if checkpoint:
+        say(columns({"resumed": f"{checkpoint[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
+    if state.step >= args.num_steps:
+        say(f"done       nothing to train: step {state.step:,} of {args.num_steps:,}")
+        if args.export:
+            export(args, model, tokenizer)
+        return 0
+    report = Report(args, accelerator, folder, state)
+    checkpoints = Checkpoints(args, folder, identity, device)
 
-    batches = training_batches(args, train_set, device)
+    batches = training_batches(args, train_set, state.samples, device)
     unread_losses: list[torch.Tensor] = []
-    for step in range(1, args.num_steps + 1):
+    stopped = False
+    while state.step < args.num_steps and not stopped:
         learning_rate = float(scheduler.get_last_lr()[0])
         loss, grad_norm = train_step(args, model, optimizer, batches, tracker)
         scheduler.step()
+        state.count(args)
+        step = state.step
         unread_losses.append(loss)
         report.bar.update()
 
@@ -983,30 +1594,52 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         evaluates = eval_set is not None and (last or step % args.eval_interval == 0)
         logs = evaluates or last or step == 1 or step % args.log_interval == 0
         speed = tracker.step(tokens_per_step(args), flops, synchronize=logs)
-        if not logs:
-            continue
-        metrics = {
-            "step": step,
-            "loss": read_losses(unread_losses, step),
-            "grad_norm": grad_norm.full_tensor().item(),
-            "learning_rate": learning_rate,
-            "tokens_seen": step * tokens_per_step(args),
-        } | figures_of_all_ranks(speed, tracker, step, device)
-        unread_losses.clear()
-        story = None
-        if evaluates:
+        stop.can_save = True
+        stopped = stop.agreed() and not last
+        saves = stopped or (args.checkpoint_interval and (last or step % args.checkpoint_interval == 0))
+        if saves or logs:
+            latest = read_losses(unread_losses, step)  # what is saved or said is finite
+            unread_losses.clear()
+        if logs:
+            metrics = {
+                "step": step,
+                "loss": latest,
+                "grad_norm": grad_norm.full_tensor().item(),
+                "learning_rate": learning_rate,
+                "tokens_seen": state.tokens,
+            } | figures_of_all_ranks(speed, state, device)
+            story = None
+            if evaluates:
+                with tracker.excluded():
+                    metrics["eval_loss"] = evaluate(args, model, eval_set, device)
+                    story = sample(args, model, tokenizer, device) if args.sample_prompt and not last else None
+            report.log(metrics, tracker.get_print_message(metrics))
+            if story:
+                say(story)
+        if saves:
             with tracker.excluded():
-                metrics["eval_loss"] = evaluate(args, model, eval_set, device)
-                story = sample(args, model, tokenizer, device) if args.sample_prompt and not last else None
-        report.log(metrics, tracker.get_print_message(metrics))
-        if story:
-            say(story)
+                checkpoints.save(state, wait=stopped or last)
 
-    metrics |= figures_of_all_ranks(tracker.summary(), tracker, step, device)
+    stop.can_save = False
+    checkpoints.finish()
+    if stopped:
+        report.close(None)
+        saved = f"saved in {checkpoints.folder}; --resume auto --run-name {folder.name} goes on"
+        say(
+            f"stopped    by {stop.name or 'a signal to another rank'} after step {step}"
+            + f", {saved}" * (not checkpoints.failures)
+        )
+        return StopRequest.EXIT_CODE if not checkpoints.failures else 1
+    metrics |= figures_of_all_ranks(tracker.summary(), state, device)
     report.close(metrics)
-    say(summarize(metrics, folder))
+    say(summarize(metrics, folder, state.started))
     if args.sample_prompt:
         say("\n" + sample(args, model, tokenizer, device))
+    if args.export:
+        export(args, model, tokenizer)
+    if checkpoints.failures:
+        raise UserError(f"--checkpoint-interval: {checkpoints.failures} checkpoints could not be saved, see above", 1)
+    return 0
 
 
 def memory_savers(args: argparse.Namespace) -> str:
@@ -1026,8 +1659,10 @@ def memory_savers(args: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> None:
     try:
         args = parse_args(argv)
-        run(args, start_processes())
-        stop_processes()
+        stop = StopRequest()
+        exit_code = run(args, start_processes(), stop)
+        stop_processes(stop)
+        sys.exit(exit_code)
     except UserError as error:
         fail(f"train_fsdp.py: error: {error}", error.exit_code)
     except torch.cuda.OutOfMemoryError as error:

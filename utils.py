@@ -238,6 +238,12 @@ class PackedDataset(Dataset):
             raise IndexError(index)
         return self.tokens[index * self.seq_len : (index + 1) * self.seq_len + 1]
 
+    def fingerprint(self) -> str:
+        """Tells data sets apart by their number of tokens and 256 samples of 4,096, wherever they are stored."""
+        starts = np.linspace(0, max(0, len(self.tokens) - 4096), 256, dtype=np.int64)
+        digest = hashlib.sha256(b"".join(self.tokens[start : start + 4096].tobytes() for start in starts))
+        return f"{digest.hexdigest()[:20]}, {len(self.tokens):,} tokens"
+
 
 class SyntheticDataset(Dataset):
     """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
@@ -251,6 +257,14 @@ class SyntheticDataset(Dataset):
     def __getitem__(self, index: int) -> np.ndarray:
         generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
         return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
+
+    def fingerprint(self) -> str:
+        return f"synthetic, {self.vocab_size:,} ids"
+
+
+def vocabulary_of(tokenizer) -> str:
+    """Everything that decides how a tokenizer splits text."""
+    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
 
 
 def get_dataset(
@@ -294,8 +308,8 @@ def get_dataset(
         files = _local_files(dataset)
         documents = None if files else _load_documents(dataset, split, files)
         content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files] or documents._fingerprint
-        vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-        identity = json.dumps([1, dataset, split, content, vocabulary, tokenizer.eos_token_id, vocab_size])
+        tokens = [vocabulary_of(tokenizer), tokenizer.eos_token_id, vocab_size]
+        identity = json.dumps([1, dataset, split, content, *tokens])
         path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -345,21 +359,28 @@ def create_collate_fn() -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]
 
 class GlobalOrderSampler(Sampler[list[int]]):
     """Endless batches of data-set indices for one rank: microbatch m of rank r takes the global samples
-    `(m * world_size + r) * batch_size ...`, so ranks are disjoint and a step's samples do not depend on how many ranks
-    or microbatches share them.
+    `first_sample + (m * world_size + r) * batch_size ...`, so ranks are disjoint and a step's samples do not depend on
+    how many ranks or microbatches share them.
 
     The order is a pure function of (seed, global sample index): each epoch is one permutation of the data set, so
     nothing repeats before all is seen.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        first_sample: int = 0,
+    ):
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.rank, self.world_size = rank, world_size
-        self.first_microbatch = 0
+        self.rank, self.world_size, self.first_sample = rank, world_size, first_sample
 
     def __iter__(self) -> Iterator[list[int]]:
-        for microbatch in itertools.count(self.first_microbatch):
-            first = (microbatch * self.world_size + self.rank) * self.batch_size
+        for microbatch in itertools.count():
+            first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
             yield [self.index_of(sample) for sample in range(first, first + self.batch_size)]
 
     def index_of(self, sample: int) -> int:
