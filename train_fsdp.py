@@ -746,10 +746,11 @@ def held_out_batches(args: argparse.Namespace, dataset, device: torch.device) ->
 # Checkpoints
 
 MANIFEST = "manifest.json"
-# What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs.
+# What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is
+# not among them: DCP would unpickle such an entry without restriction, and a state of tensors has none.
 INDEX_RECORDS = {
     "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata "
-    "ChunkStorageMetadata BytesStorageMetadata _MEM_FORMAT_ENCODING",
+    "ChunkStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.serialization": "_get_layout",
     "torch": "Size float64 float32 float16 bfloat16 uint8 int8 int16 int32 int64 bool",
@@ -773,6 +774,23 @@ class SafeReader(dcp.FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def checkpoint_error(error: BaseException) -> str:
+    """One line of what went wrong; DCP wraps it, by rank, into an exception that is no Exception."""
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return utils.first_line(error)
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer; of a write that failed it gives the disk's error, not the complaint of the archive left open."""
+
+    def write_data(self, *args, **kwargs):
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            raise error.__context__ or error from None
 
 
 @dataclasses.dataclass
@@ -831,10 +849,13 @@ class TrainState:
     def load(self, path: pathlib.Path, numbers: dict) -> None:
         """Takes over a checkpoint that was saved on any number of ranks, in any stage."""
         reader, tensors = SafeReader(path), self.tensors()
-        saved = reader.read_metadata().state_dict_metadata
         own = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
-        tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not own.search(name)}
-        dcp.load(tensors, storage_reader=reader)
+        try:
+            saved = reader.read_metadata().state_dict_metadata
+            tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not own.search(name)}
+            dcp.load(tensors, storage_reader=reader)
+        except (Exception, dcp.CheckpointException) as error:
+            raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
         for parameter_name, parameter in self.model.named_parameters():
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 name = f"optimizer.{parameter_name}.{key}"
@@ -914,9 +935,8 @@ class Checkpoints:
         """Does `work` on every rank and returns all results; if it fails on one rank, all raise its error."""
         try:
             mine = (work(), None)
-        except Exception as error:
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
-            mine = (None, utils.first_line(cause))
+        except (Exception, dcp.CheckpointException) as error:
+            mine = (None, checkpoint_error(error))
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self.group)
         for _, error in everyone:
@@ -935,7 +955,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
 
         def write():
-            dcp.save(staged, storage_writer=dcp.FileSystemWriter(temporary), process_group=self.group)
+            dcp.save(staged, storage_writer=Writer(temporary), process_group=self.group)
             mine = [*temporary.glob(f"__{rank}_*.distcp"), *[temporary / ".metadata"][rank:]]
             return {path.name: [path.stat().st_size, sha256(path)] for path in mine}
 
@@ -998,7 +1018,7 @@ def damage(path: pathlib.Path, every: Callable[[Any], list]) -> tuple[dict, str]
             if not wrong and sha256(path / name) != checksum:
                 wrong = f"{name} has changed"
     except OSError as error:
-        wrong = f"{pathlib.Path(error.filename).name}: {error.strerror}"
+        wrong = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
     except (ValueError, TypeError, KeyError, AttributeError):
         wrong = f"{MANIFEST} cannot be read"
     return manifest, next(filter(None, every(wrong)), "")
@@ -1067,7 +1087,7 @@ def compare(args: argparse.Namespace, identity: dict, manifest: dict) -> str:
         before, flag = manifest[key], f"--{key.replace('_', '-')}"
         if before != now:
             if isinstance(now, dict):
-                field = next((name for name in before.keys() & now.keys() if before[name] != now[name]), None)
+                field = next((name for name in before if name in now and before[name] != now[name]), None)
                 if field is None:  # other versions of transformers know other fields
                     continue
                 before, now, flag = before[field], now[field], f"{flag}: {field}"
@@ -1185,6 +1205,8 @@ def export(args: argparse.Namespace, model: nn.Module, tokenizer) -> None:
     attempt(finish)
     error = utils.from_main_process(lambda: error, main)
     if error:
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"--export {args.export}: cannot be written ({error})", exit_code=1)
     say(f"exported   {final}" + ", without a tokenizer" * (tokenizer is None))
 
@@ -1268,11 +1290,19 @@ def choose_folder(args: argparse.Namespace) -> pathlib.Path:
         )
     if folder.exists() and args.num_steps:
         lock_folder(folder)
+    check_writable(f"--output-dir {args.output_dir}", folder)
+    if args.export:
+        check_writable(f"--export {args.export}", pathlib.Path(args.export).expanduser())
+    return folder
+
+
+def check_writable(flag: str, path: pathlib.Path) -> None:
+    """Raises a UserError now if a folder at `path` could not be made and written later."""
     try:
-        with tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())):
-            return folder
+        with tempfile.TemporaryFile(dir=next(parent for parent in (path, *path.parents) if parent.exists())):
+            pass
     except OSError as error:
-        raise UserError(f"--output-dir {args.output_dir}: cannot be written ({error.strerror})") from error
+        raise UserError(f"{flag}: cannot be written ({error.strerror})") from error
 
 
 def lock_folder(folder: pathlib.Path) -> None:
@@ -1367,8 +1397,11 @@ class Report:
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             lock_folder(folder)
-            (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
-            self.file = open_metrics(folder / "metrics.jsonl", state.step)
+            try:
+                self.file = open_metrics(folder / "metrics.jsonl", state.step)
+                (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
+            except OSError as error:
+                raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         if accelerator.log_with:
             flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in vars(args).items()}
             trackers = {"wandb": {"name": folder.name, "dir": str(folder), "id": state.run_id, "resume": "allow"}}
@@ -1388,8 +1421,11 @@ class Report:
         if not self.file:
             return
         step = metrics["step"]
-        print(json.dumps(metrics), file=self.file, flush=True)
-        self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
+        try:
+            print(json.dumps(metrics), file=self.file, flush=True)
+            self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
+        except OSError as error:  # Python writes it with the next line, if there is room then
+            say(f"failed     metrics of step {step}: {error.strerror}; the run goes on")
         loss = f"loss {metrics['loss']:.4f}"
         if "eval_loss" in metrics:
             held_out = f"held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
@@ -1409,9 +1445,12 @@ class Report:
         """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
         self.bar.close()
         if self.file:
-            if metrics:
-                print(json.dumps(metrics | {"final": True}), file=self.file)
-            self.file.close()
+            try:
+                if metrics:
+                    print(json.dumps(metrics | {"final": True}), file=self.file)
+                self.file.close()
+            except OSError as error:
+                say(f"failed     {self.file.name}: {error.strerror}")
         for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
             tracker.finish()
 

@@ -104,8 +104,8 @@ def main() -> None:
             complete = max((path.name for path in run.glob("checkpoints/step-*")), default="step-0")
             kills.append(kill)
             lost.append(done - int(complete.removeprefix("step-")))
-            print(f"kill {len(kills):3}: {'all' if kill['whole'] else 'one rank':8} at step {done:5}, "
-                  f"{'during a save' if kill['during_save'] else '':13} {lost[-1]:3} steps to repeat", flush=True)  # fmt: skip
+            who, when = "all" if kill["whole"] else "one rank", "during a save" if kill["during_save"] else ""
+            print(f"kill {len(kills):3}: {who:8} at step {done:5}  {when:13} {lost[-1]:3} steps to repeat", flush=True)
         subprocess.run(command(args, reference.parent, reference.name), check=True, stdout=subprocess.DEVNULL)
         keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
         survived, whole = (

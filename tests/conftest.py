@@ -3,6 +3,7 @@
 Everything runs on the CPU, whatever the machine has, with one thread a process.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -47,9 +48,12 @@ def python(*arguments, **options) -> subprocess.CompletedProcess:
     return start([sys.executable, PROGRAM, *arguments], **options)
 
 
+def torchrun_command(ranks: int, *launcher: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
+
+
 def torchrun(ranks: int, *arguments, program: str = PROGRAM, **options) -> subprocess.CompletedProcess:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return start([*launch, program, *arguments], **options)
+    return start([*torchrun_command(ranks), program, *arguments], **options)
 
 
 def metrics_of(folder: pathlib.Path) -> list[dict]:
@@ -121,3 +125,23 @@ def device():
 
     yield train_fsdp.start_processes()
     dist.destroy_process_group()
+
+
+@dataclasses.dataclass
+class Stop:
+    """Stands in for train_fsdp.StopRequest in this process: the request comes after `steps` steps."""
+
+    steps: int = -1  # never
+    can_save: bool = False
+    name: str = "SIGTERM"
+
+    def agreed(self) -> bool:
+        self.steps -= 1
+        return self.steps == 0
+
+
+def train(arguments: list, device, stop: Stop | None = None) -> int:
+    """Trains in this process, a world of one; the exit code."""
+    import train_fsdp
+
+    return train_fsdp.run(train_fsdp.parse_args([*map(str, arguments)]), device, stop or Stop())

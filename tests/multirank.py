@@ -164,7 +164,7 @@ def main(workspace: pathlib.Path) -> None:
     import train_fsdp
     import utils
 
-    device = train_fsdp.start_processes()
+    device, stop = train_fsdp.start_processes(), train_fsdp.StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
     train_fsdp.say = lambda *message: None
     observed: dict = {"errors": {}}
@@ -225,7 +225,7 @@ def main(workspace: pathlib.Path) -> None:
     def train(name: str, flags: str, model: str = "smollm3", **options) -> dict:
         built.clear()
         run_name = name.replace(" ", "-")
-        train_fsdp.run(train_fsdp.parse_args([*arguments(model, flags, **options), "--run-name", run_name]), device)
+        train_fsdp.run(train_fsdp.parse_args([*arguments(model, flags, **options), "--run-name", run_name]), device, stop)
         lines = (workspace / f"runs-{world}" / run_name / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
         logged = [line for line in map(json.loads, lines) if not line.get("final")]
         parameters = list(built["build_model"].parameters())
@@ -314,7 +314,7 @@ def main(workspace: pathlib.Path) -> None:
         for name, flags in COUNTED.items():
             observe("collectives", name, count_collectives, flags)
     observe("complete", "yes", bool, 1)
-    train_fsdp.stop_processes()
+    train_fsdp.stop_processes(stop)
 
 
 if __name__ == "__main__":

@@ -163,8 +163,8 @@ def test_order_is_a_pure_function_of_seed_and_sample_number():
 
 
 def test_an_order_can_be_taken_up_in_the_middle():
-    whole, later = (utils.GlobalOrderSampler(50, 2, rank=1, world_size=3) for _ in range(2))
-    later.first_microbatch = 7
+    whole = utils.GlobalOrderSampler(50, 2, rank=1, world_size=3)
+    later = utils.GlobalOrderSampler(50, 2, rank=1, world_size=3, first_sample=7 * 2 * 3)
     assert list(itertools.islice(whole, 7, 12)) == list(itertools.islice(later, 5))
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PROGRAM, ROOT, STORIES, python, start, torchrun, words, write_model
+from conftest import PROGRAM, ROOT, STORIES, python, start, torchrun, train, words, write_model
 from multirank import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def mistake(device, arguments):
 
     def run(*flags, exit_code: int = 2) -> str:
         with pytest.raises(utils.UserError) as raised:
-            train_fsdp.run(train_fsdp.parse_args([*arguments, *map(str, flags)]), device)
+            train([*arguments, *flags], device)
         assert raised.value.exit_code == exit_code
         assert "\n" not in str(raised.value)
         return str(raised.value)
@@ -43,7 +43,7 @@ def mistake(device, arguments):
 
 
 def test_the_run_that_the_mistakes_are_made_in_works(device, arguments, tmp_path):
-    train_fsdp.run(train_fsdp.parse_args(arguments), device)
+    train(arguments, device)
     assert (tmp_path / "out" / "r" / "metrics.jsonl").exists()
 
 
@@ -204,7 +204,7 @@ def test_weights_with_more_layers_than_the_config_are_refused_or_ignored_alike(d
     config["num_hidden_layers"] = 1
     config.pop("layer_types", None)
     (checkpoint / "config.json").write_text(json.dumps(config))
-    train_fsdp.run(train_fsdp.parse_args([*arguments, "--init", "pretrained"]), device)
+    train([*arguments, "--init", "pretrained"], device)
 
 
 def test_weights_cut_short_are_refused(mistake, checkpoint):
@@ -274,7 +274,7 @@ def test_an_output_folder_under_a_file_is_refused(mistake, tmp_path):
 
 
 def test_a_run_name_is_used_once_and_the_first_run_stays_as_it_is(device, arguments, mistake, tmp_path):
-    train_fsdp.run(train_fsdp.parse_args(arguments), device)
+    train(arguments, device)
     before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert len(before) >= 2
     assert mistake().startswith("--run-name r: ")

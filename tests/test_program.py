@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, STORIES, losses_of, metrics_of, python, start, torchrun, words, write_model
+from conftest import ROOT, STORIES, losses_of, metrics_of, python, start, torchrun, train, words, write_model
 from multirank import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -250,9 +250,8 @@ def in_process(device, folder, *flags) -> list[dict]:
     if "--model" not in flags:
         argv += ["--model", write_model(folder / "model", "llama", **SIZES | {"tie_word_embeddings": True})]
     argv += ["--output-dir", str(folder / "out"), *map(str, flags)]
-    args = train_fsdp.parse_args(argv)
-    train_fsdp.run(args, device)
-    return metrics_of(folder / "out" / args.run_name)
+    train(argv, device)
+    return metrics_of(folder / "out" / argv[argv.index("--run-name") + 1])
 
 
 def initial_model(device, folder, *flags):

@@ -1,0 +1,526 @@
+"""A run that is killed at any moment loses at most the steps since its last checkpoint, and goes on as the same run."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import PROGRAM, ROOT, Stop, metrics_of, start, torchrun_command, train, words, write_model
+from multirank import MODELS, SIZES
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train_fsdp
+import utils
+
+STEPS = 6
+KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """A tiny run of a few steps; what a test gives beside it wins."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model = write_model(folder / "model", "llama", **SIZES | {"tie_word_embeddings": False})
+    small = f"--num-steps {STEPS} --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1"
+    places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model} --dataset demo"
+    return words(f"{small} {places} --lr 1e-3 --no-compile")
+
+
+@pytest.fixture
+def run(device, flags, tmp_path):
+    """Trains in this process under tmp_path/NAME; returns the exit code."""
+
+    def start_run(name: str, *more, stop_after: int = -1) -> int:
+        return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after))
+
+    return start_run
+
+
+@pytest.fixture
+def refused(run):
+    """The message of a run that ends with a mistake of the user."""
+
+    def start_run(*args, exit_code: int = 2, **options) -> str:
+        with pytest.raises(utils.UserError) as raised:
+            run(*args, **options)
+        assert raised.value.exit_code == exit_code
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    return start_run
+
+
+@pytest.fixture(scope="module")
+def finished(device, flags, tmp_path_factory):
+    """A finished run with a checkpoint of every second step; tests copy it before they touch it."""
+    folder = tmp_path_factory.mktemp("finished")
+    more = words(f"--output-dir {folder} --run-name r --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint")
+    assert train([*flags, *more], device) == 0
+    return folder / "r"
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """The finished run under the name r."""
+    return shutil.copytree(finished, tmp_path / "r")
+
+
+def steps_of(folder) -> list[list]:
+    return [[line[key] for key in KEYS] for line in metrics_of(folder) if not line.get("final")]
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def checkpoint_names(*steps: int) -> list[str]:
+    return [f"step-{step:08d}" for step in steps]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same run
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        "",
+        "--no-async-checkpoint --gradient-accumulation-steps 2",
+        "--precision bf16 --num-workers 2",
+        "--precision bf16-pure --lr-scheduler warmup_stable_decay",
+        "--precision fp8 --fp8-emulate",
+        "--optimizer adamw8bit",
+        "--cpu-offload --zero-stage 0",
+    ],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
+    assert run("whole", *words(technique)) == 0
+    assert run("r", *words(technique), stop_after=3) == train_fsdp.StopRequest.EXIT_CODE
+    assert names(tmp_path / "r") == checkpoint_names(3)
+    assert len(steps_of(tmp_path / "r")) == 3
+    assert run("r", "--resume", "auto", *words(technique)) == 0
+    assert steps_of(tmp_path / "r") == steps_of(tmp_path / "whole")
+    assert [line.get("final") for line in metrics_of(tmp_path / "r")] == [None] * STEPS + [True]
+
+
+def test_saving_changes_no_number(run, finished, tmp_path):
+    run("plain")
+    assert steps_of(finished) == steps_of(tmp_path / "plain")
+
+
+def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
+    seen = []
+    index_of = utils.GlobalOrderSampler.index_of
+    monkeypatch.setattr(
+        utils.GlobalOrderSampler, "index_of", lambda self, sample: seen.append(sample) or index_of(self, sample)
+    )
+    run("r", stop_after=2)
+    run("r", "--resume", "auto")
+    assert seen == list(range(STEPS * 4))
+
+
+def test_a_kill_after_the_last_checkpoint_repeats_its_steps_and_logs_them_once(run, copied, finished):
+    """The folder as a kill leaves it after step 5 and a half: a checkpoint at 4, and half of the last line."""
+    shutil.rmtree(copied / "checkpoints" / "step-00000006")
+    leftover = copied / "checkpoints" / ".step-00000006.writing"
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    lines = (copied / "metrics.jsonl").read_text().splitlines()
+    (copied / "metrics.jsonl").write_text("\n".join(lines[:5]) + "\n" + lines[5][:20])
+    assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0
+    assert steps_of(copied) == steps_of(finished)
+    assert names(copied) == checkpoint_names(4, 6)
+
+
+def test_auto_starts_fresh_where_there_is_nothing_and_does_nothing_after_the_end(run, tmp_path, capsys):
+    for _ in range(2):
+        assert run("r", "--resume", "auto", "--checkpoint-interval", 4) == 0
+    assert "nothing to train" in capsys.readouterr().out
+    assert len(metrics_of(tmp_path / "r")) == STEPS + 1
+
+
+def test_more_steps_go_on_from_the_end_of_a_finished_run(run, copied, capsys):
+    assert run("r", "--resume", "auto", "--num-steps", STEPS + 2) == 0
+    assert [line["step"] for line in metrics_of(copied)] == [*range(1, STEPS + 3), STEPS + 2]
+    assert f"num steps {STEPS} -> {STEPS + 2}" in capsys.readouterr().out
+
+
+def test_old_checkpoints_go(run, tmp_path):
+    run("r", "--checkpoint-interval", 1, "--keep-checkpoints", 1, "--no-async-checkpoint")
+    assert names(tmp_path / "r") == checkpoint_names(STEPS)
+
+
+def test_the_stall_of_the_loop_is_said(run, capsys):
+    run("r", "--checkpoint-interval", 3)
+    assert "saved      step-00000003" in (output := capsys.readouterr().out)
+    assert "the loop stood still for" in output
+
+
+def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
+    import wandb
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from test_program import wandb_records
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder, more = tmp_path / "r", words("--log-with all --checkpoint-interval 2 --keep-checkpoints 9 --resume auto")
+    run("r", *more, "--no-async-checkpoint", stop_after=4)
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")  # the trackers have seen more than the checkpoint
+    run("r", *more)
+    wandb.teardown()  # writes its files to the end
+    events = EventAccumulator(str(folder / "train_fsdp")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [
+        (step, pytest.approx(loss, rel=1e-6)) for step, loss, *_ in steps_of(folder)
+    ]
+    runs = [[r.run.run_id for r in wandb_records(f) if r.HasField("run")] for f in folder.rglob("run-*.wandb")]
+    manifest = json.loads((folder / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    assert runs == [[manifest["run_id"]]] * 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Another run
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ("--sequence-length 64", "--sequence-length was 32"),
+        ("--seed 7", "--seed was 42"),
+        ("--dataset synthetic", "--"),
+        ("--dataset-split train[:50%]", "--dataset was"),
+        ("--optimizer adamw8bit", "--optimizer was adamw"),
+        ("--model {wider}", "--model: intermediate_size was 96"),
+        ("--tokenizer {other}", "--tokenizer was"),
+    ],
+)
+def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path, change, named):
+    write_model(tmp_path / "wider", "llama", **SIZES | {"intermediate_size": 128, "tie_word_embeddings": False})
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
+    tokenizer.save_pretrained(tmp_path / "other")
+    before = (copied / "metrics.jsonl").read_bytes()
+    change = change.format(wider=tmp_path / "wider", other=tmp_path / "other")
+    message = refused("r", "--resume", "auto", "--num-steps", 9, *words(change))
+    assert message.startswith(named)
+    assert (copied / "metrics.jsonl").read_bytes() == before
+    assert names(copied) == checkpoint_names(2, 4, 6)
+
+
+def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
+    changes = "--num-steps 8 --lr 5e-4 --batch-size 2 --weight-decay 0 --zero-stage 2 --precision bf16"
+    assert run("r", "--resume", "auto", *words(changes)) == 0
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("changed"))
+    for change in ("num steps 6 -> 8", "lr 0.001 -> 0.0005", "batch size 4 -> 2", "weight decay 0.1 -> 0.0"):
+        assert change in told
+    assert "zero stage 3 -> 2" in told and "precision fp32 -> bf16" in told
+    lines = {line["step"]: line for line in metrics_of(copied)}
+    assert lines[7]["tokens_seen"] - lines[6]["tokens_seen"] == 2 * 32
+    assert lines[7]["learning_rate"] < 5e-4
+
+
+def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flags):
+    args = train_fsdp.parse_args(flags)
+    manifest = {"world_size": 3, "flags": vars(args) | {"given_accumulation": 1}}
+    monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 2)
+    with pytest.raises(utils.UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12"):
+        train_fsdp.keep_global_batch(args, manifest)
+    monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 1)
+    train_fsdp.keep_global_batch(args, manifest)
+    assert args.gradient_accumulation_steps == 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --resume PATH
+
+
+def test_a_path_with_newer_checkpoints_beside_it_is_refused_but_can_branch_off(run, refused, copied, tmp_path):
+    path = copied / "checkpoints" / "step-00000002"
+    before = (copied / "metrics.jsonl").read_bytes()
+    assert "--run-name" in refused("r", "--resume", path)
+    assert run("branch", "--resume", path) == 0
+    assert [step[0] for step in steps_of(tmp_path / "branch")] == [3, 4, 5, 6]
+    assert steps_of(tmp_path / "branch") == steps_of(copied)[2:]
+    assert (copied / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_runs_folder_stands_for_its_newest_checkpoint(run, copied, capsys):
+    assert run("r", "--resume", copied, "--num-steps", STEPS + 1) == 0
+    assert f"step-00000006 at step {STEPS}" in capsys.readouterr().out
+
+
+def test_a_checkpoint_after_the_last_step_trains_nothing(run, copied, capsys):
+    before = (copied / "metrics.jsonl").read_bytes()
+    assert run("r", "--resume", "auto", "--num-steps", 3) == 0
+    assert "nothing to train: step 6 of 3" in capsys.readouterr().out
+    assert (copied / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_path_that_is_not_there_is_named(refused):
+    assert refused("r", "--resume", "/no/such/step").startswith("--resume /no/such/step: ")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One folder, one run
+
+
+def test_a_folder_with_a_running_run_is_refused(refused, copied, monkeypatch):
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, copied / ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        message = refused("r", "--resume", "auto", "--num-steps", STEPS + 1)
+        other.communicate(b"\n")
+    assert message.startswith("--run-name r: another process is running")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+def flip(file) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "a truncated shard": ("__0_0.distcp", lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "a flipped bit in a shard": ("__0_0.distcp", flip),
+    "a missing shard": ("__0_0.distcp", os.remove),
+    "a flipped bit in the index": (".metadata", flip),
+    "a missing index": (".metadata", os.remove),
+    "a missing manifest": ("manifest.json", os.remove),
+    "an empty manifest": ("manifest.json", lambda path: path.write_text("")),
+    "a manifest of something else": ("manifest.json", lambda path: path.write_text("[1]")),
+    "a manifest of bytes": ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")),
+    "an edited manifest": ("manifest.json", lambda path: path.write_text(path.read_text().replace("42", "43"))),
+    "a folder for a shard": ("__0_0.distcp", lambda path: (path.unlink(), path.mkdir())),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_is_taken(run, refused, copied, capsys, damage):
+    name, harm = DAMAGES[damage]
+    newest = copied / "checkpoints" / "step-00000006"
+    harm(newest / name)
+    whole = steps_of(copied)
+    message = refused("r", "--resume", newest)
+    assert message.startswith(f"--resume {newest}: step-00000006 is damaged ({name}")
+    assert run("r", "--resume", "auto") == 0
+    output = capsys.readouterr().out
+    assert f"skipped    step-00000006 is damaged: {name}" in output
+    assert "step-00000004 at step 4" in output
+    assert steps_of(copied) == whole
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_starts_fresh(run, copied):
+    whole = steps_of(copied)
+    for folder in (copied / "checkpoints").iterdir():
+        flip(folder / "__0_0.distcp")
+    assert run("r", "--resume", "auto") == 0
+    assert steps_of(copied) == whole
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Trust
+
+
+class Attack:
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def forge(checkpoint) -> None:
+    """Makes the manifest fit the files, as somebody with ill intent would."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["sha256"]
+    files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
+    manifest["files"] = {f.name: [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": train_fsdp.seal(manifest)}))
+
+
+@pytest.mark.parametrize("place", ["index", "bytes entry", "tensor"])
+def test_a_checkpoint_runs_no_code(refused, copied, tmp_path, place):
+    checkpoint, mark, name = copied / "checkpoints" / "step-00000004", tmp_path / "mark", "model.model.norm.weight"
+    attack = Attack(f"touch {mark}")
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    if place == "index":
+        index.planner_data = attack
+    else:
+        torch.save(attack, checkpoint / "__1_0.distcp")
+        entry = next(key for key in index.storage_data if key.fqn == name)
+        where = type(index.storage_data[entry])("__1_0.distcp", 0, (checkpoint / "__1_0.distcp").stat().st_size)
+        if place == "bytes entry":
+            del index.storage_data[entry]
+            entry, index.state_dict_metadata[name] = (
+                dcp_metadata.MetadataIndex(name),
+                dcp_metadata.BytesStorageMetadata(),
+            )
+        index.storage_data[entry] = where
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    forge(checkpoint)
+    assert f"--resume {checkpoint}: cannot be loaded" in refused("branch", "--resume", checkpoint, exit_code=1)
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(attack))
+    assert mark.exists()  # the attack itself works
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Disks that fail
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """Writing more than `size` bytes into one file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on_and_exits_with_1(run, refused, finished, tmp_path, capsys):
+    run("r", "--checkpoint-interval", 2, stop_after=2)
+    with files_of_at_most(100_000):
+        message = refused("r", "--resume", "auto", "--checkpoint-interval", 2, exit_code=1)
+    assert message.startswith("--checkpoint-interval: 2 checkpoints could not be saved")
+    output = capsys.readouterr().out
+    for step in (4, 6):
+        assert f"failed     checkpoint step-{step:08d}: [Errno 27] File too large; the run goes on" in output
+    assert names(tmp_path / "r") == checkpoint_names(2)
+    assert steps_of(tmp_path / "r") == steps_of(finished)
+    assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0  # there is room again
+    assert names(tmp_path / "r") == checkpoint_names(4, 6)
+
+
+def test_a_stop_that_could_not_be_saved_is_a_failure(run, capsys, tmp_path):
+    with files_of_at_most(100_000):
+        assert run("r", stop_after=2) == 1
+    assert "saved in" not in capsys.readouterr().out
+
+
+def test_a_slow_disk_skips_checkpoints_and_says_so(run, monkeypatch, tmp_path, capsys):
+    save = train_fsdp.dcp.save
+    monkeypatch.setattr(train_fsdp.dcp, "save", lambda *args, **options: (time.sleep(1), save(*args, **options)))
+    assert run("r", "--checkpoint-interval", 1) == 0
+    assert "skipped    checkpoint at step 2" in capsys.readouterr().out
+    assert names(tmp_path / "r") == checkpoint_names(1, STEPS)
+
+
+def test_a_loss_that_is_no_number_is_never_saved(refused, tmp_path):
+    divergent = words("--lr 1e30 --max-grad-norm 0 --warmup-steps 0 --checkpoint-interval 1 --no-async-checkpoint")
+    step = int(re.search(r"step (\d)", refused("r", *divergent, exit_code=1))[1])
+    assert names(tmp_path / "r")[-1:] == checkpoint_names(step - 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Export
+
+
+def logits_of(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(0, 1500, 31).view(1, -1), use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["smollm3", "llama", "qwen3_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("size", [5e9, 2e5])
+def test_an_export_is_the_trained_model(run, tmp_path, monkeypatch, name, size):
+    """transformers loads it with the trained model's logits, and it is the next run's start."""
+    trained, build_model = [], train_fsdp.build_model
+    keep = lambda *args, **options: trained.append(build_model(*args, **options)) or trained[-1]  # noqa: E731
+    monkeypatch.setattr(train_fsdp, "build_model", keep)
+    monkeypatch.setattr(train_fsdp, "EXPORT_SHARD", size)
+    model = write_model(tmp_path / "model", MODELS[name][0], **MODELS[name][1])
+    assert run("r", "--model", model, "--num-steps", 2, "--export", tmp_path / "export") == 0
+    files = sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (size > 1e6) == (len(files) == 1)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values()), report
+    assert loaded.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").encode("The fox") != []
+    expected = logits_of(trained[-1])
+    assert torch.equal(logits_of(loaded), expected)
+    again = words(f"--init pretrained --num-steps 0 --model {tmp_path / 'export'} --export {tmp_path / 'again'}")
+    assert run("again", *again) == 0
+    assert torch.equal(logits_of(trained[-1]), expected)
+    assert not (tmp_path / "again-run").exists()
+
+
+@pytest.mark.parametrize("technique", ["--precision bf16-pure", "--precision fp8 --fp8-emulate", "--precision bf16"])
+def test_an_export_keeps_the_precision_of_the_weights(run, tmp_path, technique):
+    assert run("r", "--num-steps", 2, "--export", tmp_path / "export", *words(technique)) == 0
+    pure = torch.bfloat16 if "pure" in technique else torch.float32
+    assert {tensor.dtype for tensor in load_file(tmp_path / "export" / "model.safetensors").values()} == {pure}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == pure
+
+
+def test_a_checkpoint_is_exported_without_training(run, copied, tmp_path):
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    for step in (2, 6):
+        path = copied / "checkpoints" / f"step-{step:08d}"
+        assert run("r", *words(f"--num-steps 0 --resume {path} --export {tmp_path / f'export-{step}'}")) == 0
+    two, six = (load_file(tmp_path / f"export-{step}" / "model.safetensors") for step in (2, 6))
+    assert two.keys() == six.keys() and not torch.equal(two["lm_head.weight"], six["lm_head.weight"])
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+def test_an_export_that_would_overwrite_or_cannot_be_written_is_refused_before_training(refused, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "there", tmp_path / "file" / "below"):
+        assert f"{folder}" in refused("r", "--export", folder)
+        assert not (tmp_path / "r").exists()
+
+
+def test_an_export_that_fails_is_one_line_and_leaves_nothing_behind(refused, tmp_path):
+    with files_of_at_most(50_000):
+        message = refused("r", "--export", tmp_path / "export", exit_code=1)
+    assert message.startswith(f"--export {tmp_path / 'export'}: cannot be written")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Signals, kills, other numbers of ranks: the program under torchrun
+
+
+def listen(training: bool) -> None:
+    stop = train_fsdp.StopRequest()
+    stop.can_save = training
+    print("ready", flush=True)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number", train_fsdp.StopRequest.SIGNALS)
+def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, monkeypatch):
+    monkeypatch.setattr(train_fsdp.StopRequest, "SAME_REQUEST", 0.2)
+    for training, signals in ((False, 1), (True, 2)):
+        child = multiprocessing.get_context("fork").Process(target=listen, args=(training,))
+        child.start()
+        time.sleep(0.5)
+        for _ in range(signals):
+            assert child.is_alive()
+            os.kill(child.pid, number)
+            time.sleep(0.5)
+        child.join(10)
+        assert child.exitcode == train_fsdp.StopRequest.EXIT_CODE
