@@ -21,13 +21,15 @@ if __name__ == "__main__":  # before the heavy imports, which warn and can be in
         os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
         for noisy in ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9, which the new one would override
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("WANDB_SILENT", "true")
 
 import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
 import pathlib
@@ -50,10 +52,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils, modeling_flash_attention_utils
 
 import utils
 from utils import UserError
@@ -324,8 +327,33 @@ def choose_attention(args: argparse.Namespace, config) -> str:
     if args.attention == "flex_attention" and not torch.cuda.is_available():
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     if args.attention == "auto":
+        if (
+            find_spec("flash_attn_interface")
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_capability()[0] == 9
+        ):
+            torch.nn.attention.activate_flash_attention_impl("FA3")  # in the place of torch's own flash attention
+            torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
         return "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
     return "sdpa" if args.attention == "cudnn" else args.attention
+
+
+def describe_attention(args: argparse.Namespace, config, device: str) -> str:
+    """The attention implementation and, for torch's own, the kernel that it chooses for this model and device."""
+    if config._attn_implementation != "sdpa":
+        return f"{config._attn_implementation} attention"
+    text, dtype = config.get_text_config(), torch.float32 if args.precision == "fp32" else torch.bfloat16
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    query = torch.empty(1, 1, args.sequence_length, head_dim, dtype=dtype, device=device, requires_grad=True)
+    kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name.lower()
+    return f"sdpa attention ({torch.nn.attention.current_flash_attention_impl() or kernel})"
+
+
+def know_documents() -> None:
+    """Tells transformers what it would find out by reading positions back from the device, a sync in every forward, or
+    in every layer with flash_attention_2: no sequence is several documents to attention."""
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -363,6 +391,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
             )
     except (ValueError, ImportError) as error:
         raise UserError(f"--attention {args.attention}: {utils.first_line(error)}") from error
+    know_documents()
     layers = decoder_layers(model)
     convert_to_fp8 = fp8_converter(args) if args.precision == "fp8" else None
     weights = None
@@ -756,7 +785,7 @@ def describe_setup(args, model, mesh, train_set, flops: str, peak: float | None,
         "bf16-pure": "bf16 throughout, optimizer included",
     }
     techniques = [
-        f"{model.config._attn_implementation if args.attention == 'auto' else args.attention} attention",
+        describe_attention(args, model.config, mesh.device_type),
         "compiled layers" if args.compile else "eager layers",
         "fused loss" if args.fused_loss else "loss from full logits",
         f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
@@ -970,6 +999,10 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     say(describe_setup(args, model, mesh, train_set, counted, peak, verified))
     report = Report(args, accelerator, folder)
 
+    # Cycles are collected at log lines: a collection in the middle of a step stops one rank, and all wait for it.
+    gc.collect()
+    gc.freeze()  # what is here now stays
+    gc.disable()
     batches = training_batches(args, train_set, device)
     unread_losses: list[torch.Tensor] = []
     for step in range(1, args.num_steps + 1):
@@ -993,6 +1026,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
             "tokens_seen": step * tokens_per_step(args),
         } | figures_of_all_ranks(speed, tracker, step, device)
         unread_losses.clear()
+        gc.collect()
         story = None
         if evaluates:
             with tracker.excluded():
