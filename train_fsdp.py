@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before the heavy imports, which warn and can be in
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all
         warnings.filterwarnings("ignore")
-        os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+        os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
         for noisy in ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9, which the new one would override
@@ -67,6 +67,7 @@ PRESETS["demo"] = ASSETS / "demo" / "config.json"
 SCHEDULERS = (
     "constant constant_with_warmup linear cosine cosine_with_min_lr polynomial inverse_sqrt warmup_stable_decay"
 )
+PROFILED_STEPS = 3
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
@@ -157,6 +158,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--log-interval", type=number(int), default=10, help="steps between log lines [10]")
     add("--perf-warmup-steps", type=number(int, 0), default=10, help="steps that the speed figures leave out [10]")
     add("--peak-tflops", type=number(float), help="dense bf16 peak of one GPU, for one that is not in the table")
+    add("--min-mfu", type=number(float), help="acceptance gate: exit 3 at the end when the MFU after warmup is below this percentage [none]")
+    add("--max-memory-gib", type=number(float), help="acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]")
+    add("--profile", action="store_true", help=f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed figure [off]")
+    add("--memory-snapshot", action="store_true", help="history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
+    add("--metrics-port", type=number(int, 1, 65536), help="Prometheus endpoint of rank 0 [none]")
+    add("--metrics-host", default="127.0.0.1", help="address that the endpoint listens on [127.0.0.1]")
     add("--demo", action="store_true", help="the embedded model on the embedded stories; any flag given beside it wins")
     # fmt: on
 
@@ -172,6 +179,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --warmup-steps: the constant scheduler has no warmup; use constant_with_warmup")
     if args.zero_stage == 0 and args.dp_replicate_size > 1:
         parser.error("argument --dp-replicate-size: stage 0 replicates on every rank already")
+    measured = args.num_steps - args.perf_warmup_steps - args.profile * PROFILED_STEPS
+    for flag in ("--profile",) * args.profile + ("--min-mfu",) * bool(args.min_mfu):
+        if measured < 1:
+            parser.error(
+                f"argument {flag}: no step is left to measure; give --num-steps at least {args.num_steps - measured + 1}"
+            )
     for flag, name in (("--run-name", args.run_name), ("--project-name", args.project_name)):
         if name is not None and (name.strip(". ") == "" or re.search(r"[/\\#?%:]", name)):
             parser.error(f"argument {flag}: {name!r} is not a plain folder name")
@@ -399,7 +412,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
         path = next(path for path, module in model.named_modules() if module is layers)
         weights = utils.PretrainedWeights(model, path, find_source(args.model)[1], dtype)
     if args.fused_loss is not False:
-        args.fused_loss = fuse_loss(model, required=args.fused_loss)
+        args.fused_loss = fuse_loss(model, args.fused_loss, args.compile)
     if not args.fused_loss:
         model.loss_function = full_loss
 
@@ -505,7 +518,7 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Ten
     return total / (labels != utils.IGNORE_INDEX).sum().clamp(min=1)
 
 
-def fuse_loss(model: nn.Module, required: bool | None) -> bool:
+def fuse_loss(model: nn.Module, required: bool | None, compiled: bool) -> bool:
     """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
 
     transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
@@ -517,13 +530,14 @@ def fuse_loss(model: nn.Module, required: bool | None) -> bool:
             raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
         return False
     project = head.forward
+    chunk = torch.compile(utils.loss_and_gradient) if compiled else utils.loss_and_gradient
 
     def choose_head(module, args, kwargs):
         head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
 
     def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
-        return utils.LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten())
+        return utils.LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)
     model.loss_function = loss
@@ -763,6 +777,81 @@ def choose_trackers(args: argparse.Namespace) -> list[str]:
     return trackers
 
 
+def serve_metrics(args: argparse.Namespace) -> None:
+    """Opens the Prometheus endpoint."""
+    if not args.metrics_port:
+        return
+    if not find_spec("prometheus_client"):
+        raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
+    from prometheus_client import start_http_server
+
+    try:
+        start_http_server(args.metrics_port, args.metrics_host)
+    except OSError as error:
+        where = f"{args.metrics_host}:{args.metrics_port}"
+        raise UserError(f"--metrics-port: cannot listen on {where} ({error.strerror}); choose another") from error
+
+
+@functools.cache
+def gauge(key: str):
+    """The Prometheus gauge of a key of metrics.jsonl."""
+    from prometheus_client import Gauge
+
+    return Gauge(f"training_{key}", f"{key} of metrics.jsonl")
+
+
+def check_that_figures_will_exist(args: argparse.Namespace, device: torch.device) -> None:
+    """Raises UserError for a gate or a record of something that this machine does not measure."""
+    if args.min_mfu and not (args.peak_tflops or utils.get_gpu_peak_tflops()):
+        raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
+    for flag, given in {"--max-memory-gib": args.max_memory_gib, "--memory-snapshot": args.memory_snapshot}.items():
+        if given and device.type != "cuda":
+            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out")
+
+
+def check_gates(args: argparse.Namespace, metrics: dict) -> None:
+    """Raises UserError with exit code 3 when a figure missed its gate."""
+    missed = []
+    if args.min_mfu and metrics["mfu_percent"] < args.min_mfu:
+        missed.append(f"--min-mfu {args.min_mfu:g}: the MFU was {metrics['mfu_percent']:.2f} %")
+    if args.max_memory_gib and metrics["peak_memory_reserved"] > args.max_memory_gib:
+        reserved = metrics["peak_memory_reserved"]
+        missed.append(f"--max-memory-gib {args.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
+    if missed:
+        raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
+
+
+@contextlib.contextmanager
+def profiling(folder: pathlib.Path, tracker):
+    """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
+    with tracker.excluded():
+        if dist.get_rank():
+            yield
+            return
+        start = time.perf_counter()
+        with torch.profiler.profile() as profile:
+            yield
+            utils.wait_for_device()
+            seconds = time.perf_counter() - start
+    (folder / "profile").mkdir(exist_ok=True)
+    profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
+    shares = utils.time_shares(profile.events(), seconds)
+    table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
+    say(columns({"profile": f"{PROFILED_STEPS} steps of {1000 * seconds / PROFILED_STEPS:,.1f} ms: {table}"}))
+
+
+def record_memory(folder: pathlib.Path):
+    """Records allocations from now on; returns what writes them down, which running out of memory does by itself."""
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
+
+    def dump(*_) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
+
+    torch._C._cuda_attach_out_of_memory_observer(dump)
+    return dump
+
+
 def count_flops(args: argparse.Namespace, model: nn.Module) -> tuple[int, str]:
     """FLOPs per token, 0 where no formula holds for the model, and what to say of them."""
     try:
@@ -787,7 +876,9 @@ def describe_setup(args, model, mesh, train_set, flops: str, peak: float | None,
     techniques = [
         describe_attention(args, model.config, mesh.device_type),
         "compiled layers" if args.compile else "eager layers",
-        "fused loss" if args.fused_loss else "loss from full logits",
+        f"fused loss ({'compiled' if args.compile else 'eager'} chunks)"
+        if args.fused_loss
+        else "loss from full logits",
         f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
         args.optimizer,
     ]
@@ -819,6 +910,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path):
         self.accelerator, self.num_steps, self.file = accelerator, args.num_steps, None
+        self.serves = accelerator.is_main_process and args.metrics_port
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
@@ -841,6 +933,7 @@ class Report:
             return
         step = metrics["step"]
         print(json.dumps(metrics), file=self.file, flush=True)
+        self.serve(metrics)
         self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
         loss = f"loss {metrics['loss']:.4f}"
         if "eval_loss" in metrics:
@@ -857,11 +950,16 @@ class Report:
             parts.append(held_out)
         say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, parts)))
 
+    def serve(self, metrics: dict) -> None:
+        for key, value in metrics.items() if self.serves else ():
+            gauge(key).set(value)
+
     def close(self, metrics: dict) -> None:
         """Writes the run's last line and ends the trackers."""
         self.bar.close()
         if self.file:
             print(json.dumps(metrics | {"final": True}), file=self.file)
+            self.serve(metrics)
             self.file.close()
         for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
             tracker.finish()
@@ -983,6 +1081,9 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     is_main = dist.get_rank() == 0
     folder, trackers = utils.from_main_process(lambda: (choose_folder(args), choose_trackers(args)), is_main)
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
+    check_that_figures_will_exist(args, device)
+    utils.from_main_process(lambda: serve_metrics(args), is_main)
+    dump_memory = record_memory(folder) if args.memory_snapshot else None
     config = utils.from_main_process(lambda: load_config(args), is_main)
     tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), is_main)
     mesh = build_mesh(args, device)
@@ -995,6 +1096,8 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
     flops, counted = count_flops(args, model)
     peak = args.peak_tflops or utils.get_gpu_peak_tflops()
+    if args.min_mfu and not flops:
+        raise UserError(f"--min-mfu: {counted}")
     tracker = utils.PerformanceTracker(args.perf_warmup_steps, dist.get_world_size(), peak or 0)
     say(describe_setup(args, model, mesh, train_set, counted, peak, verified))
     report = Report(args, accelerator, folder)
@@ -1005,17 +1108,23 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     gc.disable()
     batches = training_batches(args, train_set, device)
     unread_losses: list[torch.Tensor] = []
+    first = max(args.perf_warmup_steps, 1) + 1
+    profiled, trace = range(first, first + PROFILED_STEPS) if args.profile else (), contextlib.ExitStack()
     for step in range(1, args.num_steps + 1):
+        if step in profiled[:1]:
+            trace.enter_context(profiling(folder, tracker))
         learning_rate = float(scheduler.get_last_lr()[0])
         loss, grad_norm = train_step(args, model, optimizer, batches, tracker)
         scheduler.step()
         unread_losses.append(loss)
+        if step in profiled[-1:]:
+            trace.close()
         report.bar.update()
 
         last = step == args.num_steps
         evaluates = eval_set is not None and (last or step % args.eval_interval == 0)
         logs = evaluates or last or step == 1 or step % args.log_interval == 0
-        speed = tracker.step(tokens_per_step(args), flops, synchronize=logs)
+        speed = {} if step in profiled else tracker.step(tokens_per_step(args), flops, synchronize=logs)
         if not logs:
             continue
         metrics = {
@@ -1041,6 +1150,9 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     say(summarize(metrics, folder))
     if args.sample_prompt:
         say("\n" + sample(args, model, tokenizer, device))
+    if dump_memory:
+        dump_memory()
+    utils.from_main_process(lambda: check_gates(args, metrics), is_main)
 
 
 def memory_savers(args: argparse.Namespace) -> str:

@@ -80,12 +80,13 @@ def test_each_kind_of_layer_is_compiled_once_and_whole(trainer, monkeypatch, che
     torch._dynamo.reset()
     counters.clear()
     _, step = trainer("smollm3", "--compile", "--activation-checkpointing", checkpointing)
-    step()
-    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        step()
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 1, {})  # one is the loss
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
             step()
-    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2, {})
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 1, {})
 
 
 def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_gather(trainer):
@@ -102,3 +103,35 @@ def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_
     layer.unshard()
     gathered = layer.self_attn.q_proj.weight
     torch.testing.assert_close(gathered._scale, weights["model.layers.0.self_attn.q_proj.weight"]._precomputed_scale)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def test_the_compiled_loss_is_the_eager_one():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1500, 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, 40, (1500,), generator=generator)
+    labels[::7] = utils.IGNORE_INDEX
+    compiled = torch.compile(utils.loss_and_gradient, backend="aot_eager")
+    results = []
+    for function in (utils.loss_and_gradient, compiled):
+        loss = utils.LinearCrossEntropy.apply(hidden, weight, None, labels, function)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch 2.13 has it first")
+def test_the_loss_is_that_of_torchs_own_chunks():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1500, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(40, 16, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 40, (1500,), generator=generator)
+    ours = utils.LinearCrossEntropy.apply(hidden, weight, None, labels)
+    gradients = torch.autograd.grad(ours, (hidden, weight))
+    options = torch.nn.LinearCrossEntropyOptions()
+    torchs = torch.nn.functional.linear_cross_entropy(hidden, weight, labels, options=options)
+    torch.testing.assert_close(ours, torchs)
+    torch.testing.assert_close(gradients, torch.autograd.grad(torchs, (hidden, weight)))
