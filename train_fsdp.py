@@ -30,6 +30,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import json
 import math
 import pathlib
@@ -115,6 +116,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sequence-length", type=number(int), default=8192, help="tokens per sample [8192]")
     add("--batch-size", type=number(int), default=1, help="sequences per rank and microbatch [1]")
     add("--gradient-accumulation-steps", type=number(int), default=1, help="microbatches per optimizer step [1]")
+    add("--document-mask", action="store_true", help="attention stays inside each document, up to the tokenizer's end-of-text token [off]")
     add("--num-workers", type=number(int, 0), default=1, help="data loading processes per rank [1]")
     add("--cache-dir", help="where tokenized data is kept [~/.cache/train_fsdp]")
 
@@ -177,6 +179,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --fp8-recipe/--fp8-emulate: only with --precision fp8")
     if args.lr_scheduler == "constant" and args.warmup_steps:
         parser.error("argument --warmup-steps: the constant scheduler has no warmup; use constant_with_warmup")
+    if args.document_mask and args.dataset == "synthetic":
+        parser.error("argument --document-mask: synthetic tokens are no documents; use another --dataset")
+    if args.document_mask and args.attention == "flash_attention_2":
+        parser.error("argument --document-mask: not with flash_attention_2; use flex_attention or sdpa")
     if args.zero_stage == 0 and args.dp_replicate_size > 1:
         parser.error("argument --dp-replicate-size: stage 0 replicates on every rank already")
     measured = args.num_steps - args.perf_warmup_steps - args.profile * PROFILED_STEPS
@@ -347,7 +353,10 @@ def choose_attention(args: argparse.Namespace, config) -> str:
         ):
             torch.nn.attention.activate_flash_attention_impl("FA3")  # in the place of torch's own flash attention
             torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
-        return "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
+        supported = AutoModelForCausalLM._model_mapping[type(config)]
+        if args.document_mask and torch.cuda.is_available() and supported._supports_flex_attn:
+            return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
+        return "sdpa" if supported._supports_sdpa else "eager"
     return "sdpa" if args.attention == "cudnn" else args.attention
 
 
@@ -357,16 +366,25 @@ def describe_attention(args: argparse.Namespace, config, device: str) -> str:
         return f"{config._attn_implementation} attention"
     text, dtype = config.get_text_config(), torch.float32 if args.precision == "fp32" else torch.bfloat16
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    query = torch.empty(1, 1, args.sequence_length, head_dim, dtype=dtype, device=device, requires_grad=True)
-    kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name.lower()
+    length, mask = args.sequence_length, None
+    query = torch.empty(1, 1, length, head_dim, dtype=dtype, device=device, requires_grad=True)
+    if args.document_mask:
+        mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
+    kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, mask, is_causal=mask is None)).name.lower()
     return f"sdpa attention ({torch.nn.attention.current_flash_attention_impl() or kernel})"
 
 
-def know_documents() -> None:
-    """Tells transformers what it would find out by reading positions back from the device, a sync in every forward, or
-    in every layer with flash_attention_2: no sequence is several documents to attention."""
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+def know_documents(args: argparse.Namespace, model: nn.Module) -> None:
+    """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
+    sync in every forward, or in every layer with flash_attention_2."""
+    masking_utils.find_packed_sequence_indices = lambda positions: (
+        (positions == 0).cumsum(-1) if args.document_mask else None
+    )
     modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if args.document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
+        raise UserError(f"--document-mask: {args.model} is more than attention over positions; leave the flag out")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -404,7 +422,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
             )
     except (ValueError, ImportError) as error:
         raise UserError(f"--attention {args.attention}: {utils.first_line(error)}") from error
-    know_documents()
+    know_documents(args, model)
     layers = decoder_layers(model)
     convert_to_fp8 = fp8_converter(args) if args.precision == "fp8" else None
     weights = None
@@ -652,7 +670,13 @@ def load_data(args: argparse.Namespace, tokenizer, config, accelerator: Accelera
             f"--dataset {args.dataset}, split {args.dataset_split!r}: {len(train):,} windows of {args.sequence_length} "
             f"tokens do not fill one global batch of {needed}; use a smaller batch, a shorter sequence or more text"
         )
-    return train, load(split=args.eval_split) if args.eval_interval else None
+    held_out = load(split=args.eval_split) if args.eval_interval else None
+    if args.document_mask:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)")
+        for packed in filter(None, (train, held_out)):
+            packed.end_of_text = tokenizer.eos_token_id
+    return train, held_out
 
 
 def training_batches(args: argparse.Namespace, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
@@ -661,7 +685,7 @@ def training_batches(args: argparse.Namespace, dataset, device: torch.device) ->
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,
-        collate_fn=utils.create_collate_fn(),
+        collate_fn=utils.create_collate_fn(dataset.end_of_text),
         num_workers=args.num_workers,
         pin_memory=device.type == "cuda",
     )
@@ -687,7 +711,7 @@ def held_out_batches(args: argparse.Namespace, dataset, device: torch.device) ->
     """
     rank, per_round = dist.get_rank(), args.batch_size * dist.get_world_size()
     windows = min(len(dataset), args.eval_steps * per_round or len(dataset))
-    collate = utils.create_collate_fn()
+    collate = utils.create_collate_fn(dataset.end_of_text)
     for first in range(rank * args.batch_size, math.ceil(windows / per_round) * per_round, per_round):
         indices = range(first, first + args.batch_size)
         batch = collate([dataset[index % windows] for index in indices])
@@ -874,7 +898,8 @@ def describe_setup(args, model, mesh, train_set, flops: str, peak: float | None,
         "bf16-pure": "bf16 throughout, optimizer included",
     }
     techniques = [
-        describe_attention(args, model.config, mesh.device_type),
+        describe_attention(args, model.config, mesh.device_type)
+        + " inside documents (FLOPs counted as if across them)" * args.document_mask,
         "compiled layers" if args.compile else "eager layers",
         f"fused loss ({'compiled' if args.compile else 'eager'} chunks)"
         if args.fused_loss

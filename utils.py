@@ -223,8 +223,11 @@ class PackedDataset(Dataset):
     """Windows of `seq_len + 1` tokens over one flat array; consecutive windows share one token.
 
     Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
-    nothing is lost but the last partial window.
+    nothing is lost but the last partial window. `end_of_text` is the id that ends a document, where attention is to
+    stay inside documents, else None.
     """
+
+    end_of_text: int | None = None
 
     def __init__(self, tokens: np.ndarray, seq_len: int):
         self.tokens, self.seq_len = tokens, seq_len
@@ -241,6 +244,8 @@ class PackedDataset(Dataset):
 
 class SyntheticDataset(Dataset):
     """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
+
+    end_of_text = None  # there are no documents
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
         self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows
@@ -330,15 +335,23 @@ def get_dataset(
     return packed
 
 
-def create_collate_fn() -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]:
+def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]:
     """Makes a batch of windows: `input_ids` and `labels`, both int64 of shape (batch, seq_len).
 
-    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`.
+    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`. With `end_of_text` there
+    are `position_ids` too, which begin again at 0 after each such token.
     """
 
     def collate(windows: list[np.ndarray]) -> dict[str, torch.Tensor]:
-        batch = torch.from_numpy(np.stack(windows).astype(np.int64))
-        return {"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+        tokens = np.stack(windows).astype(np.int64)
+        batch = torch.from_numpy(tokens)
+        batch = {"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+        if end_of_text is not None:
+            positions = np.arange(tokens.shape[1] - 1)
+            starts = np.zeros_like(tokens[:, :-1])  # of the document that each token belongs to
+            starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, positions[1:], 0)
+            batch["position_ids"] = torch.from_numpy(positions - np.maximum.accumulate(starts, axis=1))
+        return batch
 
     return collate
 
