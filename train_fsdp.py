@@ -131,6 +131,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fp8-recipe", choices=["tensorwise", "rowwise", "rowwise_with_gw_hp"], help="float8 scaling; tensorwise all-gathers in float8 too [tensorwise]")
     add("--fp8-emulate", action="store_true", help="float8 numbers without float8 hardware, and without its speed")
     add("--activation-checkpointing", choices=["none", "selective", "full"], default="none", help="selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]")
+    add("--activation-memory-budget", type=number(float, 0, 1), help="the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]")
     add("--attention", choices=["auto", "sdpa", "cudnn", "flash_attention_2", "flex_attention", "eager"], default="auto", help="attention kernel [auto]")
     add("--compile", action=on_off, help="torch.compile each decoder layer [on with CUDA]")
     add("--fused-loss", action=on_off, help="LM head and cross entropy in chunks, never all logits at once [on]")
@@ -201,6 +202,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.warmup_steps = 0 if args.lr_scheduler == "constant" else args.num_steps // 20
     if args.compile is None:
         args.compile = torch.cuda.is_available()
+    if args.activation_memory_budget is not None and not (args.compile and args.activation_checkpointing == "none"):
+        parser.error("argument --activation-memory-budget: needs --compile, without --activation-checkpointing")
     return args
 
 
@@ -423,6 +426,8 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh) -> nn.Module
     except (ValueError, ImportError) as error:
         raise UserError(f"--attention {args.attention}: {utils.first_line(error)}") from error
     know_documents(args, model)
+    if args.activation_memory_budget is not None:
+        torch._functorch.config.activation_memory_budget = args.activation_memory_budget
     layers = decoder_layers(model)
     convert_to_fp8 = fp8_converter(args) if args.precision == "fp8" else None
     weights = None
@@ -904,7 +909,9 @@ def describe_setup(args, model, mesh, train_set, flops: str, peak: float | None,
         f"fused loss ({'compiled' if args.compile else 'eager'} chunks)"
         if args.fused_loss
         else "loss from full logits",
-        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
+        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing"
+        if args.activation_memory_budget is None
+        else f"activation memory budget {args.activation_memory_budget:g}",
         args.optimizer,
     ]
     mfu = f"{peak:,.0f} TFLOPS peak a GPU" if peak else "no MFU on a CPU"

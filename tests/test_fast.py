@@ -24,6 +24,8 @@ MODELS = {
     "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 
+END = 0  # token that ends a document
+
 
 @pytest.fixture
 def trainer(device, tmp_path):
@@ -32,11 +34,12 @@ def trainer(device, tmp_path):
     def make(name: str, *flags):
         source = name if name == "demo" else write_model(tmp_path / name, name, **MODELS[name])
         sizes = ["--sequence-length", "32", "--batch-size", "2", "--num-workers", "0", "--num-steps", "9"]
-        args = train_fsdp.parse_args(["--model", source, "--dataset", "synthetic", *sizes, *flags])
+        args = train_fsdp.parse_args(["--model", source, "--dataset", "demo", *sizes, *flags])
         config = train_fsdp.load_config(args)
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)
         data = utils.SyntheticDataset(config.vocab_size, args.sequence_length)
+        data.end_of_text = END if args.document_mask else None
         batches = train_fsdp.training_batches(args, data, device)
         tracker = utils.PerformanceTracker(0, 1, 0)
         return model, lambda: train_fsdp.train_step(args, model, optimizer, batches, tracker)
@@ -61,6 +64,7 @@ class NoReadBack(TorchDispatchMode):
         ("smollm3", "--no-fused-loss --gradient-accumulation-steps 2 --zero-stage 2"),
         ("smollm3", "--precision fp8 --fp8-emulate"),
         ("llama", "--activation-checkpointing full"),
+        ("llama", "--document-mask"),
         ("qwen3_moe", "--precision fp32"),
     ],
 )
@@ -91,6 +95,32 @@ def test_each_kind_of_layer_is_compiled_once_and_whole(trainer, monkeypatch, che
         for _ in range(2):
             step()
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 1, {})
+
+
+def test_a_smaller_memory_budget_keeps_fewer_activations_and_gives_the_same_loss(trainer, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)  # to be restored
+    kept, losses = [], []
+    for budget in ("", "--activation-memory-budget 0.5", "--activation-memory-budget 0"):
+        torch._dynamo.reset()
+        _, step = trainer("llama", "--compile", "--precision", "fp32", *budget.split())
+        sizes: list[int] = []
+
+        def count(tensor, sizes=sizes):
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            losses.append(step()[0].item())
+        kept.append(sum(sizes))
+    assert kept[0] > kept[1] > kept[2]
+    assert losses == pytest.approx([losses[0]] * 3)
+
+
+@pytest.mark.parametrize("flags", ["--no-compile", "--compile --activation-checkpointing full"])
+def test_a_memory_budget_that_could_not_apply_is_refused(flags):
+    with pytest.raises(UserError, match="--activation-memory-budget: needs --compile"):
+        train_fsdp.parse_args(["--activation-memory-budget", "0.5", *flags.split()])
 
 
 def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_gather(trainer):
@@ -143,8 +173,6 @@ def test_the_loss_is_that_of_torchs_own_chunks():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # --document-mask
-
-END = 0
 
 
 def windows(count: int, length: int) -> list[np.ndarray]:
