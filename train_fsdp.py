@@ -18,10 +18,11 @@ if __name__ == "__main__":  # before the heavy imports, which warn and can be in
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all
         warnings.filterwarnings("ignore")
-        os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+        os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
         for noisy in ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9, which the new one would override
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("WANDB_SILENT", "true")
 
 import argparse
@@ -30,7 +31,9 @@ import copy
 import dataclasses
 import fcntl
 import functools
+import gc
 import hashlib
+import inspect
 import json
 import math
 import pathlib
@@ -60,10 +63,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils, modeling_flash_attention_utils
 
 import utils
 from utils import UserError
@@ -74,6 +78,7 @@ PRESETS["demo"] = ASSETS / "demo" / "config.json"
 SCHEDULERS = (
     "constant constant_with_warmup linear cosine cosine_with_min_lr polynomial inverse_sqrt warmup_stable_decay"
 )
+PROFILED_STEPS = 3
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
@@ -121,6 +126,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sequence-length", type=number(int), default=8192, help="tokens per sample [8192]")
     add("--batch-size", type=number(int), default=1, help="sequences per rank and microbatch [1]")
     add("--gradient-accumulation-steps", type=number(int), default=1, help="microbatches per optimizer step [1]")
+    add("--document-mask", action="store_true", help="attention stays inside each document, up to the tokenizer's end-of-text token [off]")
     add("--num-workers", type=number(int, 0), default=1, help="data loading processes per rank [1]")
     add("--cache-dir", help="where tokenized data is kept [~/.cache/train_fsdp]")
 
@@ -135,6 +141,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fp8-recipe", choices=["tensorwise", "rowwise", "rowwise_with_gw_hp"], help="float8 scaling; tensorwise all-gathers in float8 too [tensorwise]")
     add("--fp8-emulate", action="store_true", help="float8 numbers without float8 hardware, and without its speed")
     add("--activation-checkpointing", choices=["none", "selective", "full"], default="none", help="selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]")
+    add("--activation-memory-budget", type=number(float, 0, 1), help="the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]")
     add("--attention", choices=["auto", "sdpa", "cudnn", "flash_attention_2", "flex_attention", "eager"], default="auto", help="attention kernel [auto]")
     add("--compile", action=on_off, help="torch.compile each decoder layer [on with CUDA]")
     add("--fused-loss", action=on_off, help="LM head and cross entropy in chunks, never all logits at once [on]")
@@ -171,6 +178,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--log-interval", type=number(int), default=10, help="steps between log lines [10]")
     add("--perf-warmup-steps", type=number(int, 0), default=10, help="steps that the speed figures leave out [10]")
     add("--peak-tflops", type=number(float), help="dense bf16 peak of one GPU, for one that is not in the table")
+    add("--min-mfu", type=number(float), help="acceptance gate: exit 3 at the end when the MFU after warmup is below this percentage [none]")
+    add("--max-memory-gib", type=number(float), help="acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]")
+    add("--profile", action="store_true", help=f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed figure [off]")
+    add("--memory-snapshot", action="store_true", help="history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
+    add("--metrics-port", type=number(int, 1, 65536), help="Prometheus endpoint of rank 0 [none]")
+    add("--metrics-host", default="127.0.0.1", help="address that the endpoint listens on [127.0.0.1]")
     add("--demo", action="store_true", help="the embedded model on the embedded stories; any flag given beside it wins")
     # fmt: on
 
@@ -184,8 +197,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --fp8-recipe/--fp8-emulate: only with --precision fp8")
     if args.lr_scheduler == "constant" and args.warmup_steps:
         parser.error("argument --warmup-steps: the constant scheduler has no warmup; use constant_with_warmup")
+    if args.document_mask and args.dataset == "synthetic":
+        parser.error("argument --document-mask: synthetic tokens are no documents; use another --dataset")
+    if args.document_mask and args.attention == "flash_attention_2":
+        parser.error("argument --document-mask: not with flash_attention_2; use flex_attention or sdpa")
     if args.zero_stage == 0 and args.dp_replicate_size > 1:
         parser.error("argument --dp-replicate-size: stage 0 replicates on every rank already")
+    measured = args.num_steps - args.perf_warmup_steps - args.profile * PROFILED_STEPS
+    for flag in ("--profile",) * args.profile + ("--min-mfu",) * bool(args.min_mfu):
+        if measured < 1:
+            parser.error(
+                f"argument {flag}: no step is left to measure; give --num-steps at least {args.num_steps - measured + 1}"
+            )
     for flag, name in (("--run-name", args.run_name), ("--project-name", args.project_name)):
         if name is not None and (name.strip(". ") == "" or re.search(r"[/\\#?%:]", name)):
             parser.error(f"argument {flag}: {name!r} is not a plain folder name")
@@ -203,6 +226,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.warmup_steps = 0 if args.lr_scheduler == "constant" else args.num_steps // 20
     if args.compile is None:
         args.compile = torch.cuda.is_available()
+    if args.activation_memory_budget is not None and not (args.compile and args.activation_checkpointing == "none"):
+        parser.error("argument --activation-memory-budget: needs --compile, without --activation-checkpointing")
     return args
 
 
@@ -403,8 +428,45 @@ def choose_attention(args: argparse.Namespace, config) -> str:
     if args.attention == "flex_attention" and not torch.cuda.is_available():
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     if args.attention == "auto":
-        return "sdpa" if AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa else "eager"
+        if (
+            find_spec("flash_attn_interface")
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_capability()[0] == 9
+        ):
+            torch.nn.attention.activate_flash_attention_impl("FA3")  # in the place of torch's own flash attention
+            torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
+        supported = AutoModelForCausalLM._model_mapping[type(config)]
+        if args.document_mask and torch.cuda.is_available() and supported._supports_flex_attn:
+            return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
+        return "sdpa" if supported._supports_sdpa else "eager"
     return "sdpa" if args.attention == "cudnn" else args.attention
+
+
+def describe_attention(args: argparse.Namespace, config, device: str) -> str:
+    """The attention implementation and, for torch's own, the kernel that it chooses for this model and device."""
+    if config._attn_implementation != "sdpa":
+        return f"{config._attn_implementation} attention"
+    text, dtype = config.get_text_config(), torch.float32 if args.precision == "fp32" else torch.bfloat16
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    length, mask = args.sequence_length, None
+    query = torch.empty(1, 1, length, head_dim, dtype=dtype, device=device, requires_grad=True)
+    if args.document_mask:
+        mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
+    kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, mask, is_causal=mask is None)).name.lower()
+    return f"sdpa attention ({torch.nn.attention.current_flash_attention_impl() or kernel})"
+
+
+def know_documents(args: argparse.Namespace, model: nn.Module) -> None:
+    """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
+    sync in every forward, or in every layer with flash_attention_2."""
+    masking_utils.find_packed_sequence_indices = lambda positions: (
+        (positions == 0).cumsum(-1) if args.document_mask else None
+    )
+    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if args.document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
+        raise UserError(f"--document-mask: {args.model} is more than attention over positions; leave the flag out")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -442,6 +504,9 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh, read_weights
             )
     except (ValueError, ImportError) as error:
         raise UserError(f"--attention {args.attention}: {utils.first_line(error)}") from error
+    know_documents(args, model)
+    if args.activation_memory_budget is not None:
+        torch._functorch.config.activation_memory_budget = args.activation_memory_budget
     layers = decoder_layers(model)
     convert_to_fp8 = fp8_converter(args) if args.precision == "fp8" else None
     weights = None
@@ -449,7 +514,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh, read_weights
         path = next(path for path, module in model.named_modules() if module is layers)
         weights = utils.PretrainedWeights(model, path, find_source(args.model)[1], dtype)
     if args.fused_loss is not False:
-        args.fused_loss = fuse_loss(model, required=args.fused_loss)
+        args.fused_loss = fuse_loss(model, args.fused_loss, args.compile)
     if not args.fused_loss:
         model.loss_function = full_loss
 
@@ -555,7 +620,7 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Ten
     return total / (labels != utils.IGNORE_INDEX).sum().clamp(min=1)
 
 
-def fuse_loss(model: nn.Module, required: bool | None) -> bool:
+def fuse_loss(model: nn.Module, required: bool | None, compiled: bool) -> bool:
     """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
 
     transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
@@ -567,13 +632,14 @@ def fuse_loss(model: nn.Module, required: bool | None) -> bool:
             raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
         return False
     project = head.forward
+    chunk = torch.compile(utils.loss_and_gradient) if compiled else utils.loss_and_gradient
 
     def choose_head(module, args, kwargs):
         head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
 
     def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
-        return utils.LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten())
+        return utils.LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)
     model.loss_function = loss
@@ -688,7 +754,13 @@ def load_data(args: argparse.Namespace, tokenizer, config, accelerator: Accelera
             f"--dataset {args.dataset}, split {args.dataset_split!r}: {len(train):,} windows of {args.sequence_length} "
             f"tokens do not fill one global batch of {needed}; use a smaller batch, a shorter sequence or more text"
         )
-    return train, load(split=args.eval_split) if args.eval_interval else None
+    held_out = load(split=args.eval_split) if args.eval_interval else None
+    if args.document_mask:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)")
+        for packed in filter(None, (train, held_out)):
+            packed.end_of_text = tokenizer.eos_token_id
+    return train, held_out
 
 
 def ignore_signals(worker: int) -> None:
@@ -707,7 +779,7 @@ def training_batches(
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,
-        collate_fn=utils.create_collate_fn(),
+        collate_fn=utils.create_collate_fn(dataset.end_of_text),
         num_workers=args.num_workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=ignore_signals,
@@ -734,7 +806,7 @@ def held_out_batches(args: argparse.Namespace, dataset, device: torch.device) ->
     """
     rank, per_round = dist.get_rank(), args.batch_size * dist.get_world_size()
     windows = min(len(dataset), args.eval_steps * per_round or len(dataset))
-    collate = utils.create_collate_fn()
+    collate = utils.create_collate_fn(dataset.end_of_text)
     for first in range(rank * args.batch_size, math.ceil(windows / per_round) * per_round, per_round):
         indices = range(first, first + args.batch_size)
         batch = collate([dataset[index % windows] for index in indices])
@@ -1338,6 +1410,81 @@ def choose_trackers(args: argparse.Namespace) -> list[str]:
     return trackers
 
 
+def serve_metrics(args: argparse.Namespace) -> None:
+    """Opens the Prometheus endpoint."""
+    if not args.metrics_port:
+        return
+    if not find_spec("prometheus_client"):
+        raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
+    from prometheus_client import start_http_server
+
+    try:
+        start_http_server(args.metrics_port, args.metrics_host)
+    except OSError as error:
+        where = f"{args.metrics_host}:{args.metrics_port}"
+        raise UserError(f"--metrics-port: cannot listen on {where} ({error.strerror}); choose another") from error
+
+
+@functools.cache
+def gauge(key: str):
+    """The Prometheus gauge of a key of metrics.jsonl."""
+    from prometheus_client import Gauge
+
+    return Gauge(f"training_{key}", f"{key} of metrics.jsonl")
+
+
+def check_that_figures_will_exist(args: argparse.Namespace, device: torch.device) -> None:
+    """Raises UserError for a gate or a record of something that this machine does not measure."""
+    if args.min_mfu and not (args.peak_tflops or utils.get_gpu_peak_tflops()):
+        raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
+    for flag, given in {"--max-memory-gib": args.max_memory_gib, "--memory-snapshot": args.memory_snapshot}.items():
+        if given and device.type != "cuda":
+            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out")
+
+
+def check_gates(args: argparse.Namespace, metrics: dict) -> None:
+    """Raises UserError with exit code 3 when a figure missed its gate."""
+    missed = []
+    if args.min_mfu and metrics["mfu_percent"] < args.min_mfu:
+        missed.append(f"--min-mfu {args.min_mfu:g}: the MFU was {metrics['mfu_percent']:.2f} %")
+    if args.max_memory_gib and metrics["peak_memory_reserved"] > args.max_memory_gib:
+        reserved = metrics["peak_memory_reserved"]
+        missed.append(f"--max-memory-gib {args.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
+    if missed:
+        raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
+
+
+@contextlib.contextmanager
+def profiling(folder: pathlib.Path, tracker):
+    """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
+    with tracker.excluded():
+        if dist.get_rank():
+            yield
+            return
+        start = time.perf_counter()
+        with torch.profiler.profile() as profile:
+            yield
+            utils.wait_for_device()
+            seconds = time.perf_counter() - start
+    (folder / "profile").mkdir(exist_ok=True)
+    profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
+    shares = utils.time_shares(profile.events(), seconds)
+    table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
+    say(columns({"profile": f"{PROFILED_STEPS} steps of {1000 * seconds / PROFILED_STEPS:,.1f} ms: {table}"}))
+
+
+def record_memory(folder: pathlib.Path):
+    """Records allocations from now on; returns what writes them down, which running out of memory does by itself."""
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
+
+    def dump(*_) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
+
+    torch._C._cuda_attach_out_of_memory_observer(dump)
+    return dump
+
+
 def count_flops(args: argparse.Namespace, model: nn.Module) -> tuple[int, str]:
     """FLOPs per token, 0 where no formula holds for the model, and what to say of them."""
     try:
@@ -1360,10 +1507,15 @@ def describe_setup(args, model, mesh, train_set, flops: str, peak: float | None,
         "bf16-pure": "bf16 throughout, optimizer included",
     }
     techniques = [
-        f"{model.config._attn_implementation if args.attention == 'auto' else args.attention} attention",
+        describe_attention(args, model.config, mesh.device_type)
+        + " inside documents (FLOPs counted as if across them)" * args.document_mask,
         "compiled layers" if args.compile else "eager layers",
-        "fused loss" if args.fused_loss else "loss from full logits",
-        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
+        f"fused loss ({'compiled' if args.compile else 'eager'} chunks)"
+        if args.fused_loss
+        else "loss from full logits",
+        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing"
+        if args.activation_memory_budget is None
+        else f"activation memory budget {args.activation_memory_budget:g}",
         args.optimizer,
     ]
     mfu = f"{peak:,.0f} TFLOPS peak a GPU" if peak else "no MFU on a CPU"
@@ -1394,6 +1546,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
         self.accelerator, self.num_steps, self.file = accelerator, args.num_steps, None
+        self.serves = accelerator.is_main_process and args.metrics_port
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             lock_folder(folder)
@@ -1421,6 +1574,7 @@ class Report:
         if not self.file:
             return
         step = metrics["step"]
+        self.serve(metrics)
         try:
             print(json.dumps(metrics), file=self.file, flush=True)
             self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
@@ -1441,9 +1595,14 @@ class Report:
             parts.append(held_out)
         say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, parts)))
 
+    def serve(self, metrics: dict) -> None:
+        for key, value in metrics.items() if self.serves else ():
+            gauge(key).set(value)
+
     def close(self, metrics: dict | None) -> None:
         """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
         self.bar.close()
+        self.serve(metrics or {})
         if self.file:
             try:
                 if metrics:
@@ -1585,6 +1744,9 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
     is_main = dist.get_rank() == 0
     folder, trackers = utils.from_main_process(lambda: (choose_folder(args), choose_trackers(args)), is_main)
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
+    check_that_figures_will_exist(args, device)
+    utils.from_main_process(lambda: serve_metrics(args), is_main)
+    dump_memory = record_memory(folder) if args.memory_snapshot else None
     config = utils.from_main_process(lambda: load_config(args), is_main)
     tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), is_main)
     mesh = build_mesh(args, device)
@@ -1602,6 +1764,8 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
 
     flops, counted = count_flops(args, model)
     peak = args.peak_tflops or utils.get_gpu_peak_tflops()
+    if args.min_mfu and not flops:
+        raise UserError(f"--min-mfu: {counted}")
     tracker = utils.PerformanceTracker(args.perf_warmup_steps, dist.get_world_size(), peak or 0)
     state = TrainState(model, optimizer, scheduler, tracker)
     if checkpoint:
@@ -1617,22 +1781,32 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
     report = Report(args, accelerator, folder, state)
     checkpoints = Checkpoints(args, folder, identity, device)
 
+    # Cycles are collected at log lines: a collection in the middle of a step stops one rank, and all wait for it.
+    gc.collect()
+    gc.freeze()  # what is here now stays
+    gc.disable()
     batches = training_batches(args, train_set, state.samples, device)
     unread_losses: list[torch.Tensor] = []
+    first = state.step + max(args.perf_warmup_steps, 1) + 1
+    profiled, trace = range(first, first + PROFILED_STEPS) if args.profile else (), contextlib.ExitStack()
     stopped = False
     while state.step < args.num_steps and not stopped:
+        if state.step + 1 in profiled[:1]:
+            trace.enter_context(profiling(folder, tracker))
         learning_rate = float(scheduler.get_last_lr()[0])
         loss, grad_norm = train_step(args, model, optimizer, batches, tracker)
         scheduler.step()
         state.count(args)
         step = state.step
         unread_losses.append(loss)
+        if step in profiled[-1:]:
+            trace.close()
         report.bar.update()
 
         last = step == args.num_steps
         evaluates = eval_set is not None and (last or step % args.eval_interval == 0)
         logs = evaluates or last or step == 1 or step % args.log_interval == 0
-        speed = tracker.step(tokens_per_step(args), flops, synchronize=logs)
+        speed = {} if step in profiled else tracker.step(tokens_per_step(args), flops, synchronize=logs)
         stop.can_save = True
         stopped = stop.agreed() and not last
         saves = stopped or (args.checkpoint_interval and (last or step % args.checkpoint_interval == 0))
@@ -1640,6 +1814,7 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
             latest = read_losses(unread_losses, step)  # what is saved or said is finite
             unread_losses.clear()
         if logs:
+            gc.collect()
             metrics = {
                 "step": step,
                 "loss": latest,
@@ -1674,10 +1849,13 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
     say(summarize(metrics, folder, state.started))
     if args.sample_prompt:
         say("\n" + sample(args, model, tokenizer, device))
+    if dump_memory:
+        dump_memory()
     if args.export:
         export(args, model, tokenizer)
     if checkpoints.failures:
         raise UserError(f"--checkpoint-interval: {checkpoints.failures} checkpoints could not be saved, see above", 1)
+    utils.from_main_process(lambda: check_gates(args, metrics), is_main)
     return 0
 
 

@@ -223,8 +223,11 @@ class PackedDataset(Dataset):
     """Windows of `seq_len + 1` tokens over one flat array; consecutive windows share one token.
 
     Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
-    nothing is lost but the last partial window.
+    nothing is lost but the last partial window. `end_of_text` is the id that ends a document, where attention is to
+    stay inside documents, else None.
     """
+
+    end_of_text: int | None = None
 
     def __init__(self, tokens: np.ndarray, seq_len: int):
         self.tokens, self.seq_len = tokens, seq_len
@@ -247,6 +250,8 @@ class PackedDataset(Dataset):
 
 class SyntheticDataset(Dataset):
     """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
+
+    end_of_text = None  # there are no documents
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
         self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows
@@ -344,15 +349,23 @@ def get_dataset(
     return packed
 
 
-def create_collate_fn() -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]:
+def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]:
     """Makes a batch of windows: `input_ids` and `labels`, both int64 of shape (batch, seq_len).
 
-    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`.
+    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`. With `end_of_text` there
+    are `position_ids` too, which begin again at 0 after each such token.
     """
 
     def collate(windows: list[np.ndarray]) -> dict[str, torch.Tensor]:
-        batch = torch.from_numpy(np.stack(windows).astype(np.int64))
-        return {"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+        tokens = np.stack(windows).astype(np.int64)
+        batch = torch.from_numpy(tokens)
+        batch = {"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+        if end_of_text is not None:
+            positions = np.arange(tokens.shape[1] - 1)
+            starts = np.zeros_like(tokens[:, :-1])  # of the document that each token belongs to
+            starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, positions[1:], 0)
+            batch["position_ids"] = torch.from_numpy(positions - np.maximum.accumulate(starts, axis=1))
+        return batch
 
     return collate
 
@@ -543,7 +556,23 @@ def estimate_mfu(
 # ----------------------------------------------------------------------------------------------------------------------
 # Loss and weights
 
-LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 0.5 GiB in fp32 for a vocabulary of 128 k
+# Tokens whose logits exist at one time: 0.5 GiB in bf16 for a vocabulary of 128 k. Each chunk adds to the weight's
+# gradient, which is then read and written in fp32: few large chunks do it less often.
+LOSS_CHUNK = 2048
+
+
+def loss_and_gradient(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each token's target, fp32 of shape (tokens, 1), and softmax minus one-hot, like the logits.
+
+    Compiled it reads the logits and writes the gradient, no more; eager it makes an fp32 copy in between.
+    """
+    log_probs = logits.log_softmax(1, dtype=torch.float32)
+    picked = log_probs.gather(1, target)
+    if torch.compiler.is_compiling():  # a comparison is fused, a scatter is not
+        gradient = log_probs.exp() - (torch.arange(logits.shape[1], device=logits.device) == target).float()
+    else:
+        gradient = log_probs.exp_().scatter_add_(1, target, -torch.ones_like(picked))
+    return picked, gradient.to(logits.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -551,11 +580,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The gradients are computed in forward, while a chunk's logits exist: nothing is computed twice, and neither logits
     nor their gradients ever exist for all tokens. Shapes: hidden (tokens, dim), weight (vocab, dim), bias (vocab,) or
-    None, labels (tokens,).
+    None, labels (tokens,); `loss_and_gradient` may be compiled.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels):
+    def forward(ctx, hidden, weight, bias, labels, loss_and_gradient=loss_and_gradient):
         counted = labels != IGNORE_INDEX
         count = counted.sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -568,15 +597,17 @@ class LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + LOSS_CHUNK)
             inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
             share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
-            log_probs = nn.functional.linear(inputs, weight, bias).log_softmax(1, dtype=torch.float32)
-            loss -= (log_probs.gather(1, target) * share).sum()
-            if train:  # d loss / d logits = (softmax - one-hot) * share; the share is applied where it is cheap
-                log_probs.exp_().scatter_add_(1, target, -torch.ones_like(share))
-                grad_logits = log_probs.to(weight.dtype)
-                torch.mul(grad_logits @ weight, share, out=grad_hidden[chunk])
-                grad_weight += grad_logits.t() @ (inputs * share).to(weight.dtype)
-                if bias is not None:
-                    grad_bias += log_probs.t() @ share.squeeze(1)
+            logits = nn.functional.linear(inputs, weight, bias)
+            if not train:
+                loss += nn.functional.cross_entropy(logits.float(), labels[chunk], reduction="sum") / count
+                continue
+            picked, gradient = loss_and_gradient(logits, target)
+            loss -= (picked * share).sum()
+            # d loss / d logits = gradient * share; the share is applied where it is cheap
+            torch.mul(gradient @ weight, share, out=grad_hidden[chunk])
+            grad_weight += gradient.t() @ (inputs * share).to(weight.dtype)
+            if bias is not None:
+                grad_bias += gradient.t().float() @ share.squeeze(1)
         if train:
             grad_bias = None if bias is None else grad_bias.to(bias.dtype)
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
@@ -584,8 +615,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        return *grads, None
+        grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
+        return *grads, None, None
 
 
 class PretrainedWeights:
@@ -691,7 +722,7 @@ class PerformanceTracker:
         self.window["flops"] += batch_tokens * model_flops_per_token
         if not synchronize:
             return {}
-        _synchronize()
+        wait_for_device()
         self.window["seconds"] += time.perf_counter() - self._start
         for key, value in self.window.items():
             self.total[key] += value
@@ -705,13 +736,17 @@ class PerformanceTracker:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """What runs inside (evaluation, a checkpoint) is outside the window."""
-        _synchronize()
+        """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window."""
+        if self._start is None:  # inside another
+            yield
+            return
+        wait_for_device()
         self.window["seconds"] += time.perf_counter() - self._start
+        self._start = None
         try:
             yield
         finally:
-            _synchronize()
+            wait_for_device()
             self._start = time.perf_counter()
 
     @contextlib.contextmanager
@@ -719,7 +754,8 @@ class PerformanceTracker:
         """What runs inside is time that the step waited for data."""
         start = time.perf_counter()
         yield
-        self.window["data_wait"] += time.perf_counter() - start
+        if self._start is not None:
+            self.window["data_wait"] += time.perf_counter() - start
 
     def get_print_message(self, metrics: dict[str, Any]) -> str:
         """The metrics on one line; empty in warmup."""
@@ -735,7 +771,7 @@ class PerformanceTracker:
         return "  ".join(parts)
 
     def _open_window(self) -> None:
-        _synchronize()
+        wait_for_device()
         self.window = dict.fromkeys(self.total, 0.0)
         self._start = time.perf_counter()
 
@@ -753,7 +789,7 @@ class PerformanceTracker:
         }
 
 
-def _synchronize() -> None:
+def wait_for_device() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -769,3 +805,35 @@ def memory_figures(device: torch.device) -> dict[str, float]:
     stats = torch.cuda.memory_stats(device)
     names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
     return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}
+
+
+def time_shares(events, seconds: float) -> dict[str, float]:
+    """Percent of `seconds` in which a device computed, communicated, did only the latter, and did nothing.
+
+    Args:
+        events: of a `torch.profiler.profile`. Where there are GPU kernels they alone count, NCCL's as communication;
+            on a CPU every operator counts, collectives and gloo's threads as communication.
+    """
+    events = [event for event in events if not event.is_user_annotation or event.name.startswith("gloo:")]
+    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans: dict[bool, list] = {False: [], True: []}
+    for event in kernels or events:
+        communicates = re.match("nccl|gloo:|c10d::|_c10d_functional::", event.name) is not None
+        spans[communicates].append((event.time_range.start, event.time_range.end))
+    compute, busy = covered(spans[False]), covered(spans[False] + spans[True])
+    microseconds = {
+        "compute": compute,
+        "communication": covered(spans[True]),
+        "exposed communication": busy - compute,
+        "idle": 1e6 * seconds - busy,
+    }
+    return {name: value / seconds / 1e4 for name, value in microseconds.items()}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals (start, end)."""
+    total, reached = 0.0, -float("inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -15,17 +15,20 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", required=True)
+parser.add_argument("--model", default="assets/demo")
 parser.add_argument("--tokens", required=True, help="raw uint16 token ids")
 parser.add_argument("--sequence-length", type=int, default=256)
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--num-steps", type=int, default=60)
 parser.add_argument("--warmup-steps", type=int, default=10, help="steps that are not timed")
+parser.add_argument("--compile", action="store_true", help="the whole model")
 args = parser.parse_args()
 
 torch.manual_seed(42)
 config = AutoConfig.from_pretrained(args.model)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+if args.compile:
+    model.compile()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
 windows = (len(tokens) - 1) // args.sequence_length
@@ -43,6 +46,8 @@ for step in range(args.num_steps):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+    if step == 0:
+        print(f"step 1/{args.num_steps}  loss {loss.item():.4f}", flush=True)
 
 seconds = time.perf_counter() - start
 print(json.dumps({"steps_per_sec": (args.num_steps - args.warmup_steps) / seconds, "loss": loss.item()}))

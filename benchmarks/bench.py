@@ -1,179 +1,528 @@
-"""Measures the harness: prints a table and writes one JSON file with machine, versions, commit, flags and every figure.
+"""Measures train_fsdp.py and what it is compared with: fresh processes, in turn, repeated; a table, one JSON, plots.
 
-    python benchmarks/bench.py cpu                    all parts below, benchmarks/results/cpu.json
-    python benchmarks/bench.py cpu --only harness     steps per second against the shortest loop (bare_loop.py)
-    python benchmarks/bench.py cpu --only packing     packing and reading against `datasets.map` and Python lists
+    python benchmarks/bench.py cpu                     what holds on any machine, as ratios
+    python benchmarks/bench.py gpu --only ladder       the published settings, then one change after another
+    python benchmarks/bench.py gpu --only memory       memory against speed; likewise scale, loss, ranks
+    python benchmarks/bench.py compare                 against the programs in benchmarks/peers
+    python benchmarks/bench.py plot                    the plots again, from the JSON files
+    python benchmarks/bench.py gpu --only ladder --rehearse     the same path with the demo model on the CPU
 
-What is compared runs in turn, A B A B ..., in one go on one machine; the table gives medians and the ratios pair by
-pair, since absolute times of a shared machine mean little.
+Configurations run in rounds, A B C A B C, until --repeats or --minutes are used up. The same command again adds rounds:
+runs of the same code, command and machine are kept. What fails is kept too, with its error line.
 """
 
 import argparse
 import datetime
+import fnmatch
+import hashlib
 import json
+import math
 import os
 import pathlib
 import platform
+import re
+import resource
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from importlib.metadata import version
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
-import numpy as np
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+RESULTS = ROOT / "benchmarks" / "results"
+ENOUGH = 60  # seconds that must be left for a configuration that has not run yet
 
-import utils  # noqa: E402
+
+@dataclass
+class Config:
+    """One program and its flags. In a flag, WORK is the part's folder and FRESH a new one for each run."""
+
+    program: str
+    flags: dict
+    predicted: dict = field(default_factory=dict)  # written before it was measured
+    ranks: int = 0  # 0: as many as the suite has
+    cold: bool = False  # the compiler's cache is empty
+
+    def words(self) -> list[str]:
+        words = self.program.split()
+        for key, value in self.flags.items():
+            words.append(f"--{'no-' * (value is False)}{key.replace('_', '-')}")
+            words += [] if isinstance(value, bool) else [str(value)]
+        return words
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is measured. A part is (what it says, the figure that counts, pairs to divide, configurations). A pair is (above,
+# below, goal) and, where it is not the part's figure that is divided, which one.
+
+DEMO = {"model": "demo", "dataset": "demo", "sequence_length": 256, "cache_dir": "WORK/cache", "log_interval": 1000}
+SPEED = {"model": "smollm3-3b", "dataset": "synthetic", "sequence_length": 8192, "batch_size": 1, "zero_stage": 2}
+PUBLISHED = {"precision": "bf16-pure", "compile": False, "fused_loss": False, "attention": "sdpa"}
+FINAL = {"precision": "bf16", "compile": True, "fused_loss": True, "attention": "auto"}
+BARE, TOKENS = "benchmarks/bare_loop.py", {"tokens": "WORK/tokens.bin"}
+
+
+def trained(base: dict, variants: dict[str, dict]) -> dict[str, Config]:
+    return {name: Config("train_fsdp.py", base | flags) for name, flags in variants.items()}
+
+
+def harness() -> tuple:
+    configs, pairs = {}, {}
+    for batch, steps in ((32, 24), (8, 64)):
+        size = {"batch_size": batch, "num_steps": steps}
+        ours, bare = f"train_fsdp.py, batch {batch}", f"bare loop, batch {batch}"
+        configs[bare] = Config(BARE, TOKENS | size | {"warmup_steps": 4})
+        configs[ours] = Config("train_fsdp.py", DEMO | size | {"precision": "fp32", "perf_warmup_steps": 4})
+        pairs[f"harness / bare loop, {batch * 256:,} tokens a step"] = (ours, bare, "at least 0.97")
+    return "optimizer steps per second, demo model, fp32, one process", "steps_per_sec", pairs, configs
+
+
+def start() -> tuple:
+    one = DEMO | {"precision": "fp32", "num_steps": 1, "perf_warmup_steps": 0, "batch_size": 8}
+    bare, cached, cold = "bare loop, tokens ready", "tokens cached", "tokens not cached"
+    configs = {bare: Config(BARE, TOKENS | {"warmup_steps": 0, "num_steps": 1})}
+    configs |= trained(one, {cached: {}, cold: {"cache_dir": "FRESH"}})
+    pairs = {}
+    for seconds, key in (("seconds", "first_step_s"), ("CPU seconds", "cpu_s")):
+        pairs[f"start / start of the bare loop, {seconds}"] = (cached, bare, "at most 1.3", key)
+        pairs[f"start, tokens cached / not cached, {seconds}"] = (cached, cold, "under 1", key)
+    return "seconds from command to the end of the first step, demo model", "first_step_s", pairs, configs
+
+
+def data() -> tuple:
+    ways = ("pack ours", "pack map_and_lists", "read ours", "read map_and_lists")
+    ways += ("tokenize ours", "tokenize map", "tokenize library")
+    pairs = {
+        "packing / map and Python lists": ("pack ours", "pack map_and_lists", "at least 50"),
+        "reading / map and Python lists": ("read ours", "read map_and_lists", "at least 20"),
+        "tokenizing / datasets.map": ("tokenize ours", "tokenize map", "over 1"),
+        "tokenizing / the tokenizers library alone": ("tokenize ours", "tokenize library", "at least 0.8"),
+    }
+    configs = {way: Config(f"benchmarks/data_speed.py {way}", {}) for way in ways}
+    return "tokens per second: packing, reading, tokenizing", "tokens_per_sec", pairs, configs
+
+
+def compiling() -> tuple:
+    configs, pairs = {}, {}
+    for layers in (4, 16):
+        one = {"model": f"WORK/{layers}-layers", "sequence_length": 64, "batch_size": 1, "num_steps": 1}
+        ours, whole = f"by layer, {layers} layers", f"as a whole, {layers} layers"
+        by_layer = {"tokenizer": "assets/demo", "precision": "fp32", "compile": True, "perf_warmup_steps": 0}
+        configs[ours] = Config("train_fsdp.py", DEMO | one | by_layer, cold=True)
+        configs[whole] = Config(BARE, TOKENS | one | {"warmup_steps": 0, "compile": True}, cold=True)
+        pairs[f"first step compiled by layer / as a whole, {layers} layers"] = (ours, whole, "under 1")
+    return "seconds from command to the end of a compiled first step, empty cache", "first_step_s", pairs, configs
+
+
+def curves(base: dict, variants: dict[str, dict]) -> tuple:
+    """Learning curves on the same data and steps: the reference, itself with another seed (that is noise), others."""
+    (reference, flags), *others = variants.items()
+    variants = {reference: flags, f"{reference}, another seed": flags | {"seed": 43}, **dict(others)}
+    pairs = {
+        f"held-out loss, {name} / {reference}": (name, reference, "0.995 to 1.005" if "fp8" in name else "within noise")
+        for name in variants
+        if name != reference
+    }
+    return "held-out loss after the same steps on the same data", "eval_loss", pairs, trained(base, variants)
+
+
+def loss_cpu() -> tuple:
+    base = DEMO | {"batch_size": 4, "num_steps": 340, "lr": 4e-3, "eval_interval": 340, "log_interval": 5}
+    return curves(
+        base,
+        {
+            "fp32, full logits": {"precision": "fp32", "fused_loss": False},
+            "bf16": {"precision": "bf16"},
+            "bf16, compiled": {"precision": "bf16", "compile": True},
+            "fp8, emulated": {"precision": "fp8", "fp8_emulate": True},
+            "bf16-pure, full logits": {"precision": "bf16-pure", "fused_loss": False},
+        },
+    )
+
+
+def loss_gpu() -> tuple:
+    base = SPEED | {"dataset": "demo", "tokenizer": "assets/demo", "cache_dir": "WORK/cache", "sequence_length": 2048}
+    base |= {"batch_size": 4, "num_steps": 100, "warmup_steps": 10, "eval_interval": 100, "log_interval": 2}
+    return curves(
+        base,
+        {
+            "bf16, eager, full logits": PUBLISHED | {"precision": "bf16"},
+            "bf16, compiled, fused loss": FINAL,
+            "fp8, compiled, fused loss": FINAL | {"precision": "fp8"},
+            "bf16-pure, eager, full logits": PUBLISHED,
+        },
+    )
+
+
+# Milliseconds for 8,192 tokens of SmolLM3-3B on one H200, predicted before any of it was measured. The budget behind
+# them stands in docs/BENCHMARK.md.
+LADDER = [
+    ("published settings", PUBLISHED, 490, "the sum of the budget"),
+    ("fp32 master weights", {"precision": "bf16"}, 520, "28 bytes a parameter in AdamW for 14, fp32 reduction"),
+    ("fused loss", {"fused_loss": True}, 520, "as many bytes in chunks as in one piece; 6 GiB less"),
+    ("compiled layers", {"compile": True}, 455, "elementwise work in a third of the passes over memory"),
+    ("cuDNN attention", {"attention": "cudnn"}, 415, "35 TFLOP at 470 TFLOP/s for 300"),
+    ("batch 2", {"batch_size": 2}, 388, "55 ms of optimizer, clipping, casts for twice the tokens"),
+    ("4 microbatches, one reduction", {"gradient_accumulation_steps": 4, "zero_stage": 1}, 370, "for eight times"),
+    ("float8 linears", {"precision": "fp8"}, 295, "138 TFLOP of linears at 1,100 TFLOP/s for 620, 20 ms of casts"),
+]
+
+
+def ladder() -> tuple:
+    configs, flags = {}, SPEED
+    for name, change, milliseconds, why in LADDER:
+        flags = flags | change
+        predicted = {"on": "NVIDIA H200", "tokens_per_sec_per_gpu": round(8192e3 / milliseconds), "why": why}
+        configs["+ " * bool(configs) + name] = Config("train_fsdp.py", flags, predicted)
+    return "SmolLM3-3B at 8,192 tokens, each line one change more", "tokens_per_sec_per_gpu", {}, configs
+
+
+def memory() -> tuple:
+    selective, full = {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"}
+    variants = {
+        "batch 1": {},
+        "batch 2": {"batch_size": 2},
+        "batch 1, selective": selective,
+        "batch 4, selective": selective | {"batch_size": 4},
+        "batch 1, full": full,
+        "batch 4, full": full | {"batch_size": 4},
+        "batch 1, full, 8-bit Adam": full | {"optimizer": "adamw8bit"},
+        "batch 1, full, bf16-pure": full | {"precision": "bf16-pure"},
+        "batch 4, full, offloaded": full | {"batch_size": 4, "cpu_offload": True},
+    }
+    what = "SmolLM3-3B at 8,192 tokens: activation checkpointing and what else saves memory"
+    return what, "tokens_per_sec_per_gpu", {}, trained(SPEED | FINAL, variants)
+
+
+def scale() -> tuple:
+    variants = {f"{m}, 8,192 tokens": {"model": m} for m in ("llama3.2-1b", "smollm3-3b", "llama3.1-8b")}
+    for length in (2048, 4096, 16384, 32768, 65536):
+        size = {"sequence_length": length, "batch_size": max(1, 16384 // length)}
+        variants[f"smollm3-3b, {length:,} tokens"] = size
+    # KempnerForge's published run on one H200, 10,471 tokens/s, has these settings
+    other = {"model": "llama3.1-8b", "precision": "bf16-pure", "sequence_length": 4096, "batch_size": 4}
+    variants["llama3.1-8b, bf16-pure, 4,096 tokens"] = other | {"gradient_accumulation_steps": 2}
+    base = SPEED | FINAL | {"activation_checkpointing": "full"}
+    what = "model sizes and sequence lengths, full checkpointing"
+    return what, "tokens_per_sec_per_gpu", {}, trained(base, variants)
+
+
+def ranks(available: int) -> tuple:
+    """The same work for each GPU on 1, 2, 4, 8 of them, and on all of them by stage."""
+    base = SPEED | FINAL | {"activation_checkpointing": "selective"}
+    numbers = [n for n in (1, 2, 4, 8) if n <= available]
+    configs = {f"ZeRO-3, {n} ranks": Config("train_fsdp.py", base | {"zero_stage": 3}, ranks=n) for n in numbers}
+    configs |= trained(base, {f"ZeRO-{stage}, {available} ranks": {"zero_stage": stage} for stage in (2, 1, 0)})
+    several = [f"ZeRO-3, {n} ranks" for n in numbers[1:]]
+    pairs = {f"{name} / 1 rank": (name, "ZeRO-3, 1 ranks", "1 is perfect") for name in several}
+    return "the same work per GPU on more of them", "tokens_per_sec_per_gpu", pairs, configs
+
+
+PEERS = {  # program in benchmarks/peers: the package that it needs
+    "hf_trainer": "transformers",
+    "accelerate_fsdp2": "accelerate",
+    "lightning_fabric": "lightning",
+    "torchtitan_llama": "torchtitan",
+}
+
+
+def peers() -> tuple:
+    size = {"model": "smollm3-3b", "sequence_length": 8192, "batch_size": 1}
+    configs = trained(SPEED | FINAL, {"train_fsdp.py": {}})
+    configs |= {peer: Config(f"benchmarks/peers/{peer}.py", size) for peer in PEERS}
+    pairs = {f"train_fsdp.py / {peer}": ("train_fsdp.py", peer, "over 1") for peer in PEERS}
+    return "the same model, batch and tokens in other programs", "tokens_per_sec_per_gpu", pairs, configs
+
+
+def parts_of(suite: str, available: int) -> dict[str, tuple]:
+    if suite == "cpu":
+        return {"harness": harness(), "start": start(), "data": data(), "compile": compiling(), "loss": loss_cpu()}
+    if suite == "compare":
+        return {"peers": peers()}
+    parts = {"ladder": ladder(), "memory": memory(), "scale": scale(), "loss": loss_gpu()}
+    return parts | ({"ranks": ranks(available)} if available > 1 else {})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+class RunError(Exception):
+    """A configuration's error in one line."""
+
+
+def prepare(work: pathlib.Path) -> None:
+    """What the bare loop and the part `compile` read: the demo's tokens, and its model with 4 and with 16 layers."""
+    execute(Config("train_fsdp.py", DEMO | {"num_steps": 1}), work, 1, 300)
+    os.link(next((work / "cache").glob("tokens-*.bin")), work / "tokens.bin")
+    demo = json.loads((ROOT / "assets/demo/config.json").read_text())
+    for layers in (4, 16):
+        deeper = {"num_hidden_layers": layers, "no_rope_layers": demo["no_rope_layers"] * (layers // 4)}
+        (work / f"{layers}-layers").mkdir()
+        (work / f"{layers}-layers" / "config.json").write_text(json.dumps(demo | deeper))
+
+
+def execute(config: Config, work: pathlib.Path, available: int, seconds: float, rehearse: bool = False) -> dict:
+    """One run in fresh processes: its figures, with seconds from command to first step and to the end.
+
+    Raises:
+        RunError: it is not installed, ended with an error, or did not end within `seconds`.
+    """
+    package = PEERS.get(pathlib.Path(config.program).stem)
+    if package and not find_spec(package):
+        raise RunError(f"not installed: {package}")
+    world, first_step, lines = config.ranks or available, None, []
+    with tempfile.TemporaryDirectory(dir=work) as fresh, tempfile.TemporaryFile("w+") as errors:
+        words = [word.replace("FRESH", f"{fresh}/fresh").replace("WORK", str(work)) for word in config.words()]
+        if config.program == "train_fsdp.py":
+            words += ["--output-dir", fresh, "--run-name", "run"]
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
+        env = os.environ | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if rehearse else {})
+        env |= {"TORCHINDUCTOR_CACHE_DIR": f"{fresh}/compiled"} if config.cold else {}
+        pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        began, used = time.perf_counter(), cpu_seconds()
+        process = subprocess.Popen(
+            [sys.executable, *launch, *words], cwd=ROOT, env=env, start_new_session=True, **pipes
+        )
+        timers = [  # not SIGTERM, on which train_fsdp.py saves a checkpoint; torchrun ends its workers within 30 s
+            threading.Timer(seconds + grace, os.killpg, (process.pid, sign))
+            for grace, sign in ((0, signal.SIGINT), (40, signal.SIGKILL))
+        ]
+        try:
+            for timer in timers:
+                timer.start()
+            for line in process.stdout:
+                lines.append(line)
+                if first_step is None and re.match(r"step +1/", line):
+                    first_step = time.perf_counter() - began
+            code = process.wait()
+            took = time.perf_counter() - began
+        finally:
+            for timer in timers:
+                timer.cancel()
+            if process.poll() is None:  # Ctrl-C does not reach it
+                os.killpg(process.pid, signal.SIGINT)
+        if code:
+            errors.seek(0)
+            text = errors.read().strip()
+            told = re.search(r"^\S*( error|Error): .*", text, re.MULTILINE)  # torchrun's own words come after it
+            error = told[0] if told else (text.splitlines() or [f"exit code {code}"])[-1]
+            raise RunError(f"did not end within {seconds:.0f} s" if took >= seconds else error[:300])
+        metrics = pathlib.Path(fresh, "run", "metrics.jsonl")
+        printed = [line for line in lines if line.startswith('{"')]
+        records = list(map(json.loads, metrics.read_text().splitlines() if metrics.exists() else printed[-1:]))
+    if not records:
+        raise RunError("printed no figures")
+    figures = {key: value for key, value in records[-1].items() if key not in ("final", "grad_norm", "learning_rate")}
+    if "eval_loss" in figures:
+        figures["curve"] = [(record["tokens_seen"], record["loss"]) for record in records[:-1]]
+    figures |= {"first_step_s": first_step} if first_step else {}
+    return figures | {"wall_s": took, "cpu_s": cpu_seconds() - used, "load": os.getloadavg()[0]}
+
+
+def cpu_seconds() -> float:
+    """Of all processes that this one has started and that have ended: what a busy machine changes least."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def set_steps(flags: dict) -> None:
+    """About 160,000 tokens a rank after three steps of warmup, where the flags do not say how many steps."""
+    if "sequence_length" in flags and "num_steps" not in flags:
+        tokens = flags["sequence_length"] * flags.get("batch_size", 1) * flags.get("gradient_accumulation_steps", 1)
+        flags |= {"num_steps": 3 + max(3, 163840 // tokens), "perf_warmup_steps": 3}
+
+
+def shrink(flags: dict) -> None:
+    """For a rehearsal: the demo model, a 128th of the sequence, six steps, nothing that needs a GPU."""
+    if "sequence_length" in flags:
+        flags |= {"model": "demo", "sequence_length": max(16, flags["sequence_length"] // 128)}
+        flags |= {"num_steps": 6, "perf_warmup_steps": 2}
+    if "attention" in flags:
+        flags["attention"] = "sdpa"
+    if "eval_interval" in flags:
+        flags |= {"eval_interval": 6, "warmup_steps": 2}
+    if flags.get("precision") == "fp8":
+        flags["fp8_emulate"] = True
+
+
+def measure(name: str, part: tuple, args, store: dict, save) -> None:
+    """Runs a part's configurations in rounds and keeps every run as it ends."""
+    what, figure, pairs, configs = part
+    entry = store.setdefault(name, {"configs": {}})
+    entry |= {"what": what, "figure": figure, "pairs": pairs}
+    wanted = {label: config for label, config in configs.items() if fnmatch.fnmatch(f"{name}/{label}", args.only)}
+    stamps = {}
+    for label, config in wanted.items():
+        set_steps(config.flags)
+        if args.rehearse:
+            shrink(config.flags)
+            config.predicted = {}
+        stamps[label] = {"code": code_hash(), "on": device_name(args.rehearse), "ranks": config.ranks or args.gpus}
+        old, command = entry["configs"].get(label, {}), " ".join(config.words())
+        kept = [r for r in old.get("runs", []) if old["command"] == command and stamps[label].items() <= r.items()]
+        entry["configs"][label] = {"command": command, "predicted": config.predicted, "runs": kept}
+    entry["configs"] = {label: entry["configs"][label] for label in configs if label in entry["configs"]}
+    with tempfile.TemporaryDirectory() as folder:
+        work = pathlib.Path(folder)
+        if any("WORK/" in word and "cache" not in word for config in wanted.values() for word in config.words()):
+            prepare(work)
+        for repeat in range(args.repeats):
+            for label, config in wanted.items():
+                result, left = entry["configs"][label], args.deadline - time.monotonic()
+                if "error" in result or (result["runs"] and left < max(run["wall_s"] for run in result["runs"])):
+                    continue
+                try:
+                    if left < ENOUGH and not result["runs"]:
+                        raise RunError("not run: the --minutes were used up")
+                    figures = execute(config, work, args.gpus, left, args.rehearse)
+                    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                    result["runs"].append(figures | stamps[label] | {"date": date})
+                    said = f"{figures.get(figure, math.nan):,.4g}"
+                except RunError as error:
+                    said = result["error"] = str(error)
+                print(f"{name} {repeat + 1}/{args.repeats}  {label}: {said}", flush=True)
+                save()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Telling
+
+
+def code_hash() -> str:
+    """Of the two files that are measured: figures of different code are never put together."""
+    return hashlib.sha256(b"".join((ROOT / f).read_bytes() for f in ("train_fsdp.py", "utils.py"))).hexdigest()[:12]
+
+
+def device_name(cpu: bool) -> str:
+    if torch.cuda.is_available() and not cpu:
+        return torch.cuda.get_device_name()
+    info = pathlib.Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
+
+
+OPTIONAL = ("lightning", "liger-kernel", "torchtitan")
+
+
+def describe_machine() -> dict:
+    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "torchao", "numpy", *OPTIONAL)
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in packages:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "train_fsdp.py", "utils.py"], capture_output=True)
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "processor": device_name(cpu=True),
+        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+        "versions": versions,
+        "commit": (commit + "-changed" * changed.returncode) or None,
+    }
+
+
+def median_and_spread(values: list[float]) -> str:
+    form = ",.0f" if max(values) >= 1000 else ".4g"
+    spread = f" [{min(values):{form}} to {max(values):{form}}]" if len(values) > 1 else ""
+    return f"{statistics.median(values):{form}}{spread}"
+
+
+COLUMNS = {
+    "step ms": "step_time_ms",
+    "MFU %": "mfu_percent",
+    "GiB": "peak_memory_reserved",
+    "loss": "loss",
+    "first step s": "first_step_s",
+    "CPU s": "cpu_s",
+}
+
+
+def table(entry: dict) -> str:
+    """A part as Markdown: medians, in brackets the extremes, then the ratios run by run."""
+    figure = entry["figure"]
+    runs = [run for config in entry["configs"].values() for run in config["runs"]]
+    columns = {title: key for title, key in COLUMNS.items() if key != figure and any(key in run for run in runs)}
+    predicted = any(config["predicted"] for config in entry["configs"].values())
+    title = figure.replace("_per_sec", "/s").replace("_per_gpu", "/GPU").replace("_", " ")
+    rows = [["", title, *["predicted"] * predicted, *columns, "runs"]]
+    for name, config in entry["configs"].items():
+        of = lambda key: [run[key] for run in config["runs"] if key in run]  # noqa: B023, E731
+        cells = [median_and_spread(of(figure)) if of(figure) else config.get("error", "-")]
+        cells += [f"{config['predicted']['tokens_per_sec_per_gpu']:,}" if config["predicted"] else ""] * predicted
+        cells += [f"{statistics.median(of(key)):,.4g}" if of(key) else "" for key in columns.values()]
+        rows.append([name, *cells, str(len(config["runs"]))])
+    for label, pair in entry["pairs"].items():
+        if values := ratios(entry, *pair):
+            rows.append([label, f"{median_and_spread(values)} ({pair[2]})", *[""] * (len(rows[0]) - 2)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
+
+
+def ratios(entry: dict, above: str, below: str, goal: str, key: str = "") -> list[float]:
+    """One configuration's figure divided by another's, round by round; `key` where it is not the part's figure."""
+    sides = [entry["configs"].get(name, {"runs": []})["runs"] for name in (above, below)]
+    key = key or entry["figure"]
+    return [a[key] / b[key] for a, b in zip(*sides, strict=False)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=["cpu"])
-    parser.add_argument("--only", choices=["harness", "packing"], help="one part instead of all")
-    parser.add_argument("--repeats", type=int, default=7, help="runs of each side [7]")
-    parser.add_argument("--output", type=pathlib.Path, help="[benchmarks/results/SUITE.json]")
+    parser.add_argument("suite", choices=["cpu", "gpu", "compare", "plot"])
+    parser.add_argument("--only", default="*", help="PART, or PART/CONFIGURATION with * and ?")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds [3]")
+    parser.add_argument("--minutes", type=float, default=8.5, help="after these no run begins or goes on [8.5]")
+    parser.add_argument("--gpus", type=int, help="ranks [all GPUs of this machine, or 1]")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of JSON and plots [benchmarks/results]")
+    parser.add_argument("--rehearse", action="store_true", help="the demo model on the CPU, to a temporary folder")
     args = parser.parse_args()
-    parts = {"harness": measure_harness, "packing": measure_packing}
-    output = args.output or ROOT / "benchmarks" / "results" / f"{args.suite}.json"
-    results = {"machine": describe_machine(), "command": " ".join(["python", *sys.argv]), "parts": {}}
-    if args.only and output.exists():  # a part measured anew leaves the others as they were
-        results["parts"] = json.loads(output.read_text())["parts"]
-    for name, measure in parts.items():
-        if args.only in (None, name):
-            with tempfile.TemporaryDirectory() as folder:
-                results["parts"][name] = {"machine": describe_machine()} | measure(pathlib.Path(folder), args.repeats)
-            print_table(name, results["parts"][name])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\nwritten to {output}")
+    args.deadline = time.monotonic() + 60 * args.minutes
+    args.gpus = args.gpus or (1 if args.suite == "cpu" else max(1, torch.cuda.device_count()))
+    if "/" not in args.only:
+        args.only += "/*"
+    out = args.out or (pathlib.Path(tempfile.mkdtemp(prefix="rehearsal-")) if args.rehearse else RESULTS)
+    if args.rehearse and out.resolve().is_relative_to(RESULTS):
+        parser.error(f"--rehearse: its figures do not belong in {RESULTS}; give another --out")
+    if args.suite in ("gpu", "compare") and not (torch.cuda.is_available() or args.rehearse):
+        parser.error(f"{args.suite}: there is no GPU; --rehearse runs it with the demo model on the CPU")
+    out.mkdir(parents=True, exist_ok=True)
+    if args.suite != "plot":
+        run_suite(args, out / f"{args.suite}.json")
+    if find_spec("matplotlib"):
+        from plots import draw
+
+        print("plots:", *(str(path) for path in draw(out)))
+    else:
+        print(f"no plots: matplotlib is not installed; later: bench.py plot --out {out}")
 
 
-def measure_harness(folder: pathlib.Path, repeats: int) -> dict:
-    """Steps per second of `train_fsdp.py`, one process, and of the bare loop: same model, data, batch, precision."""
-    sequence, warmup, cache = 256, 4, folder / "cache"
-    harness = (
-        f"{ROOT / 'train_fsdp.py'} --model demo --dataset demo --precision fp32 --sequence-length {sequence} "
-        f"--perf-warmup-steps {warmup} --output-dir {folder} --cache-dir {cache}"
-    )
-    run([*harness.split(), "--num-steps", "1", "--run-name", "fill-the-cache"])
-    tokens = next(cache.glob("tokens-*.bin"))
-    bare = (
-        f"{ROOT / 'benchmarks/bare_loop.py'} --model {ROOT / 'assets/demo'} --tokens {tokens} --warmup-steps {warmup}"
-    )
-    figures, ratios = {}, {}
-    for batch, steps in ((32, 24), (8, 64)):
-        size = ["--batch-size", str(batch), "--num-steps", str(steps)]
-        ours, theirs = [], []
-        for repeat in range(repeats):
-            theirs.append(json.loads(run([*bare.split(), *size]))["steps_per_sec"])
-            name = f"batch-{batch}-{repeat}"
-            run([*harness.split(), *size, "--run-name", name])
-            ours.append(json.loads((folder / name / "metrics.jsonl").read_text().splitlines()[-1])["steps_per_sec"])
-        figures |= {f"train_fsdp.py, batch {batch}": ours, f"bare loop, batch {batch}": theirs}
-        ratios[f"batch {batch}: ours / bare loop"] = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return {
-        "what": f"optimizer steps per second, demo model, fp32, batch x {sequence} tokens, one process",
-        "flags": harness.replace(str(folder), "DIR").replace(str(ROOT) + "/", ""),
-        "unit": "steps/s",
-        "figures": figures,
-        "ratios": ratios,
-        "goal": "at least 0.97",
-    }
+def run_suite(args, file: pathlib.Path) -> None:
+    parts, wanted = parts_of(args.suite, args.gpus), args.only.partition("/")[0]
+    if not fnmatch.filter(parts, wanted):
+        sys.exit(f"bench.py: error: --only {wanted}: {args.suite} has {', '.join(parts)}")
+    results = json.loads(file.read_text()) if file.exists() else {"parts": {}}
+    results |= {"suite": args.suite, "rehearsal": args.rehearse, "machine": describe_machine()}
+    results["command"] = " ".join(["python", *sys.argv])
 
+    def save() -> None:
+        file.write_text(json.dumps(results, indent=1) + "\n")
 
-def measure_packing(folder: pathlib.Path, repeats: int) -> dict:
-    """Seconds to pack a tokenized corpus into windows of 8,193 tokens and to read each of them as tensors once."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.disable_caching()
-    sequence, vocabulary = 8192, 49152
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(50, 400, 36_000)
-    documents = datasets.Dataset.from_dict(
-        {"input_ids": [generator.integers(0, vocabulary, n, dtype=np.int32) for n in lengths]}
-    )
-    seconds: dict[str, list[float]] = {"pack": [], "map and lists: pack": [], "read": [], "map and lists: read": []}
-    kept = {}
-    for repeat in range(repeats):
-        path = folder / f"tokens-{repeat}.bin"
-        start = time.perf_counter()
-        utils.pack_tokens(utils.token_batches(documents, None, "benchmark"), path, vocabulary)
-        packed = utils.PackedDataset(np.memmap(path, dtype=utils.token_dtype(vocabulary), mode="r"), sequence)
-        seconds["pack"].append(time.perf_counter() - start)
-        start = time.perf_counter()
-        collate = utils.create_collate_fn()
-        for index in range(len(packed)):
-            collate([packed[index]])
-        seconds["read"].append(time.perf_counter() - start)
-        kept["train_fsdp.py"] = len(packed) * sequence
-
-        start = time.perf_counter()
-        grouped = documents.map(group_tokens, batched=True, fn_kwargs={"length": sequence}, remove_columns="input_ids")
-        seconds["map and lists: pack"].append(time.perf_counter() - start)
-        start = time.perf_counter()
-        for index in range(len(grouped)):
-            row = grouped[index]
-            {"input_ids": torch.tensor([row["input_ids"]]), "labels": torch.tensor([row["shift_labels"]])}
-        seconds["map and lists: read"].append(time.perf_counter() - start)
-        kept["map and lists"] = len(grouped) * sequence
-    ratio = lambda part: [a / b for a, b in zip(seconds[f"map and lists: {part}"], seconds[part], strict=True)]  # noqa: E731
-    return {
-        "what": f"{lengths.sum():,} tokens in {len(lengths):,} documents, windows of {sequence}",
-        "unit": "s",
-        "figures": seconds,
-        "ratios": {"pack: map and lists / ours": ratio("pack"), "read: map and lists / ours": ratio("read")},
-        "tokens_kept": kept,
-        "goal": "at least 50 and 20",
-    }
-
-
-def group_tokens(batch: dict, length: int) -> dict:
-    """The packing of most training scripts: concatenate a map batch's lists, cut them, drop the tail."""
-    tokens = [token for ids in batch["input_ids"] for token in ids]
-    starts = range(0, (len(tokens) - 1) // length * length, length)
-    return {
-        "input_ids": [tokens[start : start + length] for start in starts],
-        "shift_labels": [tokens[start + 1 : start + length + 1] for start in starts],
-    }
-
-
-def run(command: list[str]) -> str:
-    """Standard output of a fresh process of this Python."""
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"bench.py: {' '.join(command)} failed:\n{done.stderr}")
-    return done.stdout
-
-
-def describe_machine() -> dict:
-    cpu = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    processor = next((line for line in cpu if line.startswith("model name")), ":").partition(":")[2]
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "processor": processor.strip() or platform.processor(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", "numpy")},
-        "commit": commit or None,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def print_table(name: str, part: dict) -> None:
-    print(f"\n{name}: {part['what']}")
-    for label, values in part["figures"].items():
-        print(f"  {label:32} {spread(values)} {part['unit']}")
-    for label, values in part["ratios"].items():
-        print(f"  {label:32} {spread(values)}   ({part['goal']})")
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):10.4g}  [{min(values):.4g} to {max(values):.4g}]"
+    for name in fnmatch.filter(parts, wanted):
+        measure(name, parts[name], args, results["parts"], save)
+        save()
+        print(f"\n{name}: {parts[name][0]}\n\n{table(results['parts'][name])}\n")
+    print(f"written to {file}")
 
 
 if __name__ == "__main__":
