@@ -1445,8 +1445,9 @@ def check_that_figures_will_exist(args: argparse.Namespace, device: torch.device
 def check_gates(args: argparse.Namespace, metrics: dict) -> None:
     """Raises UserError with exit code 3 when a figure missed its gate."""
     missed = []
-    if args.min_mfu and metrics["mfu_percent"] < args.min_mfu:
-        missed.append(f"--min-mfu {args.min_mfu:g}: the MFU was {metrics['mfu_percent']:.2f} %")
+    mfu = metrics.get("mfu_percent", 0.0)  # a resumed run may end within its warmup
+    if args.min_mfu and mfu < args.min_mfu:
+        missed.append(f"--min-mfu {args.min_mfu:g}: the MFU was {mfu:.2f} %")
     if args.max_memory_gib and metrics["peak_memory_reserved"] > args.max_memory_gib:
         reserved = metrics["peak_memory_reserved"]
         missed.append(f"--max-memory-gib {args.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
