@@ -260,6 +260,8 @@ def stop_processes(stop: "StopRequest") -> None:
         stop.round[0].wait()
     dist.barrier()
     dist.destroy_process_group()
+    for number in StopRequest.SIGNALS:  # torchrun sends them to the ranks that leave a moment after the first
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:
@@ -1578,9 +1580,13 @@ class Report:
         self.serve(metrics)
         try:
             print(json.dumps(metrics), file=self.file, flush=True)
+        except OSError as error:  # the line waits in Python's buffer and is written with a later one
+            say(f"failed     metrics.jsonl, step {step}: {error.strerror}; the run goes on")
+        try:
             self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
-        except OSError as error:  # Python writes it with the next line, if there is room then
-            say(f"failed     metrics of step {step}: {error.strerror}; the run goes on")
+        except OSError as error:
+            say(f"failed     trackers, from step {step} on: {error.strerror}; the run goes on without them")
+            self.accelerator.trackers = []
         loss = f"loss {metrics['loss']:.4f}"
         if "eval_loss" in metrics:
             held_out = f"held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"

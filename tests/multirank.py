@@ -225,7 +225,8 @@ def main(workspace: pathlib.Path) -> None:
     def train(name: str, flags: str, model: str = "smollm3", **options) -> dict:
         built.clear()
         run_name = name.replace(" ", "-")
-        train_fsdp.run(train_fsdp.parse_args([*arguments(model, flags, **options), "--run-name", run_name]), device, stop)
+        args = train_fsdp.parse_args([*arguments(model, flags, **options), "--run-name", run_name])
+        train_fsdp.run(args, device, stop)
         lines = (workspace / f"runs-{world}" / run_name / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
         logged = [line for line in map(json.loads, lines) if not line.get("final")]
         parameters = list(built["build_model"].parameters())

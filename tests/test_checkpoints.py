@@ -1,7 +1,6 @@
 """A run that is killed at any moment loses at most the steps since its last checkpoint, and goes on as the same run."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -69,7 +68,9 @@ def refused(run):
 def finished(device, flags, tmp_path_factory):
     """A finished run with a checkpoint of every second step; tests copy it before they touch it."""
     folder = tmp_path_factory.mktemp("finished")
-    more = words(f"--output-dir {folder} --run-name r --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint")
+    more = words(
+        f"--output-dir {folder} --run-name r --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint"
+    )
     assert train([*flags, *more], device) == 0
     return folder / "r"
 
@@ -524,3 +525,94 @@ def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, m
             time.sleep(0.5)
         child.join(10)
         assert child.exitcode == train_fsdp.StopRequest.EXIT_CODE
+
+
+SIGNAL_STEPS = 100_000  # never reached
+
+
+def wait_until(condition, process, seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def launch(command: list) -> subprocess.Popen:
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def ranks_of(process) -> list[psutil.Process]:
+    """The ranks that a torchrun has started, in the order of their numbers."""
+    children = psutil.Process(process.pid).children()
+    return sorted(
+        (child for child in children if PROGRAM in child.cmdline()), key=lambda child: int(child.environ()["RANK"])
+    )
+
+
+def steps_done(folder) -> int:
+    file = folder / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tmp_path):
+    """4 ranks until one gets SIGTERM, 2 ranks in stage 2 with one killed and started again, 4 ranks in two replicas,
+    1 rank; beside it the same global batch on one rank, undisturbed."""
+    folder = tmp_path / "r"
+    common = [*flags, "--lr-scheduler", "constant", "--lr", "1e-4", "--batch-size", 1, "--num-workers", 1]
+    common += ["--output-dir", tmp_path, "--run-name", "r", "--resume", "auto"]
+
+    # 4 ranks; a signal to one of them
+    process = launch([*torchrun_command(4), PROGRAM, *common, "--num-steps", SIGNAL_STEPS])
+    wait_until(lambda: steps_done(folder) >= 3, process)
+    ranks_of(process)[2].send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    stopped = steps_done(folder)
+    assert process.returncode != 0
+    assert "by a signal to another rank after step" in output
+    assert names(folder) == checkpoint_names(stopped)
+    assert "nothing to save" not in errors
+    assert "exitcode  : 143" in errors
+
+    # 2 ranks; one is killed and torchrun starts both again
+    more = ["--zero-stage", 2, "--num-steps", stopped + 60, "--checkpoint-interval", 10, "--no-async-checkpoint"]
+    process = launch([*torchrun_command(2, "--max-restarts=1"), PROGRAM, *common, *more])
+    wait_until(lambda: names(folder)[-1:] > checkpoint_names(stopped), process)
+    ranks_of(process)[1].kill()
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert output.count("resumed    ") == 2
+
+    # 4 ranks in two replicas, 1 rank
+    process = start([*torchrun_command(4), PROGRAM, *common, "--dp-replicate-size", 2, "--num-steps", stopped + 64,
+                     "--checkpoint-interval", 100])  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert "world size 2 -> 4" in process.stdout and "dp replicate size 1 -> 2" in process.stdout
+    assert train([*common, "--num-steps", stopped + 68], device) == 0
+    steps = stopped + 68
+    whole = [*flags, "--lr-scheduler", "constant", "--lr", "1e-4", "--num-steps", steps]
+    assert train([*whole, "--output-dir", tmp_path, "--run-name", "whole"], device) == 0
+    survived, reference = steps_of(folder), steps_of(tmp_path / "whole")
+    assert [step[0] for step in survived] == list(range(1, steps + 1))
+    assert [step[1] for step in survived] == pytest.approx([step[1] for step in reference], rel=1e-5)
+    assert [step[3:] for step in survived] == [step[3:] for step in reference]
+
+
+@pytest.mark.parametrize("number", train_fsdp.StopRequest.SIGNALS)
+def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
+    places = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
+    process = launch([sys.executable, PROGRAM, *flags, *places])
+    wait_until(lambda: steps_done(tmp_path / "r") >= 3, process)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (143, "")
+    assert f"stopped    by {number.name} after step" in output
+    assert names(tmp_path / "r") == checkpoint_names(steps_done(tmp_path / "r"))
+
+
+def test_kills_at_random_moments_lose_nothing(tmp_path):
+    process = start([sys.executable, ROOT / "benchmarks" / "kill_test.py", "--kills", 2, "--ranks", 2,
+                     "--num-steps", 400])  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    result = json.loads(process.stdout[process.stdout.index("{") :])
+    assert result["kills"] == 2 and result["steps"] == 400 and result["same_losses_to_the_bit"]
