@@ -430,11 +430,8 @@ def choose_attention(args: argparse.Namespace, config) -> str:
     if args.attention == "flex_attention" and not torch.cuda.is_available():
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     if args.attention == "auto":
-        if (
-            find_spec("flash_attn_interface")
-            and torch.cuda.is_available()
-            and torch.cuda.get_device_capability()[0] == 9
-        ):
+        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+        if hopper and find_spec("flash_attn_interface") and "FA3" in torch.nn.attention.list_flash_attention_impls():
             torch.nn.attention.activate_flash_attention_impl("FA3")  # in the place of torch's own flash attention
             torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
         supported = AutoModelForCausalLM._model_mapping[type(config)]
@@ -1463,17 +1460,18 @@ def profiling(folder: pathlib.Path, tracker):
     with tracker.excluded():
         if dist.get_rank():
             yield
-            return
-        start = time.perf_counter()
-        with torch.profiler.profile() as profile:
-            yield
-            utils.wait_for_device()
-            seconds = time.perf_counter() - start
-    (folder / "profile").mkdir(exist_ok=True)
-    profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
-    shares = utils.time_shares(profile.events(), seconds)
-    table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
-    say(columns({"profile": f"{PROFILED_STEPS} steps of {1000 * seconds / PROFILED_STEPS:,.1f} ms: {table}"}))
+        else:
+            start = time.perf_counter()
+            with torch.profiler.profile() as profile:
+                yield
+                utils.wait_for_device()
+                seconds = time.perf_counter() - start
+            (folder / "profile").mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
+            shares = utils.time_shares(profile.events(), seconds)
+            table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
+            say(columns({"profile": f"{PROFILED_STEPS} steps of {1000 * seconds / PROFILED_STEPS:,.1f} ms: {table}"}))
+        dist.barrier()  # until rank 0 has written: the others' clocks must not count that either
 
 
 def record_memory(folder: pathlib.Path):
