@@ -26,6 +26,7 @@ if __name__ == "__main__":  # before the heavy imports, which warn and can be in
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -34,12 +35,15 @@ import pathlib
 import re
 import subprocess
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from unittest import mock
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -47,9 +51,11 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -87,6 +93,16 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
     return parse
 
 
+def gpu_counts(text: str) -> list[int]:
+    """An argparse type: world sizes, comma-separated."""
+    return [number(int)(part) for part in text.split(",")]
+
+
+def batch_size(text: str) -> int | str:
+    """An argparse type: a positive number, or auto."""
+    return text if text == "auto" else number(int)(text)
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="train_fsdp.py",
@@ -109,7 +125,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dataset-split", help="training split, with an optional slice [train[:5%%]; of local data: train]")
     add("--eval-split", default="validation", help="held-out split [validation]")
     add("--sequence-length", type=number(int), default=8192, help="tokens per sample [8192]")
-    add("--batch-size", type=number(int), default=1, help="sequences per rank and microbatch [1]")
+    add("--batch-size", type=batch_size, default=1, help="sequences per rank and microbatch; auto takes the largest that fits by --plan [1]")
     add("--gradient-accumulation-steps", type=number(int), default=1, help="microbatches per optimizer step [1]")
     add("--num-workers", type=number(int, 0), default=1, help="data loading processes per rank [1]")
     add("--cache-dir", help="where tokenized data is kept [~/.cache/train_fsdp]")
@@ -154,6 +170,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--log-interval", type=number(int), default=10, help="steps between log lines [10]")
     add("--perf-warmup-steps", type=number(int, 0), default=10, help="steps that the speed figures leave out [10]")
     add("--peak-tflops", type=number(float), help="dense bf16 peak of one GPU, for one that is not in the table")
+    add = parser.add_argument_group("planning").add_argument
+    add("--plan", action="store_true", help="no training: what this configuration will need and give, from one step on fake tensors")
+    add("--plan-gpus", type=gpu_counts, metavar="N[,N...]", help="world size to plan for; of several the first in full and all in a table [--gpus-per-node]")
+    add("--plan-gpu", metavar="NAME", help="kind of GPU to plan for, such as 'H100 SXM' or B200 [this machine's, else H100 SXM]")
+    add("--plan-rates", metavar="FILE", help="JSON with measured rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...")
+    add("--gpus-per-node", type=number(int), default=8, help="[8]")
+    add("--gpu-hour-usd", type=number(float), help="price of one GPU for an hour")
+    add("--json", action="store_true", help="the plan as one JSON object on stdout")
+
+    add = parser.add_argument_group("all at once").add_argument
     add("--demo", action="store_true", help="the embedded model on the embedded stories; any flag given beside it wins")
     # fmt: on
 
@@ -178,7 +204,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.warmup_steps is None:
         args.warmup_steps = 0 if args.lr_scheduler == "constant" else args.num_steps // 20
     if args.compile is None:
-        args.compile = torch.cuda.is_available()
+        args.compile = torch.cuda.is_available() or args.plan
+    args.argv = argv
     return args
 
 
@@ -313,7 +340,7 @@ def load_tokenizer(args: argparse.Namespace, config):
 def choose_attention(args: argparse.Namespace, config) -> str:
     """The name of transformers' attention implementation for `--attention`."""
     if args.attention == "cudnn":
-        if not torch.cuda.is_available():
+        if not (args.plan or torch.cuda.is_available()):
             raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -428,7 +455,9 @@ def make_real(
 
 def fp8_converter(args: argparse.Namespace):
     """A function that swaps a module's linears for torchao's float8 ones, in place."""
-    hopper = torch.cuda.is_available() and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    hopper = args.plan or (
+        torch.cuda.is_available() and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    )
     if not hopper and not args.fp8_emulate:
         here = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
         raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {here}; use bf16")
@@ -883,6 +912,391 @@ def summarize(metrics: dict, folder: pathlib.Path) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Planning: the functions above on fake tensors, over a fake process group of the size that is planned
+
+
+def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: int) -> utils.StepRecorder:
+    """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
+
+    The first and the last `edge` layers are told apart; of more than three microbatches the second stands for all but
+    the first and the last. Rank 0 is the fullest rank: fully_shard cuts dimension 0 as torch.chunk does.
+    """
+    microbatches = args.gradient_accumulation_steps
+    args = argparse.Namespace(**vars(args) | {"init": "random", "gradient_accumulation_steps": min(microbatches, 3)})
+    if args.attention not in ("auto", "eager"):
+        args.attention = "sdpa"  # the other kernels do not run here; they save and allocate the same
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    recorder = utils.StepRecorder(args.gpus_per_node)
+
+    def batches():
+        for index in range(args.gradient_accumulation_steps):
+            recorder.start_microbatch(index, args.gradient_accumulation_steps, microbatches)
+            shape = (args.batch_size, args.sequence_length)
+            yield {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+    def watch(layer: nn.Module, key, last: bool) -> None:
+        def after(module, inputs, output):
+            hidden = output if torch.is_tensor(output) else output[0]
+            hidden.register_hook(lambda grad: recorder.mark("backward", key))
+            if last:
+                recorder.mark("head")
+
+        layer.register_forward_pre_hook(lambda *_: recorder.mark("forward", key))
+        layer.register_forward_hook(after)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        mesh = build_mesh(args, torch.device("cpu"))
+        with (
+            mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=utils.recording_backend())),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
+            # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
+            mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            recorder,
+        ):
+            recorder.kind = "parameters"
+            model = build_model(args, config, mesh)
+            recorder.kind = "optimizer"
+            optimizer = build_optimizer(args, model)
+            for index, layer in enumerate(decoder_layers(model)):
+                key = index if index < edge else index - depth if index >= depth - edge else None
+                watch(layer, key, index == depth - 1)
+            optimizer.register_step_pre_hook(lambda *_: recorder.start_optimizer(model.parameters()))
+            recorder.kind = "activations"
+            train_step(args, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
+    finally:
+        dist.destroy_process_group()
+    if args.compile and not recorder.compiled_regions:
+        raise RuntimeError("the plan's step ran eagerly although the layers are compiled")
+    return recorder
+
+
+def layer_period(config) -> tuple[nn.Module, int]:
+    """The model on the meta device, and after how many layers its pattern repeats (SmolLM3: 4, one in four has no RoPE;
+    the number of layers where nothing repeats)."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers, text = decoder_layers(model), config.get_text_config()
+    lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
+    shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
+    alike = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
+    periods = range(1, len(layers) // 3 + 1)
+    return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
+
+
+def predict(args: argparse.Namespace, config, world: int, rates: dict[str, float]) -> dict:
+    """What this configuration needs and gives on `world` GPUs, as the JSON object of --plan without its advice.
+
+    Two shallow models are recorded and extrapolated to the full depth, which is exact where layers are alike: memory
+    and counts are linear in depth, and a maximum over layers lies at the first or the last of a kind.
+    """
+    model, period = layer_period(config)
+    layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
+    depth = 2 * edge + (layers - 2 * edge) % period
+    depths = [depth, depth + period] if depth + period < layers else [layers]
+    records = [record_step(args, config, world, depth, edge) for depth in depths]
+    few, many = records[0], records[-1]
+    beyond = (layers - depths[-1]) / period if len(depths) == 2 else 0
+
+    def at_full_depth(few: dict, many: dict) -> dict:
+        return {key: value + beyond * (value - few[key]) for key, value in many.items() if key in few}
+
+    peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
+
+    on_host = np.zeros(len(utils.KINDS))
+    if args.cpu_offload:
+        on_device = np.array([kind in ("activations", "communication") for kind in utils.KINDS])
+        on_host = max((peak * ~on_device for peak in peaks.values()), key=np.sum)
+        peaks = {key: peak * on_device for key, peak in peaks.items()}
+        shards = on_host[utils.KINDS.index("parameters")]
+        passes = args.gradient_accumulation_steps * (3 if args.zero_stage == 3 else 2)  # gathers, and gradients back
+        counts["host_link_bytes", "backward"] = shards * passes
+        counts["host_bytes", "optimizer"] = counts.pop(("memory_bytes", "optimizer"), 0)
+    at, peak = max(peaks.items(), key=lambda item: item[1].sum())
+    total = peak.sum() / utils.GIB
+    groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
+    communicators = len({key[1:] for key in groups})
+    reserved = total * (1 + utils.FRAGMENTATION) + utils.CONTEXT_GIB + communicators * utils.NCCL_GIB
+    memory = {kind: size / utils.GIB for kind, size in zip(utils.KINDS, peak, strict=True)}
+    collectives = [
+        {
+            "collective": kind,
+            "ranks": size,
+            "per_node": near,
+            "calls": round(sum(counts.get(("calls", phase, kind, size, near), 0) for phase in utils.PHASES)),
+            "gib": sum(counts.get(("sent_bytes", phase, kind, size, near), 0) for phase in utils.PHASES) / utils.GIB,
+        }
+        for kind, size, near in sorted(groups)
+    ]
+    for entry in collectives:  # of a ring's hops one in per_node leaves the node
+        entry["gib_between_nodes"] = entry["gib"] / entry["per_node"] if entry["per_node"] < entry["ranks"] else 0.0
+    seconds = utils.predict_time(counts, rates)
+    flops, _ = count_flops(args, model)
+    tokens = world * args.gradient_accumulation_steps * args.batch_size * args.sequence_length
+    speed = utils.estimate_mfu(flops, tokens, seconds["step"], world, rates["peak_tflops"])
+    hours = 1e9 / speed["tokens_per_sec"] / 3600
+    return {
+        "gpus": world,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "flops_per_token": flops,
+        "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
+        "peak_at": at[-2] if len(at) == 3 else at[-1],
+        "peaks_gib": {
+            phase: dict(zip(utils.KINDS, max(found, key=np.sum) / utils.GIB, strict=True))
+            for phase in ("build", "forward", "head", "backward", "optimizer")
+            if (found := [peak for key, peak in peaks.items() if phase in key])
+        },
+        "capacity_gib": rates["memory_gib"],
+        "fits": bool(reserved <= rates["memory_gib"]),
+        "communication_gib_per_step": sum(entry["gib"] for entry in collectives),
+        "collectives": collectives,
+        "flops_executed": sum(amount for key, amount in counts.items() if key[0].endswith("_flops")),
+        "step_time_ms": 1000 * seconds["step"],
+        "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
+        "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
+        "tokens_per_sec": speed["tokens_per_sec"],
+        "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
+        "mfu_percent": speed["mfu_percent"],
+        "hours_per_billion_tokens": hours,
+    } | ({"cost_per_billion_tokens": hours * world * args.gpu_hour_usd} if args.gpu_hour_usd else {})
+
+
+def plan(args: argparse.Namespace) -> None:
+    """--plan: prints what `args` will need and give."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    gpu = args.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "H100 SXM")
+    try:
+        measured = json.loads(pathlib.Path(args.plan_rates).read_text()) if args.plan_rates else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plan-rates {args.plan_rates}: {utils.first_line(error)}") from error
+    rates = utils.find_rates(gpu, measured.get("rates", measured))
+    if args.precision == "fp8" and not (rates["fp8_tflops"] or args.fp8_emulate):
+        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {gpu} has none; use bf16")
+    config = load_config(args)
+    worlds = args.plan_gpus or [args.gpus_per_node]
+
+    @functools.cache
+    def planned(world: int = worlds[0], **changed) -> dict:
+        return predict(argparse.Namespace(**vars(args) | changed), config, world, rates)
+
+    batch = largest_batch(planned, rates)
+    if args.batch_size == "auto":
+        args.batch_size = batch or 1
+    result = {"model": args.model, "gpu": gpu} | planned() | {"largest_batch_size": batch}
+    if not result["fits"]:
+        result["fits_with"] = what_fits(args, planned)
+    if len(worlds) > 1:
+        result["scaling"] = scaling(args, planned, worlds)
+    result["assumptions"] = assumptions(args, config, rates, measured)
+    print(json.dumps(result, indent=2) if args.json else describe_plan(args, result))
+
+
+def largest_batch(planned, rates: dict[str, float]) -> int:
+    """The largest --batch-size that fits; 0 if none does. Memory grows evenly with it once activations are the peak,
+    so two plans tell about where it lies, and the next ones make it sure."""
+
+    def needs(size: int) -> float:
+        return planned(batch_size=size)["memory_gib"]["reserved"]
+
+    if needs(1) > rates["memory_gib"]:
+        return 0
+    low, high = 1, 2  # low fits
+    while True:
+        growth = needs(high) - needs(low)
+        if needs(high) <= rates["memory_gib"]:
+            low, high = high, max(high + 1, high + int((rates["memory_gib"] - needs(high)) / growth * (high - low)))
+        elif high == low + 1:
+            return low
+        else:
+            fitting = int((rates["memory_gib"] - needs(low)) / growth * (high - low))
+            high = low + min(max(fitting, 1), high - low - 1)
+            if needs(high) <= rates["memory_gib"]:
+                low, high = high, high + 1
+
+
+def what_fits(args: argparse.Namespace, planned) -> dict | None:
+    """The flags that make it fit at the least cost in speed, by planning them; None where nothing does.
+
+    They are tried one on top of the other, the cheapest in speed first, until it fits; then what is not needed is
+    taken out again.
+    """
+    batch, microbatches = args.batch_size, args.gradient_accumulation_steps
+    ways = [
+        ("--fused-loss", {"fused_loss": None}, args.fused_loss is False),
+        ("--zero-stage 3", {"zero_stage": 3}, args.zero_stage < 3),
+        (
+            "--activation-checkpointing selective",
+            {"activation_checkpointing": "selective"},
+            args.activation_checkpointing == "none",
+        ),
+        (
+            f"--batch-size 1 --gradient-accumulation-steps {batch * microbatches}",
+            {"batch_size": 1, "gradient_accumulation_steps": batch * microbatches},
+            batch > 1,
+        ),
+        (
+            "--activation-checkpointing full",
+            {"activation_checkpointing": "full"},
+            args.activation_checkpointing != "full",
+        ),
+        ("--optimizer adamw8bit", {"optimizer": "adamw8bit"}, args.optimizer == "adamw" and find_spec("torchao")),
+        ("--cpu-offload", {"cpu_offload": True}, not args.cpu_offload),
+    ]
+
+    def with_all(chosen: dict) -> dict:
+        return planned(**{name: value for changes in chosen.values() for name, value in changes.items()})
+
+    chosen: dict[str, dict] = {}
+    for flag, changes, possible in ways:
+        if not possible:
+            continue
+        if flag == "--activation-checkpointing full":
+            chosen.pop("--activation-checkpointing selective", None)
+        chosen[flag] = changes
+        if with_all(chosen)["fits"]:
+            break
+    else:
+        return None
+    for flag in list(chosen)[:-1]:
+        fewer = {other: changes for other, changes in chosen.items() if other != flag}
+        if with_all(fewer)["fits"]:
+            chosen = fewer
+    result = with_all(chosen)
+    return {
+        "flags": " ".join(chosen),
+        "reserved_gib": result["memory_gib"]["reserved"],
+        "tokens_per_sec": result["tokens_per_sec"],
+    }
+
+
+def scaling(args: argparse.Namespace, planned, worlds: list[int]) -> list[dict]:
+    """Plans at each world size; where it spans nodes also with one shard group a node, if that was not decided."""
+    rows = []
+    for world in worlds:
+        nodes = world // args.gpus_per_node
+        hybrid = [nodes] if nodes > 1 and not world % args.gpus_per_node and args.zero_stage else []
+        for replicas in [args.dp_replicate_size, *(hybrid if args.dp_replicate_size == 1 else [])]:
+            row = planned(world, dp_replicate_size=replicas)
+            rows.append({"gpus": world, "dp_replicate_size": replicas} | {name: row[name] for name in SCALING_COLUMNS})
+    return rows
+
+
+SCALING_COLUMNS = [
+    "fits",
+    "communication_gib_per_step",
+    "step_time_ms",
+    "tokens_per_sec",
+    "mfu_percent",
+    "exposed_communication_percent",
+]
+
+
+def assumptions(args: argparse.Namespace, config, rates: dict[str, float], measured: dict) -> dict[str, str]:
+    """What the plan takes for granted, in words."""
+    layers = config.get_text_config().num_hidden_layers
+    return {
+        "rates": ", ".join(f"{name} {value:,.4g}" for name, value in rates.items())
+        + (
+            f"; measured, from {args.plan_rates}"
+            if measured
+            else "; shares of the datasheets' figures, see docs/PLAN.md"
+        ),
+        "memory": f"rank 0, which holds most; {utils.FRAGMENTATION:.0%} fragmentation, {utils.CONTEXT_GIB} GiB for CUDA "
+        f"and its libraries, {utils.NCCL_GIB} GiB a communicator: assumed, not measured",
+        "attention": "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
+        if args.attention != "eager"
+        else "the scores' matrix in memory",
+        "layers": (
+            "partitioned as inductor does; a compiled region allocates what its kernels have to write"
+            if args.compile
+            else "operator by operator"
+        )
+        + f"; shallow models, extrapolated to {layers} layers",
+        "time": "one operator after the other, each at what bounds it, no launch overhead; collectives beside their "
+        "pass's computation, but for the first gathers and the last reductions; data always there",
+    }
+
+
+def describe_plan(args: argparse.Namespace, result: dict) -> str:
+    """The plan as a table."""
+    world, memory, time_ms = result["gpus"], result["memory_gib"], result["time_ms"]
+    replicas = world if args.zero_stage == 0 else args.dp_replicate_size
+    tokens = args.gradient_accumulation_steps * args.batch_size * args.sequence_length * world
+    host = f", {memory['host']:,.1f} GiB a GPU on the host" if args.cpu_offload else ""
+    techniques = [
+        args.precision,
+        "compiled" if args.compile else "eager",
+        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
+        "loss from full logits" if args.fused_loss is False else "fused loss",
+        args.optimizer,
+    ]
+    places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
+    verdict = f"of {result['capacity_gib']:.1f}: " + ("fits" if result["fits"] else "DOES NOT FIT")
+    largest = result["largest_batch_size"]
+    verdict += f", largest --batch-size {largest}" if largest else ""
+    lines = [
+        columns(
+            {
+                "plan": f"{args.model} on {world} x {result['gpu']}, ZeRO-{args.zero_stage}, "
+                f"replicas x shards {replicas} x {world // replicas}",
+                "model": f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e9:,.3f} GFLOP a token",
+                "technique": ", ".join(techniques) + ", offloaded to the host" * args.cpu_offload,
+                "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} "
+                f"sequences x {args.sequence_length:,} = {tokens:,} tokens a step",
+            }
+        ),
+        "\nmemory of the fullest GPU, GiB" + host,
+        *(f"  {kind:24}{memory[kind]:9,.2f}" for kind in utils.KINDS),
+        f"  {'total':24}{memory['total']:9,.2f}   the peak, {places.get(result['peak_at'], 'in ' + result['peak_at'])}",
+        f"  {'reserved':24}{memory['reserved']:9,.2f}   {verdict}",
+        "\nsent by each GPU in a step, GiB",
+        *(
+            f"  {entry['collective'].replace('_', '-'):15}{'x ' + str(entry['calls']):9}{entry['gib']:9,.2f}   "
+            + f"{entry['ranks']} ranks"
+            + f", {entry['gib_between_nodes']:,.2f} of it between nodes" * (entry["gib_between_nodes"] > 0)
+            for entry in result["collectives"]
+        ),
+        "\ntime of a step, ms",
+        f"  {'matmul':24}{time_ms['matmul']:9,.1f}",
+        f"  {'attention':24}{time_ms['attention']:9,.1f}",
+        f"  {'memory-bound':24}{time_ms['memory']:9,.1f}",
+        f"  {'optimizer':24}{time_ms['optimizer']:9,.1f}",
+        f"  {'exposed communication':24}{time_ms['exposed']:9,.1f}   of {time_ms['communication']:,.1f}",
+        f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
+        f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, MFU {result['mfu_percent']:.1f} %",
+        f"  {'a billion tokens':24}{result['hours_per_billion_tokens']:9,.2f} h"
+        + (f", ${result['cost_per_billion_tokens']:,.0f}" if args.gpu_hour_usd else ""),
+    ]
+    if fitting := result.get("fits_with"):
+        lines.append(
+            f"\nit fits with {fitting['flags']}\n  {fitting['reserved_gib']:.1f} GiB reserved, "
+            f"{fitting['tokens_per_sec']:,.0f} tok/s"
+        )
+    elif not result["fits"]:
+        lines.append("\nno set of flags makes it fit: more GPUs, a shorter --sequence-length or a smaller --model")
+    if rows := result.get("scaling"):
+        lines.append("\n    GPUs  replicas   GiB sent   ms a step          tok/s   MFU %   exposed %")
+        lines += [
+            f"{row['gpus']:8,}{row['dp_replicate_size']:10}{row['communication_gib_per_step']:11.2f}"
+            f"{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:15,.0f}{row['mfu_percent']:8.1f}"
+            f"{row['exposed_communication_percent']:12.1f}" + "   does not fit" * (not row["fits"])
+            for row in rows
+        ]
+    wrapped = [
+        textwrap.fill(f"{name}: {text}", 110, initial_indent="  ", subsequent_indent="    ")
+        for name, text in result["assumptions"].items()
+    ]
+    return "\n".join([*lines, "\nassumptions", *wrapped])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The run
 
 
@@ -1026,6 +1440,8 @@ def memory_savers(args: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> None:
     try:
         args = parse_args(argv)
+        if args.plan:
+            return plan(args)
         run(args, start_processes())
         stop_processes()
     except UserError as error:
