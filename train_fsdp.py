@@ -173,7 +173,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("planning").add_argument
     add("--plan", action="store_true", help="no training: what this configuration will need and give, from one step on fake tensors")
     add("--plan-gpus", type=gpu_counts, metavar="N[,N...]", help="world size to plan for; of several the first in full and all in a table [--gpus-per-node]")
-    add("--plan-gpu", metavar="NAME", help="kind of GPU to plan for, such as 'H100 SXM' or B200 [this machine's, else H100 SXM]")
+    add("--plan-gpu", metavar="NAME", help="kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]")
     add("--plan-rates", metavar="FILE", help="JSON with measured rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...")
     add("--gpus-per-node", type=number(int), default=8, help="[8]")
     add("--gpu-hour-usd", type=number(float), help="price of one GPU for an hour")
@@ -907,7 +907,13 @@ def summarize(metrics: dict, folder: pathlib.Path) -> str:
     if "goodput_percent" in metrics:
         speed += f", goodput {metrics['goodput_percent']:.1f} %"
     memory = [f"{key[12:]} {value:.2f} GiB" for key, value in metrics.items() if key.startswith("peak_memory_")]
-    lines = {"done": done, "speed": speed} | ({"memory": ", ".join(memory)} if memory else {}) | {"files": str(folder)}
+    lines = {"done": done, "speed": speed} | ({"memory": ", ".join(memory)} if memory else {})
+    if "predicted_step_time_ms" in metrics:
+        lines["planned"] = (
+            f"alloc {metrics['predicted_peak_memory_alloc']:.2f} GiB, reserved "
+            f"{metrics['predicted_peak_memory_reserved']:.2f} GiB, {metrics['predicted_step_time_ms']:,.1f} ms a step"
+        )
+    lines["files"] = str(folder)
     return "\n" + columns(lines)
 
 
@@ -954,6 +960,8 @@ def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: 
         mesh = build_mesh(args, torch.device("cpu"))
         with (
             mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=utils.recording_backend())),
+            # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
+            mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
             # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
             mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
@@ -969,6 +977,10 @@ def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: 
                 watch(layer, key, index == depth - 1)
             optimizer.register_step_pre_hook(lambda *_: recorder.start_optimizer(model.parameters()))
             recorder.kind = "activations"
+            if args.fp8_recipe == "tensorwise":  # as every step but the first finds it
+                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+                precompute_float8_dynamic_scale_for_fsdp(model)
             train_step(args, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
     finally:
         dist.destroy_process_group()
@@ -1098,27 +1110,73 @@ def plan(args: argparse.Namespace) -> None:
     print(json.dumps(result, indent=2) if args.json else describe_plan(args, result))
 
 
+def start_plan(args: argparse.Namespace) -> subprocess.Popen:
+    """Plans this run in another process, which sees no GPU and gives way to the training."""
+    gpu = args.plan_gpu or torch.cuda.get_device_name()
+    flags = ["--plan", "--json", "--plan-gpus", str(dist.get_world_size()), "--plan-gpu", gpu]
+    flags += ["--compile" if args.compile else "--no-compile"]
+    world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in world}
+    return subprocess.Popen(
+        [sys.executable, __file__, *args.argv, *flags],
+        env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=functools.partial(os.nice, 19),
+    )
+
+
+def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
+    """(the plan, None where there is none; why there is none)."""
+    try:
+        output, errors = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None, f"no plan within {patience:.0f} s"
+    if process.returncode:
+        return None, (errors.strip() or "no plan").splitlines()[-1]
+    return json.loads(output), ""
+
+
+def resolve_batch_size(args: argparse.Namespace) -> int:
+    """--batch-size auto: the largest that fits by a plan of this run."""
+    if not (args.plan_gpu or torch.cuda.is_available()):
+        raise UserError("--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu")
+    result, problem = read_plan(start_plan(args), patience=600)
+    if not result:
+        raise UserError(f"--batch-size auto: {problem}")
+    if not result["largest_batch_size"]:
+        advice = f"; it fits with {result['fits_with']['flags']}" if result.get("fits_with") else ""
+        raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
+    return result["largest_batch_size"]
+
+
 def largest_batch(planned, rates: dict[str, float]) -> int:
-    """The largest --batch-size that fits; 0 if none does. Memory grows evenly with it once activations are the peak,
-    so two plans tell about where it lies, and the next ones make it sure."""
+    """The largest --batch-size that fits (of more than 16, one within a sixteenth of it); 0 if none does.
 
-    def needs(size: int) -> float:
-        return planned(batch_size=size)["memory_gib"]["reserved"]
+    Memory grows evenly with it where activations are the peak, so two plans tell about where it lies, and the next
+    ones make sure.
+    """
 
-    if needs(1) > rates["memory_gib"]:
-        return 0
-    low, high = 1, 2  # low fits
-    while True:
-        growth = needs(high) - needs(low)
-        if needs(high) <= rates["memory_gib"]:
-            low, high = high, max(high + 1, high + int((rates["memory_gib"] - needs(high)) / growth * (high - low)))
-        elif high == low + 1:
-            return low
+    def left(size: int) -> float:
+        return rates["memory_gib"] - planned(batch_size=size)["memory_gib"]["reserved"]
+
+    fits, fails, probe = 0, math.inf, 1
+    while fails - fits > 1 + fits // 16:
+        if left(probe) >= 0:
+            fits = probe
         else:
-            fitting = int((rates["memory_gib"] - needs(low)) / growth * (high - low))
-            high = low + min(max(fitting, 1), high - low - 1)
-            if needs(high) <= rates["memory_gib"]:
-                low, high = high, high + 1
+            fails = probe
+        if fails < math.inf:
+            probe = (fits + fails) // 2
+        else:
+            other = fits if fits > 1 else 2
+            growth = max((left(1) - left(other)) / (other - 1), 1e-9)
+            probe = min(max(fits + int(left(fits) / growth), fits + 1 + fits // 16), 64 * fits)
+    return fits
 
 
 def what_fits(args: argparse.Namespace, planned) -> dict | None:
@@ -1370,6 +1428,9 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
     config = utils.from_main_process(lambda: load_config(args), is_main)
     tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), is_main)
+    if args.batch_size == "auto":
+        args.batch_size = utils.from_main_process(lambda: resolve_batch_size(args), is_main)
+        say(f"planned    --batch-size {args.batch_size}, the largest that fits by --plan")
     mesh = build_mesh(args, device)
     train_set, eval_set = load_data(args, tokenizer, config, accelerator)
 
@@ -1384,6 +1445,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     say(describe_setup(args, model, mesh, train_set, counted, peak, verified))
     report = Report(args, accelerator, folder)
 
+    planning = start_plan(args) if is_main and (args.plan_gpu or device.type == "cuda") else None
     batches = training_batches(args, train_set, device)
     unread_losses: list[torch.Tensor] = []
     for step in range(1, args.num_steps + 1):
@@ -1417,6 +1479,16 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
             say(story)
 
     metrics |= figures_of_all_ranks(tracker.summary(), tracker, step, device)
+    if planning:
+        predicted, problem = read_plan(planning, patience=300)
+        if predicted:
+            metrics |= {
+                "predicted_peak_memory_alloc": predicted["memory_gib"]["total"],
+                "predicted_peak_memory_reserved": predicted["memory_gib"]["reserved"],
+                "predicted_step_time_ms": predicted["step_time_ms"],
+            }
+        else:
+            say(f"planned    nothing: {problem}")
     report.close(metrics)
     say(summarize(metrics, folder))
     if args.sample_prompt:
