@@ -42,6 +42,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -50,7 +51,9 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -59,11 +62,13 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -102,6 +107,16 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
     return parse
 
 
+def gpu_counts(text: str) -> list[int]:
+    """An argparse type: world sizes, comma-separated."""
+    return [number(int)(part) for part in text.split(",")]
+
+
+def batch_size(text: str) -> int | str:
+    """An argparse type: a positive number, or auto."""
+    return text if text == "auto" else number(int)(text)
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="train_fsdp.py",
@@ -124,7 +139,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dataset-split", help="training split, with an optional slice [train[:5%%]; of local data: train]")
     add("--eval-split", default="validation", help="held-out split [validation]")
     add("--sequence-length", type=number(int), default=8192, help="tokens per sample [8192]")
-    add("--batch-size", type=number(int), default=1, help="sequences per rank and microbatch [1]")
+    add("--batch-size", type=batch_size, default=1, help="sequences per rank and microbatch; auto takes the largest that fits by --plan [1]")
     add("--gradient-accumulation-steps", type=number(int), default=1, help="microbatches per optimizer step [1]")
     add("--document-mask", action="store_true", help="attention stays inside each document, up to the tokenizer's end-of-text token [off]")
     add("--num-workers", type=number(int, 0), default=1, help="data loading processes per rank [1]")
@@ -184,6 +199,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--memory-snapshot", action="store_true", help="history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
     add("--metrics-port", type=number(int, 1, 65536), help="Prometheus endpoint of rank 0 [none]")
     add("--metrics-host", default="127.0.0.1", help="address that the endpoint listens on [127.0.0.1]")
+
+    add = parser.add_argument_group("planning").add_argument
+    add("--plan", action="store_true", help="no training: what this configuration will need and give, from one step on fake tensors")
+    add("--plan-gpus", type=gpu_counts, metavar="N[,N...]", help="world size to plan for; of several the first in full and all in a table [--gpus-per-node]")
+    add("--plan-gpu", metavar="NAME", help="kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]")
+    add("--plan-rates", metavar="FILE", help="JSON with measured rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...")
+    add("--gpus-per-node", type=number(int), default=8, help="[8]")
+    add("--gpu-hour-usd", type=number(float), help="price of one GPU for an hour")
+    add("--json", action="store_true", help="the plan as one JSON object on stdout")
+
+    add = parser.add_argument_group("all at once").add_argument
     add("--demo", action="store_true", help="the embedded model on the embedded stories; any flag given beside it wins")
     # fmt: on
 
@@ -225,9 +251,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.warmup_steps is None:
         args.warmup_steps = 0 if args.lr_scheduler == "constant" else args.num_steps // 20
     if args.compile is None:
-        args.compile = torch.cuda.is_available()
+        args.compile = torch.cuda.is_available() or args.plan
     if args.activation_memory_budget is not None and not (args.compile and args.activation_checkpointing == "none"):
         parser.error("argument --activation-memory-budget: needs --compile, without --activation-checkpointing")
+    args.argv = argv
     return args
 
 
@@ -419,7 +446,7 @@ def load_tokenizer(args: argparse.Namespace, config):
 def choose_attention(args: argparse.Namespace, config) -> str:
     """The name of transformers' attention implementation for `--attention`."""
     if args.attention == "cudnn":
-        if not torch.cuda.is_available():
+        if not (args.plan or torch.cuda.is_available()):
             raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -571,7 +598,9 @@ def make_real(
 
 def fp8_converter(args: argparse.Namespace):
     """A function that swaps a module's linears for torchao's float8 ones, in place."""
-    hopper = torch.cuda.is_available() and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    hopper = args.plan or (
+        torch.cuda.is_available() and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    )
     if not hopper and not args.fp8_emulate:
         here = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
         raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {here}; use bf16")
@@ -1673,8 +1702,451 @@ def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
     if "goodput_percent" in metrics:
         speed += f", goodput {metrics['goodput_percent']:.1f} %"
     memory = [f"{key[12:]} {value:.2f} GiB" for key, value in metrics.items() if key.startswith("peak_memory_")]
-    lines = {"done": done, "speed": speed} | ({"memory": ", ".join(memory)} if memory else {}) | {"files": str(folder)}
+    lines = {"done": done, "speed": speed} | ({"memory": ", ".join(memory)} if memory else {})
+    if "predicted_step_time_ms" in metrics:
+        lines["planned"] = (
+            f"alloc {metrics['predicted_peak_memory_alloc']:.2f} GiB, reserved "
+            f"{metrics['predicted_peak_memory_reserved']:.2f} GiB, {metrics['predicted_step_time_ms']:,.1f} ms a step"
+        )
+    lines["files"] = str(folder)
     return "\n" + columns(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Planning: the functions above on fake tensors, over a fake process group of the size that is planned
+
+
+def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: int) -> utils.StepRecorder:
+    """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
+
+    The first and the last `edge` layers are told apart; of more than three microbatches the second stands for all but
+    the first and the last. Rank 0 is the fullest rank: fully_shard cuts dimension 0 as torch.chunk does.
+    """
+    microbatches = args.gradient_accumulation_steps
+    args = argparse.Namespace(**vars(args) | {"init": "random", "gradient_accumulation_steps": min(microbatches, 3)})
+    if args.attention not in ("auto", "eager"):
+        args.attention = "sdpa"  # the other kernels do not run here; they save and allocate the same
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    recorder = utils.StepRecorder(args.gpus_per_node)
+
+    def batches():
+        for index in range(args.gradient_accumulation_steps):
+            recorder.start_microbatch(index, args.gradient_accumulation_steps, microbatches)
+            shape = (args.batch_size, args.sequence_length)
+            yield {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+    def watch(layer: nn.Module, key, last: bool) -> None:
+        def after(module, inputs, output):
+            hidden = output if torch.is_tensor(output) else output[0]
+            hidden.register_hook(lambda grad: recorder.mark("backward", key))
+            if last:
+                recorder.mark("head")
+
+        layer.register_forward_pre_hook(lambda *_: recorder.mark("forward", key))
+        layer.register_forward_hook(after)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        mesh = build_mesh(args, torch.device("cpu"))
+        with (
+            mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=utils.recording_backend())),
+            # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
+            mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
+            # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
+            mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            recorder,
+        ):
+            recorder.kind = "parameters"
+            model = build_model(args, config, mesh)
+            recorder.kind = "optimizer"
+            optimizer = build_optimizer(args, model)
+            for index, layer in enumerate(decoder_layers(model)):
+                key = index if index < edge else index - depth if index >= depth - edge else None
+                watch(layer, key, index == depth - 1)
+            optimizer.register_step_pre_hook(lambda *_: recorder.start_optimizer(model.parameters()))
+            recorder.kind = "activations"
+            if args.fp8_recipe == "tensorwise":  # as every step but the first finds it
+                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+                precompute_float8_dynamic_scale_for_fsdp(model)
+            train_step(args, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
+    finally:
+        dist.destroy_process_group()
+    if args.compile and not recorder.compiled_regions:
+        raise RuntimeError("the plan's step ran eagerly although the layers are compiled")
+    return recorder
+
+
+def layer_period(config) -> tuple[nn.Module, int]:
+    """The model on the meta device, and after how many layers its pattern repeats (SmolLM3: 4, one in four has no RoPE;
+    the number of layers where nothing repeats)."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers, text = decoder_layers(model), config.get_text_config()
+    lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
+    shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
+    alike = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
+    periods = range(1, len(layers) // 3 + 1)
+    return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
+
+
+def predict(args: argparse.Namespace, config, world: int, rates: dict[str, float]) -> dict:
+    """What this configuration needs and gives on `world` GPUs, as the JSON object of --plan without its advice.
+
+    Two shallow models are recorded and extrapolated to the full depth, which is exact where layers are alike: memory
+    and counts are linear in depth, and a maximum over layers lies at the first or the last of a kind.
+    """
+    model, period = layer_period(config)
+    layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
+    depth = 2 * edge + (layers - 2 * edge) % period
+    depths = [depth, depth + period] if depth + period < layers else [layers]
+    records = [record_step(args, config, world, depth, edge) for depth in depths]
+    few, many = records[0], records[-1]
+    beyond = (layers - depths[-1]) / period if len(depths) == 2 else 0
+
+    def at_full_depth(few: dict, many: dict) -> dict:
+        return {key: value + beyond * (value - few[key]) for key, value in many.items() if key in few}
+
+    peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
+
+    on_host = np.zeros(len(utils.KINDS))
+    if args.cpu_offload:
+        on_device = np.array([kind in ("activations", "communication") for kind in utils.KINDS])
+        on_host = max((peak * ~on_device for peak in peaks.values()), key=np.sum)
+        peaks = {key: peak * on_device for key, peak in peaks.items()}
+        shards = on_host[utils.KINDS.index("parameters")]
+        passes = args.gradient_accumulation_steps * (3 if args.zero_stage == 3 else 2)  # gathers, and gradients back
+        counts["host_link_bytes", "backward"] = shards * passes
+        counts["host_bytes", "optimizer"] = counts.pop(("memory_bytes", "optimizer"), 0)
+    at, peak = max(peaks.items(), key=lambda item: item[1].sum())
+    total = peak.sum() / utils.GIB
+    groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
+    communicators = len({key[1:] for key in groups})
+    reserved = total * (1 + utils.FRAGMENTATION) + utils.CONTEXT_GIB + communicators * utils.NCCL_GIB
+    memory = {kind: size / utils.GIB for kind, size in zip(utils.KINDS, peak, strict=True)}
+    collectives = [
+        {
+            "collective": kind,
+            "ranks": size,
+            "per_node": near,
+            "calls": round(sum(counts.get(("calls", phase, kind, size, near), 0) for phase in utils.PHASES)),
+            "gib": sum(counts.get(("sent_bytes", phase, kind, size, near), 0) for phase in utils.PHASES) / utils.GIB,
+        }
+        for kind, size, near in sorted(groups)
+    ]
+    for entry in collectives:  # of a ring's hops one in per_node leaves the node
+        entry["gib_between_nodes"] = entry["gib"] / entry["per_node"] if entry["per_node"] < entry["ranks"] else 0.0
+    seconds = utils.predict_time(counts, rates)
+    flops, _ = count_flops(args, model)
+    tokens = world * args.gradient_accumulation_steps * args.batch_size * args.sequence_length
+    speed = utils.estimate_mfu(flops, tokens, seconds["step"], world, rates["peak_tflops"])
+    hours = 1e9 / speed["tokens_per_sec"] / 3600
+    return {
+        "gpus": world,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "flops_per_token": flops,
+        "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
+        "peak_at": at[-2] if len(at) == 3 else at[-1],
+        "peaks_gib": {
+            phase: dict(zip(utils.KINDS, max(found, key=np.sum) / utils.GIB, strict=True))
+            for phase in ("build", "forward", "head", "backward", "optimizer")
+            if (found := [peak for key, peak in peaks.items() if phase in key])
+        },
+        "capacity_gib": rates["memory_gib"],
+        "fits": bool(reserved <= rates["memory_gib"]),
+        "communication_gib_per_step": sum(entry["gib"] for entry in collectives),
+        "collectives": collectives,
+        "flops_executed": sum(amount for key, amount in counts.items() if key[0].endswith("_flops")),
+        "step_time_ms": 1000 * seconds["step"],
+        "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
+        "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
+        "tokens_per_sec": speed["tokens_per_sec"],
+        "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
+        "mfu_percent": speed["mfu_percent"],
+        "hours_per_billion_tokens": hours,
+    } | ({"cost_per_billion_tokens": hours * world * args.gpu_hour_usd} if args.gpu_hour_usd else {})
+
+
+def plan(args: argparse.Namespace) -> None:
+    """--plan: prints what `args` will need and give."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    gpu = args.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "H100 SXM")
+    try:
+        measured = json.loads(pathlib.Path(args.plan_rates).read_text()) if args.plan_rates else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plan-rates {args.plan_rates}: {utils.first_line(error)}") from error
+    rates = utils.find_rates(gpu, measured.get("rates", measured))
+    if args.precision == "fp8" and not (rates["fp8_tflops"] or args.fp8_emulate):
+        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {gpu} has none; use bf16")
+    config = load_config(args)
+    worlds = args.plan_gpus or [args.gpus_per_node]
+
+    @functools.cache
+    def planned(world: int = worlds[0], **changed) -> dict:
+        return predict(argparse.Namespace(**vars(args) | changed), config, world, rates)
+
+    batch = largest_batch(planned, rates)
+    if args.batch_size == "auto":
+        args.batch_size = batch or 1
+    result = {"model": args.model, "gpu": gpu} | planned() | {"largest_batch_size": batch}
+    if not result["fits"]:
+        result["fits_with"] = what_fits(args, planned)
+    if len(worlds) > 1:
+        result["scaling"] = scaling(args, planned, worlds)
+    result["assumptions"] = assumptions(args, config, rates, measured)
+    print(json.dumps(result, indent=2) if args.json else describe_plan(args, result))
+
+
+def start_plan(args: argparse.Namespace) -> subprocess.Popen:
+    """Plans this run in another process, which sees no GPU and gives way to the training."""
+    gpu = args.plan_gpu or torch.cuda.get_device_name()
+    flags = ["--plan", "--json", "--plan-gpus", str(dist.get_world_size()), "--plan-gpu", gpu]
+    flags += ["--compile" if args.compile else "--no-compile"]
+    world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in world}
+    return subprocess.Popen(
+        [sys.executable, __file__, *args.argv, *flags],
+        env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=functools.partial(os.nice, 19),
+    )
+
+
+def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
+    """(the plan, None where there is none; why there is none)."""
+    try:
+        output, errors = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None, f"no plan within {patience:.0f} s"
+    if process.returncode:
+        return None, (errors.strip() or "no plan").splitlines()[-1]
+    return json.loads(output), ""
+
+
+def resolve_batch_size(args: argparse.Namespace) -> int:
+    """--batch-size auto: the largest that fits by a plan of this run."""
+    if not (args.plan_gpu or torch.cuda.is_available()):
+        raise UserError("--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu")
+    result, problem = read_plan(start_plan(args), patience=600)
+    if not result:
+        raise UserError(f"--batch-size auto: {problem}")
+    if not result["largest_batch_size"]:
+        advice = f"; it fits with {result['fits_with']['flags']}" if result.get("fits_with") else ""
+        raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
+    return result["largest_batch_size"]
+
+
+def largest_batch(planned, rates: dict[str, float]) -> int:
+    """The largest --batch-size that fits (of more than 16, one within a sixteenth of it); 0 if none does.
+
+    Memory grows evenly with it where activations are the peak, so two plans tell about where it lies, and the next
+    ones make sure.
+    """
+
+    def left(size: int) -> float:
+        return rates["memory_gib"] - planned(batch_size=size)["memory_gib"]["reserved"]
+
+    fits, fails, probe = 0, math.inf, 1
+    while fails - fits > 1 + fits // 16:
+        if left(probe) >= 0:
+            fits = probe
+        else:
+            fails = probe
+        if fails < math.inf:
+            probe = (fits + fails) // 2
+        else:
+            other = fits if fits > 1 else 2
+            growth = max((left(1) - left(other)) / (other - 1), 1e-9)
+            probe = min(max(fits + int(left(fits) / growth), fits + 1 + fits // 16), 64 * fits)
+    return fits
+
+
+def what_fits(args: argparse.Namespace, planned) -> dict | None:
+    """The flags that make it fit at the least cost in speed, by planning them; None where nothing does.
+
+    They are tried one on top of the other, the cheapest in speed first, until it fits; then what is not needed is
+    taken out again.
+    """
+    batch, microbatches = args.batch_size, args.gradient_accumulation_steps
+    ways = [
+        ("--fused-loss", {"fused_loss": None}, args.fused_loss is False),
+        ("--zero-stage 3", {"zero_stage": 3}, args.zero_stage < 3),
+        (
+            "--activation-checkpointing selective",
+            {"activation_checkpointing": "selective"},
+            args.activation_checkpointing == "none",
+        ),
+        (
+            f"--batch-size 1 --gradient-accumulation-steps {batch * microbatches}",
+            {"batch_size": 1, "gradient_accumulation_steps": batch * microbatches},
+            batch > 1,
+        ),
+        (
+            "--activation-checkpointing full",
+            {"activation_checkpointing": "full"},
+            args.activation_checkpointing != "full",
+        ),
+        ("--optimizer adamw8bit", {"optimizer": "adamw8bit"}, args.optimizer == "adamw" and find_spec("torchao")),
+        ("--cpu-offload", {"cpu_offload": True}, not args.cpu_offload),
+    ]
+
+    def with_all(chosen: dict) -> dict:
+        return planned(**{name: value for changes in chosen.values() for name, value in changes.items()})
+
+    chosen: dict[str, dict] = {}
+    for flag, changes, possible in ways:
+        if not possible:
+            continue
+        if flag == "--activation-checkpointing full":
+            chosen.pop("--activation-checkpointing selective", None)
+        chosen[flag] = changes
+        if with_all(chosen)["fits"]:
+            break
+    else:
+        return None
+    for flag in list(chosen)[:-1]:
+        fewer = {other: changes for other, changes in chosen.items() if other != flag}
+        if with_all(fewer)["fits"]:
+            chosen = fewer
+    result = with_all(chosen)
+    return {
+        "flags": " ".join(chosen),
+        "reserved_gib": result["memory_gib"]["reserved"],
+        "tokens_per_sec": result["tokens_per_sec"],
+    }
+
+
+def scaling(args: argparse.Namespace, planned, worlds: list[int]) -> list[dict]:
+    """Plans at each world size; where it spans nodes also with one shard group a node, if that was not decided."""
+    rows = []
+    for world in worlds:
+        nodes = world // args.gpus_per_node
+        hybrid = [nodes] if nodes > 1 and not world % args.gpus_per_node and args.zero_stage else []
+        for replicas in [args.dp_replicate_size, *(hybrid if args.dp_replicate_size == 1 else [])]:
+            row = planned(world, dp_replicate_size=replicas)
+            rows.append({"gpus": world, "dp_replicate_size": replicas} | {name: row[name] for name in SCALING_COLUMNS})
+    return rows
+
+
+SCALING_COLUMNS = [
+    "fits",
+    "communication_gib_per_step",
+    "step_time_ms",
+    "tokens_per_sec",
+    "mfu_percent",
+    "exposed_communication_percent",
+]
+
+
+def assumptions(args: argparse.Namespace, config, rates: dict[str, float], measured: dict) -> dict[str, str]:
+    """What the plan takes for granted, in words."""
+    layers = config.get_text_config().num_hidden_layers
+    return {
+        "rates": ", ".join(f"{name} {value:,.4g}" for name, value in rates.items())
+        + (
+            f"; measured, from {args.plan_rates}"
+            if measured
+            else "; shares of the datasheets' figures, see docs/PLAN.md"
+        ),
+        "memory": f"rank 0, which holds most; {utils.FRAGMENTATION:.0%} fragmentation, {utils.CONTEXT_GIB} GiB for CUDA "
+        f"and its libraries, {utils.NCCL_GIB} GiB a communicator: assumed, not measured",
+        "attention": "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
+        if args.attention != "eager"
+        else "the scores' matrix in memory",
+        "layers": (
+            "partitioned as inductor does; a compiled region allocates what its kernels have to write"
+            if args.compile
+            else "operator by operator"
+        )
+        + f"; shallow models, extrapolated to {layers} layers",
+        "time": "one operator after the other, each at what bounds it, no launch overhead; collectives beside their "
+        "pass's computation, but for the first gathers and the last reductions; data always there",
+    }
+
+
+def describe_plan(args: argparse.Namespace, result: dict) -> str:
+    """The plan as a table."""
+    world, memory, time_ms = result["gpus"], result["memory_gib"], result["time_ms"]
+    replicas = world if args.zero_stage == 0 else args.dp_replicate_size
+    tokens = args.gradient_accumulation_steps * args.batch_size * args.sequence_length * world
+    host = f", {memory['host']:,.1f} GiB a GPU on the host" if args.cpu_offload else ""
+    techniques = [
+        args.precision,
+        "compiled" if args.compile else "eager",
+        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
+        "loss from full logits" if args.fused_loss is False else "fused loss",
+        args.optimizer,
+    ]
+    places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
+    verdict = f"of {result['capacity_gib']:.1f}: " + ("fits" if result["fits"] else "DOES NOT FIT")
+    largest = result["largest_batch_size"]
+    verdict += f", largest --batch-size {largest}" if largest else ""
+    lines = [
+        columns(
+            {
+                "plan": f"{args.model} on {world} x {result['gpu']}, ZeRO-{args.zero_stage}, "
+                f"replicas x shards {replicas} x {world // replicas}",
+                "model": f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e9:,.3f} GFLOP a token",
+                "technique": ", ".join(techniques) + ", offloaded to the host" * args.cpu_offload,
+                "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} "
+                f"sequences x {args.sequence_length:,} = {tokens:,} tokens a step",
+            }
+        ),
+        "\nmemory of the fullest GPU, GiB" + host,
+        *(f"  {kind:24}{memory[kind]:9,.2f}" for kind in utils.KINDS),
+        f"  {'total':24}{memory['total']:9,.2f}   the peak, {places.get(result['peak_at'], 'in ' + result['peak_at'])}",
+        f"  {'reserved':24}{memory['reserved']:9,.2f}   {verdict}",
+        "\nsent by each GPU in a step, GiB",
+        *(
+            f"  {entry['collective'].replace('_', '-'):15}{'x ' + str(entry['calls']):9}{entry['gib']:9,.2f}   "
+            + f"{entry['ranks']} ranks"
+            + f", {entry['gib_between_nodes']:,.2f} of it between nodes" * (entry["gib_between_nodes"] > 0)
+            for entry in result["collectives"]
+        ),
+        "\ntime of a step, ms",
+        f"  {'matmul':24}{time_ms['matmul']:9,.1f}",
+        f"  {'attention':24}{time_ms['attention']:9,.1f}",
+        f"  {'memory-bound':24}{time_ms['memory']:9,.1f}",
+        f"  {'optimizer':24}{time_ms['optimizer']:9,.1f}",
+        f"  {'exposed communication':24}{time_ms['exposed']:9,.1f}   of {time_ms['communication']:,.1f}",
+        f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
+        f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, MFU {result['mfu_percent']:.1f} %",
+        f"  {'a billion tokens':24}{result['hours_per_billion_tokens']:9,.2f} h"
+        + (f", ${result['cost_per_billion_tokens']:,.0f}" if args.gpu_hour_usd else ""),
+    ]
+    if fitting := result.get("fits_with"):
+        lines.append(
+            f"\nit fits with {fitting['flags']}\n  {fitting['reserved_gib']:.1f} GiB reserved, "
+            f"{fitting['tokens_per_sec']:,.0f} tok/s"
+        )
+    elif not result["fits"]:
+        lines.append("\nno set of flags makes it fit: more GPUs, a shorter --sequence-length or a smaller --model")
+    if rows := result.get("scaling"):
+        lines.append("\n    GPUs  replicas   GiB sent   ms a step          tok/s   MFU %   exposed %")
+        lines += [
+            f"{row['gpus']:8,}{row['dp_replicate_size']:10}{row['communication_gib_per_step']:11.2f}"
+            f"{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:15,.0f}{row['mfu_percent']:8.1f}"
+            f"{row['exposed_communication_percent']:12.1f}" + "   does not fit" * (not row["fits"])
+            for row in rows
+        ]
+    wrapped = [
+        textwrap.fill(f"{name}: {text}", 110, initial_indent="  ", subsequent_indent="    ")
+        for name, text in result["assumptions"].items()
+    ]
+    return "\n".join([*lines, "\nassumptions", *wrapped])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1754,6 +2226,9 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
     dump_memory = record_memory(folder) if args.memory_snapshot else None
     config = utils.from_main_process(lambda: load_config(args), is_main)
     tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), is_main)
+    if args.batch_size == "auto":
+        args.batch_size = utils.from_main_process(lambda: resolve_batch_size(args), is_main)
+        say(f"planned    --batch-size {args.batch_size}, the largest that fits by --plan")
     mesh = build_mesh(args, device)
     checkpoint = find_checkpoint(args, folder)
     if checkpoint:
@@ -1790,6 +2265,7 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
     gc.collect()
     gc.freeze()  # what is here now stays
     gc.disable()
+    planning = start_plan(args) if is_main and (args.plan_gpu or device.type == "cuda") else None
     batches = training_batches(args, train_set, state.samples, device)
     unread_losses: list[torch.Tensor] = []
     first = state.step + max(args.perf_warmup_steps, 1) + 1
@@ -1850,6 +2326,16 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
         )
         return StopRequest.EXIT_CODE if not checkpoints.failures else 1
     metrics |= figures_of_all_ranks(tracker.summary(), state, device)
+    if planning:
+        predicted, problem = read_plan(planning, patience=300)
+        if predicted:
+            metrics |= {
+                "predicted_peak_memory_alloc": predicted["memory_gib"]["total"],
+                "predicted_peak_memory_reserved": predicted["memory_gib"]["reserved"],
+                "predicted_step_time_ms": predicted["step_time_ms"],
+            }
+        else:
+            say(f"planned    nothing: {problem}")
     report.close(metrics)
     say(summarize(metrics, folder, state.started))
     if args.sample_prompt:
@@ -1881,6 +2367,8 @@ def memory_savers(args: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> None:
     try:
         args = parse_args(argv)
+        if args.plan:
+            return plan(args)
         stop = StopRequest()
         exit_code = run(args, start_processes(), stop)
         stop_processes(stop)

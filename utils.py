@@ -5,12 +5,15 @@ Importing this module starts nothing and needs no GPU, no network and no optiona
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import logging
+import math
+import operator
 import os
 import pathlib
 import re
@@ -19,15 +22,23 @@ import tempfile
 import time
 import traceback
 import urllib.parse
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Sampler
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
 GIB = 2**30
@@ -837,3 +848,456 @@ def covered(spans: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Planning: what one training step on fake tensors allocates, computes and sends, and what that takes on a GPU
+
+PHASES = ("forward", "backward", "optimizer")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
+EXTERN = re.compile(r"mm\b|_mm|attention|attn|convolution|embedding|scatter|gather|index|sort|topk|cumsum")  # not fused
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records what runs under it: allocations in order, FLOPs, bytes moved, collectives.
+
+    Sizes are rounded to 512 bytes as the CUDA caching allocator does. A storage's kind may become known after it was
+    allocated (a buffer that turns out to be a gradient), so events are kept and summed at the end.
+    """
+
+    def __init__(self, gpus_per_node: int):
+        super().__init__()
+        self.gpus_per_node = gpus_per_node
+        self.sizes: list[int] = []  # bytes of each event, negative for a release
+        self.owners: list[int] = []  # number of the storage that each event is of
+        self.kinds: list[str] = []  # of each storage
+        self.kind = "activations"  # of a storage of which nothing else is known
+        self.marks: list[tuple] = [(0, ("build",))]  # (first event, what the program does from there on)
+        self.counts: collections.Counter = collections.Counter()
+        self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
+        self.microbatch: int | None = None
+        self.last_microbatch = self.after_backward = False
+        self.compiled_regions = 0
+        self._collectives: list[tuple] = []
+        self._number: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._alive: dict[int, tuple[weakref.ref, int]] = {}
+        self._fused: set[int] | None = None  # storages made in the compiled region at work
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self):
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_(storage, size):  # how FSDP allocates and frees gathered parameters; no operator tells of it
+            resize(storage, size)
+            self.label([storage], "communication")
+
+        def unseen(*args):  # DTensor learns the whole result's shape from fake tensors of its own
+            with _disable_current_modes():
+                return propagate(*args)
+
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, propagate.__name__, unseen))
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._patches.close()
+        return super().__exit__(*exception)
+
+    def mark(self, *key) -> None:
+        """What is allocated from here on belongs to (microbatch, *key)."""
+        self.marks.append((len(self.sizes), (self.microbatch, *key)))
+
+    def start_microbatch(self, index: int, recorded: int, real: int) -> None:
+        """Where fewer microbatches are recorded than there are, the second stands for all between first and last."""
+        self.microbatch, self.last_microbatch, self.after_backward = index, index == recorded - 1, False
+        self.weight = real - recorded + 1 if index == 1 else 1
+        self.mark("forward", "embedding")
+
+    def start_optimizer(self, parameters) -> None:
+        self.label(
+            [parameter.grad._local_tensor for parameter in parameters if parameter.grad is not None], "gradients"
+        )
+        self.mark("optimizer")
+        # the ends of a step have no computation beside them
+        gathers = [entry for entry in self._collectives if entry[1] == "all_gather"]
+        reductions = [entry for entry in self._collectives if entry[0] == "backward" and entry[1] != "all_gather"]
+        last = {entry[1]: entry for entry in reductions}
+        for phase, *group, sent in gathers[:2] + list(last.values()):
+            self.counts["end_calls", phase, *group] += 1
+            self.counts["end_bytes", phase, *group] += sent
+
+    def label(self, storages, kind: str) -> None:
+        for storage in storages:
+            storage = storage.untyped_storage() if isinstance(storage, torch.Tensor) else storage
+            self.kinds[self._see(storage)] = kind
+
+    def run_compiled(self, graph: torch.fx.GraphModule, args, peak: int, moved: int):
+        """Runs a compiled region's graph, of whose intermediate tensors only `peak` bytes exist, `moved` bytes move."""
+        self.compiled_regions += 1
+        self.counts["memory_bytes", self.phase] += moved * self.weight
+        self._scratch(peak)
+        self._fused = set()
+        result = graph(*args)
+        kept, self._fused = self._fused, None
+        for number in kept:
+            self._record(number, self._alive[number][1])
+        return result
+
+    @property
+    def phase(self) -> str:
+        if self.microbatch is None:
+            return "build"
+        if torch._C._current_graph_task_id() != -1:
+            self.after_backward = True
+            return "backward"
+        return "optimizer" if self.last_microbatch and self.after_backward else "forward"
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, nn.Parameter) for t in types):
+            return NotImplemented  # counted when a DTensor or a float8 tensor has become its parts
+        result = op(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in outputs:
+            if tensor.device.type != "meta":
+                self._see(tensor.untyped_storage())
+        if self.microbatch is None:
+            return result
+        phase, name = self.phase, op.name()
+        if op.namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(name, args, inputs, phase)
+        elif flops := operator_flops(op, args, kwargs, result):
+            kind, amount = flops
+            self.counts[f"{kind}_flops", phase] += amount * self.weight
+            if name.endswith("attention_backward") or "for_cpu_backward" in name:
+                self._scratch(attention_workspace(*inputs[1:3]))
+        elif self._fused is None:
+            self.counts["memory_bytes", phase] += moved_bytes(op, args, kwargs, outputs) * self.weight
+        if op.namespace == "fsdp" and "chunk_cat" in name:
+            self.label(args[0], "gradients")
+        return result
+
+    def _count_collective(self, name: str, args, inputs: list[torch.Tensor], phase: str) -> None:
+        found = re.search("all_?gather|reduce_scatter|all_?reduce|broadcast|all_?to_?all", name)
+        if not found:
+            return
+        kind = {"allgather": "all_gather", "allreduce": "all_reduce"}.get(found[0], found[0])
+        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+        names = [arg for arg in args if isinstance(arg, str)]  # of functional collectives: the operation, the group
+        group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(names[-1])
+        ranks = dist.get_process_group_ranks(group)
+        near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
+        size = max(map(nbytes, inputs))
+        sent = size * (len(ranks) - 1) / len(ranks) * (2 if kind == "all_reduce" else 1)
+        self.counts["calls", phase, kind, len(ranks), near] += self.weight
+        self.counts["sent_bytes", phase, kind, len(ranks), near] += sent * self.weight
+        self._collectives.append((phase, kind, len(ranks), near, sent))
+        if kind == "reduce_scatter":
+            self.label([inputs[0]], "gradients")
+            self.label([inputs[1]], "communication")
+        elif kind == "all_gather":
+            self.label(inputs, "communication")
+
+    def _see(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage; it is recorded when it is new or has another size than before."""
+        number, size = self._number.get(storage), -(-storage.nbytes() // 512) * 512
+        if number is None:
+            number = self._number[storage] = len(self.kinds)
+            self.kinds.append(self.kind)
+            reference = weakref.ref(storage, lambda _: self._free(number))
+            self._alive[number] = (reference, size)
+            if self._fused is None:
+                self._record(number, size)
+            else:
+                self._fused.add(number)
+        elif (change := size - self._alive[number][1]) and not (self._fused and number in self._fused):
+            self._alive[number] = (self._alive[number][0], size)
+            self._record(number, change)
+        return number
+
+    def _free(self, number: int) -> None:
+        _, size = self._alive.pop(number)
+        if self._fused is not None and number in self._fused:
+            self._fused.remove(number)
+        else:
+            self._record(number, -size)
+
+    def _record(self, number: int, size: int) -> int:
+        self.owners.append(number)
+        self.sizes.append(size)
+        return number
+
+    def _scratch(self, size: int) -> None:
+        """A kernel's own workspace: there while it runs."""
+        if self._fused is None:
+            self.kinds.append(self.kind)
+            self._record(len(self.kinds) - 1, size)
+            self._record(len(self.kinds) - 1, -size)
+
+    def peaks(self) -> dict[Any, np.ndarray]:
+        """For each key of `mark` the bytes by kind (in the order of KINDS) at the moment that held most of them."""
+        sizes, owners = np.array(self.sizes), np.array(self.owners)
+        kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
+        live = np.cumsum(sizes)
+        found: dict[Any, np.ndarray] = {}
+        ends = [start for start, _ in self.marks[1:]] + [len(sizes)]
+        for (start, key), end in zip(self.marks, ends, strict=True):
+            if end > start and key[-1] is not None:
+                at = start + int(live[start:end].argmax()) + 1
+                peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
+                found[key] = max(found.get(key, peak), peak, key=np.sum)
+        return found
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading a tensor moves: an expanded one is as small as what it was expanded from."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
+    """Bytes that one operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
+    name = op._schema.name.split("::")[1]
+    read = written = 0
+    held = set()
+    for position, argument in enumerate(op._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        held |= {id(tensor.untyped_storage()) for tensor in tensors}
+        size = sum(map(nbytes, tensors))
+        overwritten = argument.is_out or (not position and name in ("copy_", "_foreach_copy_", "zero_", "fill_"))
+        read += 0 if overwritten else size
+        written += size if argument.alias_info is not None and argument.alias_info.is_write else 0
+    written += sum(nbytes(tensor) for tensor in outputs if id(tensor.untyped_storage()) not in held)
+    return 0 if not written or name.startswith(("empty", "new_empty", "resize", "set_")) else read + written
+
+
+def operator_flops(op, args, kwargs, result) -> tuple[str, int] | None:
+    """(matmul, fp8 or attention; FLOPs that the operator executes), None for one that memory bounds."""
+    name = op._schema.name.split("::")[1]
+    if "scaled_dot_product" in name:
+        backward = "backward" in name
+        query, key, value = args[1:4] if backward else args[:3]
+        causal = args[7 if backward else 4] if len(args) > (7 if backward else 4) else kwargs.get("is_causal", False)
+        batch, heads, length, head_dim = query.shape
+        flops = 2 * batch * heads * length * key.shape[2] * (head_dim + value.shape[3])
+        return "attention", int(flops * (2.5 if backward else 1) / (2 if causal else 1))
+    if name == "_grouped_mm":
+        return "matmul", 2 * args[0].numel() * args[1].shape[-1]
+    formula = flop_registry.get(op.overloadpacket)
+    return formula and ("fp8" if "scaled_mm" in name else "matmul", formula(*args, **kwargs, out_val=result))
+
+
+def attention_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Bytes that FlashAttention-2's backward allocates beside its results: the query gradient in fp32, a row sum for
+    each query in fp32, and key and value gradients of every query head where heads share them (mha_bwd in
+    flash_api.cpp)."""
+    batch, heads, length, _ = query.shape
+    expanded = 2 * query.element_size() * query.numel() if key.shape[1] != heads else 0
+    return 4 * query.numel() + 4 * batch * heads * length + expanded
+
+
+@functools.cache
+def recording_backend():
+    """A backend for torch.compile that partitions graphs as inductor does and runs them under a StepRecorder."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(graph, inputs):
+        peak, moved = fused_memory(graph)
+
+        def run(*args):
+            recorder = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepRecorder))
+            return recorder.run_compiled(graph, args, peak, moved)
+
+        return run
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table,
+    )
+
+
+def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int]:
+    """(peak bytes of what the graph allocates, bytes that its memory-bound kernels move) when it is compiled.
+
+    A tensor is written when a matmul, an attention or another kernel that cannot be fused reads or makes it, or when
+    the graph returns it; what lies between is fused. A fused kernel reads what was written before it, once.
+    """
+    nodes, position = list(graph.graph.nodes), {}
+    source, written = {}, set()
+
+    def is_view(node) -> bool:
+        return node.target is operator.getitem or (
+            isinstance(node.target, torch._ops.OpOverload)
+            and (
+                getattr(node.target, "is_view", False)
+                or node.target._schema.name in ("aten::view", "aten::_unsafe_view", "aten::alias")
+            )
+        )
+
+    def extern(node) -> bool:
+        return node.op == "call_function" and not is_view(node) and bool(EXTERN.search(str(node.target)))
+
+    for index, node in enumerate(nodes):
+        position[node] = index
+        source[node] = source[node.all_input_nodes[0]] if is_view(node) and node.all_input_nodes else node
+        if extern(node):
+            written.add(node)
+        if extern(node) or node.op == "output":
+            written.update(source[argument] for argument in node.all_input_nodes)
+    size = {node: _graph_bytes(node) for node in nodes}
+    reads: dict[Any, frozenset] = {}
+    for node in nodes:
+        found = set()
+        for argument in node.all_input_nodes:
+            origin = source[argument]
+            found |= {origin} if origin in written or origin.op == "placeholder" else reads[origin]
+        reads[node] = frozenset(found)
+    last_use = {origin: position[node] for node in nodes for origin in reads[node]}
+    returned = {source[argument] for argument in nodes[-1].all_input_nodes}
+    releases = collections.defaultdict(list)
+    for origin, at in last_use.items():
+        if origin not in returned and (origin.op != "placeholder" or "primals" not in origin.name):
+            releases[at].append(origin)
+    live = peak = moved = 0
+    kernels = set()
+    for index, node in enumerate(nodes):
+        if node in written and node.op == "call_function":
+            live += size[node]
+            extra = 0
+            if "attention" in str(node.target) and "backward" in str(node.target):
+                extra = attention_workspace(*(argument.meta["val"] for argument in node.all_input_nodes[1:3]))
+            peak = max(peak, live + extra)
+            if not extern(node):
+                moved += size[node] + (sum(size[origin] for origin in reads[node]) if reads[node] not in kernels else 0)
+                kernels.add(reads[node])
+        live -= sum(size[origin] for origin in releases[index])
+    return peak, moved
+
+
+def _graph_bytes(node) -> int:
+    value = node.meta.get("val")
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return sum(-(-tensor.numel() * tensor.element_size() // 512) * 512 for tensor in tensors)
+
+
+class Gpu(NamedTuple):
+    """What a plan assumes of one GPU kind. Bandwidths are in GB/s, per GPU and direction, by the vendor's datasheet."""
+
+    name: str  # a pattern, as in GPU_PEAK_TFLOPS
+    memory_gib: float  # torch.cuda.get_device_properties().total_memory, less than the name says
+    memory: float
+    link: float  # to the GPUs of its node: NVLink, or PCIe where there is none
+    network: float  # its share of the node's network cards, in the vendor's reference system
+    fp8: int = 2  # float8 matmul rate over that of bf16; 0 without float8
+
+
+GPUS = (
+    Gpu(r"GB200", 184.0, 8000, 900, 50),  # HGX/NVL datasheets
+    Gpu(r"B200", 178.3, 7700, 900, 50),  # DGX B200 datasheet; memory as its driver reports it (pytorch/ao#4002)
+    Gpu(r"GH200", 94.5, 4000, 450, 50),
+    Gpu(r"H200 NVL", 139.7, 4800, 450, 50),
+    Gpu(r"H200", 139.7, 4800, 450, 50),  # DGX H200 datasheet
+    Gpu(r"H100 NVL", 93.1, 3938, 300, 50),
+    Gpu(r"H100 PCIE", 79.1, 2039, 64, 25),
+    Gpu(r"H100.*(SXM|HBM3)", 79.1, 3350, 450, 50),  # DGX H100 datasheet
+    Gpu(r"H20\b", 95.0, 4000, 450, 50),
+    Gpu(r"A100.*40GB", 39.4, 1555, 300, 25, fp8=0),  # DGX A100 datasheet
+    Gpu(r"A100.*80GB", 79.1, 2039, 300, 25, fp8=0),  # DGX A100 datasheet
+    Gpu(r"RTX A6000", 47.4, 768, 32, 12.5, fp8=0),
+    Gpu(r"L40S", 44.4, 864, 32, 12.5),
+    Gpu(r"RTX 5090(?! D)", 31.3, 1792, 64, 12.5),
+    Gpu(r"RTX 4090(?! D)", 23.5, 1008, 32, 12.5),
+    Gpu(r"RTX 3090(?! TI)", 23.6, 936, 32, 12.5, fp8=0),
+)
+
+# Shares of a datasheet's figure that programs reach; one set for every GPU kind.
+MATMUL_SHARE = 0.80  # 790 of 989 TFLOPS: a bf16 product of two 8192 x 8192 matrices, random data, measured on an H200
+ATTENTION_SHARE = 0.475  # 470 of 989 TFLOPS, causal, forward and backward on Hopper: assumed, not measured
+MEMORY_SHARE = 0.90  # 4.3 of 4.8 TB/s: a device copy, measured on an H200
+LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's maintainers expect it (NVIDIA/nccl-tests#326)
+NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
+LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)
+HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
+# What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
+CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
+NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank
+FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
+
+
+def find_rates(gpu: str, measured: dict[str, float]) -> dict[str, float]:
+    """Rates that a plan computes with: TFLOPS and GB/s that programs reach on this GPU, its memory in GiB.
+
+    Args:
+        measured: replaces any of them.
+
+    Raises:
+        UserError: the GPU is not in the table.
+    """
+    kind = next((kind for kind in GPUS if re.search(rf"\b{kind.name}", gpu, re.IGNORECASE)), None)
+    peak = get_gpu_peak_tflops(gpu)
+    if not kind or not peak:
+        known = "H100 SXM, H100 PCIe, H100 NVL, H200, B200, GB200, GH200, H20, A100 40GB, A100 80GB, L40S, RTX 4090"
+        raise UserError(f"--plan-gpu {gpu!r}: not one kind of the table; name one of {known}, ...")
+    rates = {
+        "memory_gib": kind.memory_gib,
+        "matmul_tflops": MATMUL_SHARE * peak,
+        "fp8_tflops": MATMUL_SHARE * peak * kind.fp8,
+        "attention_tflops": ATTENTION_SHARE * peak,
+        "memory_gb_per_s": MEMORY_SHARE * kind.memory,
+        "intra_node_gb_per_s": LINK_SHARE * kind.link,
+        "inter_node_gb_per_s": NETWORK_SHARE * kind.network,
+    }
+    if unknown := set(measured) - set(rates):
+        raise UserError(f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(rates)}")
+    return rates | measured | {"peak_tflops": peak}
+
+
+def predict_time(counts: dict[tuple, float], rates: dict[str, float]) -> dict[str, float]:
+    """Seconds of one optimizer step, by a roofline: each operator takes what bounds it, one after the other.
+
+    Collectives run beside the computation of their pass. Exposed is what does not fit beside it, and the ends: the
+    first gathers of a step before there is anything to compute, the last reductions after everything is computed.
+    """
+    seconds: collections.Counter = collections.Counter()
+    communication: collections.Counter = collections.Counter()
+    for (what, phase, *group), amount in counts.items():
+        if what in ("sent_bytes", "end_bytes"):
+            size, near = group[-2:]
+            rate = rates["intra_node_gb_per_s"]
+            if near < size:  # every GPU of the node lends the ring its network card
+                rate = min(rate, near * rates["inter_node_gb_per_s"])
+            communication[what, phase] += amount / rate / 1e9
+        elif what in ("calls", "end_calls"):
+            kind, size, near = group
+            nodes = size // near
+            steps = 2 * math.log2(size) / size if kind == "all_reduce" else 1  # a tree, not a ring
+            latency = (size - nodes) * LINK_HOP + (nodes - 1) * NETWORK_HOP
+            communication["sent_bytes" if what == "calls" else "end_bytes", phase] += amount * latency * steps
+        else:
+            rate, unit = {
+                "matmul_flops": ("matmul_tflops", 1e12),
+                "fp8_flops": ("fp8_tflops", 1e12),
+                "attention_flops": ("attention_tflops", 1e12),
+                "memory_bytes": ("memory_gb_per_s", 1e9),
+            }.get(what, (None, 1e9))
+            rate = rates[rate] if rate else {"host_bytes": HOST_MEMORY, "host_link_bytes": HOST_LINK}[what]
+            name = {"matmul_flops": "matmul", "fp8_flops": "matmul", "attention_flops": "attention"}.get(what, "memory")
+            seconds["optimizer" if phase == "optimizer" else name] += amount / rate / unit
+            seconds[phase, "compute"] += amount / rate / unit
+    exposed = communication["sent_bytes", "optimizer"]
+    for phase in ("forward", "backward"):
+        ends = communication["end_bytes", phase]
+        exposed += ends + max(0.0, communication["sent_bytes", phase] - ends - seconds[phase, "compute"])
+    total = sum(value for phase, value in seconds.items() if isinstance(phase, tuple)) + exposed
+    whole = sum(value for (what, _), value in communication.items() if what == "sent_bytes")
+    named = {name: seconds[name] for name in ("matmul", "attention", "memory", "optimizer")}
+    return named | {"communication": whole, "exposed": exposed, "step": total}

@@ -1,0 +1,143 @@
+"""What a step really holds and sends, beside what --plan says of it; tests/test_plan.py compares the two.
+
+    torchrun --nproc_per_node=4 tests/planranks.py WORKSPACE     measured on real tensors, WORKSPACE/measured-4.json
+    python tests/planranks.py WORKSPACE plan                     planned for 1, 2 and 4 ranks, WORKSPACE/planned.json
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import sys
+import weakref
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONWARNINGS"] = "ignore"
+
+CASES = {
+    "stage 3": "",
+    "stage 3 in fp32": "--precision fp32",
+    "stage 2": "--zero-stage 2",
+    "stage 2 in 2 microbatches": "--zero-stage 2 --gradient-accumulation-steps 2",
+    "stage 1 in 4 microbatches": "--zero-stage 1 --gradient-accumulation-steps 4",
+    "stage 0": "--zero-stage 0",
+    "pure bf16 from full logits": "--precision bf16-pure --no-fused-loss",
+    "checkpointed": "--activation-checkpointing full",
+    "selectively checkpointed": "--activation-checkpointing selective",
+    "eager attention": "--attention eager --zero-stage 2",
+}
+REPLICATED = {"2 replicas": "--dp-replicate-size 2", "2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2"}
+RANKS = (1, 2, 4)
+
+
+def cases(ranks: int) -> dict[str, str]:
+    return CASES | (REPLICATED if ranks == 4 else {})
+
+
+def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[str]:
+    return ["--model", str(workspace / "models" / model), "--sequence-length", "256", "--no-compile", *flags.split()]
+
+
+def measure(args, train_fsdp, device) -> dict:
+    """One step: every storage that an operator gave out is asked for its size after every operator."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    def rounded(storages) -> int:
+        return sum(-(-storage.nbytes() // 512) * 512 for storage in storages)
+
+    def of(tensors) -> int:
+        local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        return rounded({id(t.untyped_storage()): t.untyped_storage() for t in local}.values())
+
+    class Live(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.storages, self.peak, self.sent = {}, 0, {}
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if DTensor in types:
+                return NotImplemented
+            result = op(*args, **(kwargs or {}))
+            for leaf in tree_leaves((args, kwargs, result)):
+                if isinstance(leaf, torch.Tensor):
+                    storage = leaf.untyped_storage()
+                    self.storages[id(storage)] = weakref.ref(storage)
+            alive = {key: storage for key, seen in self.storages.items() if (storage := seen()) is not None}
+            self.storages = {key: weakref.ref(storage) for key, storage in alive.items()}
+            self.peak = max(self.peak, rounded(alive.values()))
+            for kind in ("allgather", "reduce_scatter", "allreduce"):
+                if op.namespace == "c10d" and kind in op.name():
+                    size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+                    calls, total = self.sent.get(kind, (0, 0))
+                    self.sent[kind] = calls + 1, total + size
+            return result
+
+    mesh = train_fsdp.build_mesh(args, device)
+    model = train_fsdp.build_model(args, train_fsdp.load_config(args), mesh)
+    optimizer = train_fsdp.build_optimizer(args, model)
+    seen = {}
+    optimizer.register_step_pre_hook(lambda *_: seen.update(gradients=of([p.grad for p in model.parameters()])))
+    tokens = torch.zeros(args.batch_size, args.sequence_length, dtype=torch.int64)
+    batches = ({"input_ids": tokens.clone(), "labels": tokens.clone()} for _ in itertools.count())
+    parameters = list(itertools.chain(model.parameters(), model.buffers()))
+    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    held = {"parameters": of(parameters), "optimizer": of(states)}
+    with Live() as live:
+        for tensor in itertools.chain(parameters, states):  # what was there before
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
+        train_fsdp.train_step(args, model, optimizer, batches, train_fsdp.utils.PerformanceTracker(0, 1, 0))
+    dist.barrier()
+    return held | seen | {"total": live.peak, "sent": live.sent}
+
+
+def plan(args, train_fsdp, ranks: int) -> dict:
+    import torch.distributed as dist
+
+    rates = train_fsdp.utils.find_rates("H100 SXM", {})
+    args.plan = True
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        return train_fsdp.predict(args, train_fsdp.load_config(args), ranks, rates)
+
+
+def main(workspace: pathlib.Path) -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    import torch
+
+    torch.set_num_threads(1)
+    import train_fsdp
+    from multirank import COUNTED
+
+    def parsed(flags: str, model: str = "deep"):
+        return train_fsdp.parse_args(arguments(workspace, flags, model))
+
+    if sys.argv[2:] == ["plan"]:
+        result = {
+            str(ranks): {name: plan(parsed(flags), train_fsdp, ranks) for name, flags in cases(ranks).items()}
+            for ranks in RANKS
+        }
+        result["counted"] = {name: plan(parsed(flags + " --precision fp32"), train_fsdp, 4) for name, flags in COUNTED.items()}
+        result["extrapolated"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)
+        train_fsdp.layer_period = lambda config, full=train_fsdp.layer_period: (full(config)[0], 12)
+        result["whole"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)
+        (workspace / "planned.json").write_text(json.dumps(result))
+        return
+    device = train_fsdp.start_processes()
+    ranks = torch.distributed.get_world_size()
+    result = {name: measure(parsed(flags), train_fsdp, device) for name, flags in cases(ranks).items()}
+    if torch.distributed.get_rank() == 0:
+        (workspace / f"measured-{ranks}.json").write_text(json.dumps(result))
+    train_fsdp.stop_processes()
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
