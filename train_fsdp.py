@@ -1199,7 +1199,7 @@ def compare(args: argparse.Namespace, identity: dict, manifest: dict) -> str:
         raise UserError(f"--optimizer was {flags['optimizer']} in the checkpoint and is {args.optimizer} now; {other}")
     told = (
         "num_steps batch_size gradient_accumulation_steps zero_stage dp_replicate_size precision fp8_recipe lr "
-        "lr_scheduler warmup_steps weight_decay betas max_grad_norm"
+        "lr_scheduler warmup_steps weight_decay betas max_grad_norm document_mask"
     )
     now = json.loads(json.dumps(vars(args), default=str)) | {"world_size": dist.get_world_size()}
     before = flags | {"world_size": manifest["world_size"]}
