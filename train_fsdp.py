@@ -274,8 +274,15 @@ def start_processes() -> torch.device:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         world = {}
-        if "RANK" not in os.environ:
+        env = os.environ
+        if "RANK" not in env:
             world = {"store": dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "rank": 0, "world_size": 1}
+        elif env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env["GROUP_WORLD_SIZE"] == "1":
+            # torchrun's store outlives a restart with the dead ranks' addresses in it (pytorch issue 135712); the
+            # count tells restarts apart on one node only, see docs/CHECKPOINTS.md for more
+            store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+            store = dist.PrefixStore(f"restart-{env['TORCHELASTIC_RESTART_COUNT']}", store)
+            world = {"store": store, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
         # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None, **world)
     return device
@@ -1082,11 +1089,12 @@ class Checkpoints:
             self._together(prepare)
             files = self._together(write)
             self._together(publish)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: another rank has died
             self.failures += 1
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            say(f"failed     checkpoint {final.name}: {error}; the run goes on, older checkpoints stay")
+            cause = utils.first_line(error)
+            say(f"failed     checkpoint {final.name}: {cause}; the run goes on, older checkpoints stay")
             return
         size = sum(size for part in files for size, _ in part.values())
         stood = "" if stall is None else f", the loop stood still for {stall:.3f} s"
@@ -1830,7 +1838,8 @@ def predict(args: argparse.Namespace, config, world: int, rates: dict[str, float
     groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
     communicators = len({key[1:] for key in groups})
     reserved = total * (1 + utils.FRAGMENTATION) + utils.CONTEXT_GIB + communicators * utils.NCCL_GIB
-    memory = {kind: size / utils.GIB for kind, size in zip(utils.KINDS, peak, strict=True)}
+    of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / utils.GIB
+    memory = dict(zip(utils.KINDS, of_the_step.tolist(), strict=True))
     collectives = [
         {
             "collective": kind,
@@ -1853,6 +1862,7 @@ def predict(args: argparse.Namespace, config, world: int, rates: dict[str, float
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops,
         "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
+        "at_peak_gib": dict(zip(utils.KINDS, (peak / utils.GIB).tolist(), strict=True)),
         "peak_at": at[-2] if len(at) == 3 else at[-1],
         "peaks_gib": {
             phase: dict(zip(utils.KINDS, max(found, key=np.sum) / utils.GIB, strict=True))
@@ -2105,10 +2115,11 @@ def describe_plan(args: argparse.Namespace, result: dict) -> str:
                 f"sequences x {args.sequence_length:,} = {tokens:,} tokens a step",
             }
         ),
-        "\nmemory of the fullest GPU, GiB" + host,
-        *(f"  {kind:24}{memory[kind]:9,.2f}" for kind in utils.KINDS),
-        f"  {'total':24}{memory['total']:9,.2f}   the peak, {places.get(result['peak_at'], 'in ' + result['peak_at'])}",
-        f"  {'reserved':24}{memory['reserved']:9,.2f}   {verdict}",
+        f"\nmemory of the fullest GPU, GiB{'at most':>9}  {places.get(result['peak_at'], 'in ' + result['peak_at'])}"
+        + host,
+        *(f"  {kind:24}{memory[kind]:13,.2f}{result['at_peak_gib'][kind]:13,.2f}" for kind in utils.KINDS),
+        f"  {'total':24}{'':13}{memory['total']:13,.2f}",
+        f"  {'reserved':24}{'':13}{memory['reserved']:13,.2f}   {verdict}",
         "\nsent by each GPU in a step, GiB",
         *(
             f"  {entry['collective'].replace('_', '-'):15}{'x ' + str(entry['calls']):9}{entry['gib']:9,.2f}   "

@@ -134,7 +134,7 @@ def curves(base: dict, variants: dict[str, dict]) -> tuple:
 
 
 def loss_cpu() -> tuple:
-    base = DEMO | {"batch_size": 4, "num_steps": 340, "lr": 4e-3, "eval_interval": 340, "log_interval": 5}
+    base = DEMO | {"batch_size": 4, "num_steps": 200, "lr": 4e-3, "eval_interval": 200, "log_interval": 4}
     return curves(
         base,
         {
@@ -359,13 +359,14 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
     entry = store.setdefault(name, {"configs": {}})
     entry |= {"what": what, "figure": figure, "pairs": pairs}
     wanted = {label: config for label, config in configs.items() if fnmatch.fnmatch(f"{name}/{label}", args.only)}
+    here = {"code": code_hash(), "on": device_name(args.rehearse), "threads": torch.get_num_threads()}
     stamps = {}
     for label, config in wanted.items():
         set_steps(config.flags)
         if args.rehearse:
             shrink(config.flags)
             config.predicted = {}
-        stamps[label] = {"code": code_hash(), "on": device_name(args.rehearse), "ranks": config.ranks or args.gpus}
+        stamps[label] = here | {"ranks": config.ranks or args.gpus}
         old, command = entry["configs"].get(label, {}), " ".join(config.words())
         kept = [r for r in old.get("runs", []) if old["command"] == command and stamps[label].items() <= r.items()]
         entry["configs"][label] = {"command": command, "predicted": config.predicted, "runs": kept}
@@ -426,6 +427,7 @@ def describe_machine() -> dict:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "processor": device_name(cpu=True),
+        "threads": torch.get_num_threads(),
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
         "versions": versions,
         "commit": (commit + "-changed" * changed.returncode) or None,

@@ -171,8 +171,8 @@ def main(workspace: pathlib.Path) -> None:
     built: dict = {}
 
     def keep(function):  # what `run` builds, to look at
-        def wrapper(*args):
-            built[function.__name__] = function(*args)
+        def wrapper(*args, **options):
+            built[function.__name__] = function(*args, **options)
             if function.__name__ == "build_model" and args[0].precision == "fp32":
                 built["weights"] = fingerprint(built["build_model"])
             return built[function.__name__]
