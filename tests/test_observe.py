@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 import torch
-from conftest import metrics_of, python
+from conftest import metrics_of, python, train
 from test_speed import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
@@ -23,8 +23,7 @@ def run(device, tmp_path):
     """`run(*flags)`: the program in this process, to its end; returns the run's folder."""
 
     def go(*flags):
-        args = train_fsdp.parse_args([*TINY.split(), "--output-dir", str(tmp_path), "--run-name", "it", *flags])
-        train_fsdp.run(args, device)
+        train([*TINY.split(), "--output-dir", tmp_path, "--run-name", "it", *flags], device)
         return tmp_path / "it"
 
     yield go
