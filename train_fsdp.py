@@ -217,6 +217,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if "--demo" in argv:
         parser.set_defaults(**json.loads((ASSETS / "demo" / "recipe.json").read_text()))
     args = parser.parse_args(argv)
+    if args.num_steps == 0 and args.resume not in ("none", "auto"):  # what the model was stands in its checkpoint
+        parser.set_defaults(**flags_of_checkpoint(args.resume), compile=False)
+        args = parser.parse_args(argv)
     if args.demo and args.dataset != "demo" and not any(flag.startswith("--eval-interval") for flag in argv):
         args.eval_interval = 0  # the demo's evaluations are for its own held-out stories
     if args.precision != "fp8" and (args.fp8_recipe or args.fp8_emulate):
@@ -256,6 +259,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --activation-memory-budget: needs --compile, without --activation-checkpointing")
     args.argv = argv
     return args
+
+
+def flags_of_checkpoint(resume: str) -> dict:
+    """The flags that say what model a checkpoint holds; none if it cannot be read, which is reported later."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        flags = json.loads((checkpoint_folder(resume) / MANIFEST).read_text())["flags"]
+        names = "model tokenizer dataset sequence_length precision fp8_recipe fp8_emulate optimizer"
+        return {name: flags[name] for name in names.split()}
+    return {}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -905,9 +917,9 @@ class TrainState:
     """Everything that must survive a restart. The data position is `samples`, as the order of the data is fixed."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    tracker: utils.PerformanceTracker
+    optimizer: torch.optim.Optimizer | None = None  # these three are not there for an export
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    tracker: utils.PerformanceTracker | None = None
     step: int = 0
     samples: int = 0  # global, consumed so far
     tokens: int = 0  # global
@@ -936,7 +948,7 @@ class TrainState:
         tensors = parameters | {name: b for name, b in self.model.named_buffers() if name in kept}
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
         for name, parameter in parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            for key, value in self.optimizer.state.get(parameter, {}).items() if self.optimizer else ():
                 tensors[f"optimizer.{name}.{key}"] = value
         for name, tensor in list(tensors.items()):
             local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
@@ -963,7 +975,7 @@ class TrainState:
             dcp.load(tensors, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
-        for parameter_name, parameter in self.model.named_parameters():
+        for parameter_name, parameter in self.model.named_parameters() if self.optimizer else ():
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 name = f"optimizer.{parameter_name}.{key}"
                 local = state.to_local() if isinstance(state, DTensor) else state
@@ -974,10 +986,11 @@ class TrainState:
                 (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
         for name in ("step", "samples", "tokens", "started", "run_id"):
             setattr(self, name, numbers[name])
-        if numbers["world_size"] == dist.get_world_size():
+        if self.tracker and numbers["world_size"] == dist.get_world_size():
             self.tracker.total |= numbers["tracker"]
-        self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
-        self.scheduler.step()
+        if self.scheduler:
+            self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
+            self.scheduler.step()
 
 
 def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -1132,6 +1145,12 @@ def damage(path: pathlib.Path, every: Callable[[Any], list]) -> tuple[dict, str]
     return manifest, next(filter(None, every(wrong)), "")
 
 
+def checkpoint_folder(resume: str) -> pathlib.Path:
+    """The checkpoint that --resume PATH means: itself, or the newest of a run's folder."""
+    path = pathlib.Path(resume).expanduser()
+    return path if (path / MANIFEST).exists() else max((path / "checkpoints").glob("step-*"), default=path)
+
+
 def find_checkpoint(args: argparse.Namespace, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | None:
     """The checkpoint to resume from and its manifest, checked; None to start fresh.
 
@@ -1147,9 +1166,7 @@ def find_checkpoint(args: argparse.Namespace, folder: pathlib.Path) -> tuple[pat
     if args.resume == "none":
         return None
     if args.resume != "auto":
-        path = pathlib.Path(args.resume).expanduser()
-        if not (path / MANIFEST).exists() and (path / "checkpoints").is_dir():
-            path = max((path / "checkpoints").glob("step-*"), default=path)
+        path = checkpoint_folder(args.resume)
         if not path.is_dir():
             raise UserError(f"--resume {args.resume}: no such folder")
         manifest, wrong = damage(path, every)
@@ -1165,23 +1182,20 @@ def find_checkpoint(args: argparse.Namespace, folder: pathlib.Path) -> tuple[pat
     return None
 
 
-def describe_identity(args: argparse.Namespace, config, tokenizer, train_set) -> dict:
-    """What a resumed run must have in common with the run that saved the checkpoint."""
+def describe_identity(args: argparse.Namespace, config, tokenizer=None, train_set=None) -> dict:
+    """What a resumed run must have in common with the run that saved the checkpoint; of an export only the model."""
     architecture = config.to_dict()
     for passing in ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         architecture.pop(passing, None)
-    return json.loads(
-        json.dumps(
-            {
-                "model": architecture,
-                "tokenizer": tokenizer and hashlib.sha256(utils.vocabulary_of(tokenizer).encode()).hexdigest(),
-                "dataset": train_set.fingerprint(),
-                "sequence_length": args.sequence_length,
-                "seed": args.seed,
-            },
-            default=str,
-        )
-    )
+    identity = {"model": architecture}
+    if train_set is not None:
+        identity |= {
+            "tokenizer": tokenizer and hashlib.sha256(utils.vocabulary_of(tokenizer).encode()).hexdigest(),
+            "dataset": train_set.fingerprint(),
+            "sequence_length": args.sequence_length,
+            "seed": args.seed,
+        }
+    return json.loads(json.dumps(identity, default=str))
 
 
 def compare(args: argparse.Namespace, identity: dict, manifest: dict) -> str:
@@ -1385,18 +1399,18 @@ def choose_folder(args: argparse.Namespace) -> pathlib.Path:
         if own and not args.run_name:
             folder = own
         newer = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="") > path.name
-        if own and folder.resolve() == own.resolve() and path != own and newer and args.num_steps:
+        if own and folder.resolve() == own.resolve() and path != own and newer:
             raise UserError(
                 f"--resume {args.resume}: {folder} holds newer checkpoints, which the run would write over; "
                 "give another --run-name to branch off, or remove them"
             )
     resumes = args.resume == "auto" or (own and folder.resolve() == own.resolve())
-    if (folder / "metrics.jsonl").exists() and not resumes and args.num_steps:
+    if (folder / "metrics.jsonl").exists() and not resumes:
         raise UserError(
             f"--run-name {name}: {folder} holds a run already; "
             "choose another name, remove it, or go on with it by --resume auto"
         )
-    if folder.exists() and args.num_steps:
+    if folder.exists():
         lock_folder(folder)
     check_writable(f"--output-dir {args.output_dir}", folder)
     if args.export:
@@ -1583,7 +1597,7 @@ class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
     def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
-        self.accelerator, self.num_steps, self.file = accelerator, args.num_steps, None
+        self.accelerator, self.num_steps, self.file, self.failed = accelerator, args.num_steps, None, False
         self.serves = accelerator.is_main_process and args.metrics_port
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
@@ -1616,6 +1630,7 @@ class Report:
         try:
             print(json.dumps(metrics), file=self.file, flush=True)
         except OSError as error:  # the line waits in Python's buffer and is written with a later one
+            self.failed = True
             say(f"failed     metrics.jsonl, step {step}: {error.strerror}; the run goes on")
         try:
             self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
@@ -1651,6 +1666,7 @@ class Report:
                     print(json.dumps(metrics | {"final": True}), file=self.file)
                 self.file.close()
             except OSError as error:
+                self.failed = True
                 say(f"failed     {self.file.name}: {error.strerror}")
         for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
             tracker.finish()
@@ -1668,6 +1684,16 @@ def open_metrics(path: pathlib.Path, step: int):
         path.with_suffix(".tmp").write_text("".join(lines))
         path.with_suffix(".tmp").replace(path)
     return path.open("a")
+
+
+def finish_metrics(path: pathlib.Path, tracker: utils.PerformanceTracker) -> None:
+    """Writes the last line of a run that was killed between its last checkpoint and that line."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    with contextlib.suppress(ValueError, IndexError):
+        last = json.loads(lines[-1])
+        if "final" not in last:
+            with path.open("a") as file:
+                print(json.dumps(last | tracker.summary() | {"final": True}), file=file)
 
 
 def describe_run(args: argparse.Namespace) -> dict:
@@ -2227,9 +2253,27 @@ def figures_of_all_ranks(speed: dict[str, float], state: TrainState, device: tor
     return speed | worst | {"goodput_percent": state.step * state.tracker.summary()["step_time_ms"] / 10 / elapsed}
 
 
+def export_only(args: argparse.Namespace, device: torch.device, is_main: bool) -> int:
+    """--num-steps 0: from a checkpoint, or from --init pretrained, to --export; no data, no optimizer."""
+    utils.from_main_process(lambda: check_writable("--export", pathlib.Path(args.export).expanduser()), is_main)
+    config = utils.from_main_process(lambda: load_config(args), is_main)
+    tokenizer = utils.from_main_process(lambda: load_tokenizer(args, config), is_main)
+    mesh, checkpoint = build_mesh(args, device), find_checkpoint(args, pathlib.Path())
+    if checkpoint:
+        compare(args, describe_identity(args, config), checkpoint[1])
+    model = build_model(args, config, mesh, read_weights=not checkpoint)
+    if checkpoint:
+        TrainState(model).load(*checkpoint)
+        say(f"loaded     {checkpoint[0]}, step {checkpoint[1]['step']:,}")
+    export(args, model, tokenizer)
+    return 0
+
+
 def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> int:
     """Trains one model, from its flags to its last line; returns the exit code."""
     is_main = dist.get_rank() == 0
+    if args.num_steps == 0:
+        return export_only(args, device, is_main)
     folder, trackers = utils.from_main_process(lambda: (choose_folder(args), choose_trackers(args)), is_main)
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
     check_that_figures_will_exist(args, device)
@@ -2266,6 +2310,8 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
         say(columns({"resumed": f"{checkpoint[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
     if state.step >= args.num_steps:
         say(f"done       nothing to train: step {state.step:,} of {args.num_steps:,}")
+        if is_main:
+            finish_metrics(folder / "metrics.jsonl", tracker)
         if args.export:
             export(args, model, tokenizer)
         return 0
@@ -2357,6 +2403,8 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
         export(args, model, tokenizer)
     if checkpoints.failures:
         raise UserError(f"--checkpoint-interval: {checkpoints.failures} checkpoints could not be saved, see above", 1)
+    if report.failed:
+        raise UserError(f"--output-dir: {folder / 'metrics.jsonl'} could not be written, see above", 1)
     utils.from_main_process(lambda: check_gates(args, metrics), is_main)
     return 0
 

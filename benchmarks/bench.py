@@ -80,7 +80,9 @@ def harness() -> tuple:
         ours, bare = f"train_fsdp.py, batch {batch}", f"bare loop, batch {batch}"
         configs[bare] = Config(BARE, TOKENS | size | {"warmup_steps": 4})
         configs[ours] = Config("train_fsdp.py", DEMO | size | {"precision": "fp32", "perf_warmup_steps": 4})
-        pairs[f"harness / bare loop, {batch * 256:,} tokens a step"] = (ours, bare, "at least 0.97")
+        label = f"harness / bare loop, {batch * 256:,} tokens a step"
+        pairs[f"{label}, steps/s"] = (ours, bare, "at least 0.97")
+        pairs[f"{label}, CPU seconds"] = (ours, bare, "at most 1.03", "cpu_s")
     return "optimizer steps per second, demo model, fp32, one process", "steps_per_sec", pairs, configs
 
 
