@@ -958,8 +958,9 @@ class StepRecorder(TorchDispatchMode):
         found: dict[Any, np.ndarray] = {}
         ends = [start for start, _ in self.marks[1:]] + [len(sizes)]
         for (start, key), end in zip(self.marks, ends, strict=True):
-            if end > start and key[-1] is not None:
-                at = start + int(live[start:end].argmax()) + 1
+            if key[-1] is not None:
+                first = max(start - 1, 0)  # what was there when it began counts too
+                at = first + int(live[first:end].argmax()) + 1
                 peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
                 found[key] = max(found.get(key, peak), peak, key=np.sum)
         return found
