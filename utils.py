@@ -766,7 +766,7 @@ def memory_figures(device: torch.device) -> dict[str, float]:
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
-EXTERN = re.compile(r"mm\b|_mm|attention|attn|convolution|embedding|scatter|gather|index|sort|topk|cumsum")  # not fused
+EXTERN = re.compile(r"mm\b|_mm|attention|convolution|embedding_dense|scatter|index_put|sort|topk|cumsum")  # not fused
 
 
 class StepRecorder(TorchDispatchMode):
@@ -849,7 +849,8 @@ class StepRecorder(TorchDispatchMode):
     def run_compiled(self, graph: torch.fx.GraphModule, args, peak: int, moved: int):
         """Runs a compiled region's graph, of whose intermediate tensors only `peak` bytes exist, `moved` bytes move."""
         self.compiled_regions += 1
-        self.counts["memory_bytes", self.phase] += moved * self.weight
+        if self.microbatch is not None:
+            self.counts["memory_bytes", self.phase] += moved * self.weight
         self._scratch(peak)
         self._fused = set()
         result = graph(*args)
