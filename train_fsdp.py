@@ -1767,6 +1767,10 @@ def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: 
             setattr(text, name, value[:depth])
     text.num_hidden_layers = depth
     recorder = utils.StepRecorder(args.gpus_per_node)
+    if args.optimizer == "adamw8bit" and find_spec("torchao"):  # its tables, cached, are computed from real tensors
+        from torchao.optim import subclass_8bit
+
+        subclass_8bit.get_qmap_signed(), subclass_8bit.get_qmap_unsigned()
 
     def batches():
         for index in range(args.gradient_accumulation_steps):

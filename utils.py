@@ -855,7 +855,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
-EXTERN = re.compile(r"mm\b|_mm|attention|attn|convolution|embedding|scatter|gather|index|sort|topk|cumsum")  # not fused
+EXTERN = re.compile(r"mm\b|_mm|attention|convolution|embedding_dense|scatter|index_put|sort|topk|cumsum")  # not fused
 
 
 class StepRecorder(TorchDispatchMode):
@@ -938,7 +938,8 @@ class StepRecorder(TorchDispatchMode):
     def run_compiled(self, graph: torch.fx.GraphModule, args, peak: int, moved: int):
         """Runs a compiled region's graph, of whose intermediate tensors only `peak` bytes exist, `moved` bytes move."""
         self.compiled_regions += 1
-        self.counts["memory_bytes", self.phase] += moved * self.weight
+        if self.microbatch is not None:
+            self.counts["memory_bytes", self.phase] += moved * self.weight
         self._scratch(peak)
         self._fused = set()
         result = graph(*args)
@@ -1047,8 +1048,9 @@ class StepRecorder(TorchDispatchMode):
         found: dict[Any, np.ndarray] = {}
         ends = [start for start, _ in self.marks[1:]] + [len(sizes)]
         for (start, key), end in zip(self.marks, ends, strict=True):
-            if end > start and key[-1] is not None:
-                at = start + int(live[start:end].argmax()) + 1
+            if key[-1] is not None:
+                first = max(start - 1, 0)  # what was there when it began counts too
+                at = first + int(live[first:end].argmax()) + 1
                 peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
                 found[key] = max(found.get(key, peak), peak, key=np.sum)
         return found

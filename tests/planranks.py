@@ -1,20 +1,17 @@
 """What a step really holds and sends, beside what --plan says of it; tests/test_plan.py compares the two.
 
-    torchrun --nproc_per_node=4 tests/planranks.py WORKSPACE     measured on real tensors, WORKSPACE/measured-4.json
-    python tests/planranks.py WORKSPACE plan                     planned for 1, 2 and 4 ranks, WORKSPACE/planned.json
+torchrun --nproc_per_node=4 tests/planranks.py WORKSPACE     measured on real tensors, WORKSPACE/measured-4.json
+python tests/planranks.py WORKSPACE plan                     planned for 1, 2 and 4 ranks, WORKSPACE/planned.json
 """
 
-import contextlib
 import itertools
 import json
-import os
 import pathlib
 import sys
 import weakref
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["PYTHONWARNINGS"] = "ignore"
 
 CASES = {
     "stage 3": "",
@@ -28,12 +25,17 @@ CASES = {
     "selectively checkpointed": "--activation-checkpointing selective",
     "eager attention": "--attention eager --zero-stage 2",
 }
-REPLICATED = {"2 replicas": "--dp-replicate-size 2", "2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2"}
+REPLICATED = {
+    "2 replicas": "--dp-replicate-size 2",
+    "2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2",
+}
 RANKS = (1, 2, 4)
 
 
 def cases(ranks: int) -> dict[str, str]:
-    return CASES | (REPLICATED if ranks == 4 else {})
+    if ranks == 4:
+        return CASES | REPLICATED
+    return {name: CASES[name] for name in ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits")}
 
 
 def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[str]:
@@ -71,8 +73,8 @@ def measure(args, train_fsdp, device) -> dict:
             alive = {key: storage for key, seen in self.storages.items() if (storage := seen()) is not None}
             self.storages = {key: weakref.ref(storage) for key, storage in alive.items()}
             self.peak = max(self.peak, rounded(alive.values()))
-            for kind in ("allgather", "reduce_scatter", "allreduce"):
-                if op.namespace == "c10d" and kind in op.name():
+            for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+                if "c10d" in op.namespace and kind.replace("_", "") in op.name().replace("_", ""):
                     size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
                     calls, total = self.sent.get(kind, (0, 0))
                     self.sent[kind] = calls + 1, total + size
@@ -98,13 +100,9 @@ def measure(args, train_fsdp, device) -> dict:
 
 
 def plan(args, train_fsdp, ranks: int) -> dict:
-    import torch.distributed as dist
-
-    rates = train_fsdp.utils.find_rates("H100 SXM", {})
     args.plan = True
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        return train_fsdp.predict(args, train_fsdp.load_config(args), ranks, rates)
+    rates = train_fsdp.utils.find_rates("H100 SXM", {})
+    return train_fsdp.predict(args, train_fsdp.load_config(args), ranks, rates)
 
 
 def main(workspace: pathlib.Path) -> None:
@@ -114,8 +112,9 @@ def main(workspace: pathlib.Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    import train_fsdp
     from multirank import COUNTED
+
+    import train_fsdp
 
     def parsed(flags: str, model: str = "deep"):
         return train_fsdp.parse_args(arguments(workspace, flags, model))
@@ -125,7 +124,9 @@ def main(workspace: pathlib.Path) -> None:
             str(ranks): {name: plan(parsed(flags), train_fsdp, ranks) for name, flags in cases(ranks).items()}
             for ranks in RANKS
         }
-        result["counted"] = {name: plan(parsed(flags + " --precision fp32"), train_fsdp, 4) for name, flags in COUNTED.items()}
+        result["counted"] = {
+            name: plan(parsed(flags + " --precision fp32"), train_fsdp, 4) for name, flags in COUNTED.items()
+        }
         result["extrapolated"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)
         train_fsdp.layer_period = lambda config, full=train_fsdp.layer_period: (full(config)[0], 12)
         result["whole"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)

@@ -1,0 +1,174 @@
+"""--plan says what a run needs: compared with real ranks on real tensors, and as its user sees it.
+
+tests/planranks.py measures with 1, 2 and 4 ranks and plans the same, each once a session.
+"""
+
+import json
+import sys
+
+import planranks
+import pytest
+from conftest import metrics_of, python, start, torchrun, words, write_model
+from multirank import COUNTED, MODELS, SIZES
+
+GIB = 2**30
+CASES = [
+    pytest.param(ranks, name, id=f"{ranks}-{name}") for ranks in planranks.RANKS for name in planranks.cases(ranks)
+]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    write_model(folder / "models" / "deep", *MODELS["deep"][:1], **MODELS["deep"][1])
+    twelve = SIZES | {"num_hidden_layers": 12, "no_rope_layer_interval": 4, "tie_word_embeddings": True}
+    write_model(folder / "models" / "twelve", "smollm3", **twelve)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def planned(models):
+    process = start([sys.executable, planranks.__file__, models, "plan"])
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads((models / "planned.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def measured(models):
+    result = {}
+    for ranks in planranks.RANKS:
+        process = torchrun(ranks, models, program=planranks.__file__)
+        assert process.returncode == 0, process.stderr[-3000:]
+        result[ranks] = json.loads((models / f"measured-{ranks}.json").read_text())
+    return result
+
+
+@pytest.mark.parametrize("ranks, name", CASES)
+def test_planned_bytes_are_those_of_a_real_step(planned, measured, ranks, name):
+    plan, real = planned[str(ranks)][name], measured[ranks][name]
+    memory = plan["memory_gib"]
+    assert memory["parameters"] * GIB == pytest.approx(real["parameters"], rel=0.02)
+    assert memory["optimizer"] * GIB == pytest.approx(real["optimizer"], rel=0.02)
+    assert plan["peaks_gib"]["optimizer"]["gradients"] * GIB == pytest.approx(real["gradients"], rel=0.02)
+    assert memory["total"] * GIB == pytest.approx(real["total"], rel=0.02)
+    at_rest = real["parameters"] + real["optimizer"]
+    passing = memory["gradients"] + memory["activations"] + memory["communication"]
+    assert passing * GIB == pytest.approx(real["total"] - at_rest, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks, name", CASES)
+def test_planned_traffic_is_that_of_a_real_step(planned, measured, ranks, name):
+    calls: dict[str, int] = {}
+    sizes: dict[str, float] = {}
+    for entry in planned[str(ranks)][name]["collectives"]:
+        kind, others = entry["collective"], (entry["ranks"] - 1) / entry["ranks"]
+        calls[kind] = calls.get(kind, 0) + entry["calls"]
+        sizes[kind] = sizes.get(kind, 0) + entry["gib"] * GIB / others / (2 if kind == "all_reduce" else 1)
+    real = measured[ranks][name]["sent"] if ranks > 1 else {}
+    assert calls == {kind: count for kind, (count, _) in real.items()}
+    assert sizes == pytest.approx({kind: size for kind, (_, size) in real.items()}, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_planned_collectives_are_those_counted_in_real_ranks(planned, observed, name):
+    from test_parallel import get
+
+    calls: dict[str, int] = {}
+    for entry in planned["counted"][name]["collectives"]:
+        calls[entry["collective"]] = calls.get(entry["collective"], 0) + entry["calls"]
+    real: dict[str, int] = {}
+    for kind, count in get(observed(4), "collectives", name).items():
+        kind = kind.split(".")[1].replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+        real[kind] = real.get(kind, 0) + count
+    assert calls == real
+
+
+def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
+    few, whole = planned["extrapolated"], planned["whole"]
+    for part in ("memory_gib", "time_ms"):
+        assert few[part] == pytest.approx(whole[part], rel=1e-6, abs=1e-9)
+    for one, other in zip(few["collectives"], whole["collectives"], strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    assert few["flops_executed"] == whole["flops_executed"]
+
+
+def test_executed_flops_of_eager_attention_are_the_models(planned):
+    plan = planned["4"]["eager attention"]
+    assert plan["flops_executed"] == plan["flops_per_token"] * 256
+
+
+def test_checkpointing_executes_more_flops_and_holds_less(planned):
+    plans = planned["4"]
+    assert plans["checkpointed"]["flops_executed"] > 1.2 * plans["stage 3"]["flops_executed"]
+    assert plans["checkpointed"]["memory_gib"]["total"] < plans["stage 3"]["memory_gib"]["total"]
+
+
+def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
+    flags = (
+        "--demo --plan --json --plan-gpus 16 --plan-gpu B200 --gpu-hour-usd 4 --batch-size auto --sequence-length 512"
+    )
+    capacity = tmp_path / "rates.json"
+    capacity.write_text(json.dumps({"memory_gib": 2.0}))
+    process = python(*words(flags), "--output-dir", tmp_path / "runs", "--plan-rates", capacity)
+    assert process.returncode == 0, process.stderr
+    plan = json.loads(process.stdout)
+    memory = plan["memory_gib"]
+    assert plan["parameters"] == 2_623_744
+    parts = ("parameters", "gradients", "optimizer", "activations", "communication")
+    assert memory["total"] == pytest.approx(sum(memory[part] for part in parts))
+    assert memory["total"] < memory["reserved"] <= 2.0
+    assert plan["fits"] and plan["largest_batch_size"] > 1
+    hours = 1e9 / plan["tokens_per_sec"] / 3600
+    assert plan["cost_per_billion_tokens"] == pytest.approx(hours * 16 * 4)
+    between = sum(entry["gib_between_nodes"] for entry in plan["collectives"])
+    assert between == pytest.approx(plan["communication_gib_per_step"] / 8)  # a ring leaves each node once
+    assert plan["assumptions"]
+    assert list(tmp_path.iterdir()) == [capacity]
+
+
+def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
+    capacity = tmp_path / "rates.json"
+    capacity.write_text(json.dumps({"memory_gib": 1.5}))
+    flags = words("--demo --plan --json --no-compile --plan-gpus 1 --plan-gpu H200 --batch-size 64 --no-fused-loss")
+    flags += ["--plan-rates", capacity]
+    plan = json.loads(python(*flags).stdout)
+    assert not plan["fits"]
+    taken = words(plan["fits_with"]["flags"])
+    changed = json.loads(
+        python(*(flag for flag in flags if flag != "--no-fused-loss" or flag[2:] in taken), *taken).stdout
+    )
+    assert changed["fits"]
+    assert changed["memory_gib"]["reserved"] == pytest.approx(plan["fits_with"]["reserved_gib"])
+
+
+@pytest.mark.parametrize(
+    "flags, words_of_the_error",
+    [
+        (["--plan", "--plan-gpu", "Voodoo 2"], "--plan-gpu 'Voodoo 2'"),
+        (["--plan", "--plan-gpu", "H100"], "H100 SXM, H100 PCIe"),
+        (["--plan", "--plan-gpus", "0"], "--plan-gpus"),
+        (["--plan", "--plan-rates", "/nowhere.json"], "--plan-rates /nowhere.json"),
+        (["--plan", "--plan-gpu", "A100 80GB", "--precision", "fp8"], "--precision fp8"),
+        (["--plan", "--plan-gpus", "8", "--dp-replicate-size", "3"], "--dp-replicate-size 3"),
+        (["--batch-size", "auto", "--demo"], "--batch-size auto: a CPU's capacity is not known"),
+    ],
+)
+def test_a_mistake_in_a_plan_is_one_line(flags, words_of_the_error):
+    process = python(*flags)
+    assert process.returncode == 2
+    assert process.stderr.startswith("train_fsdp.py: error: ") and process.stderr.count("\n") == 1
+    assert words_of_the_error in process.stderr
+
+
+def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
+    flags = "--demo --num-steps 2 --batch-size auto --sequence-length 64 --plan-gpu B200 --perf-warmup-steps 0"
+    rates = tmp_path / "small.json"
+    rates.write_text(json.dumps({"rates": {"memory_gib": 0.72}}))
+    options = ["--output-dir", tmp_path, "--run-name", "run", "--plan-rates", rates, "--cache-dir", tmp_path / "cache"]
+    process = python(*words(flags), "--no-compile", *options)
+    assert process.returncode == 0, process.stderr
+    assert "planned    --batch-size" in process.stdout
+    final = metrics_of(tmp_path / "run")[-1]
+    assert 0 < final["predicted_peak_memory_alloc"] < final["predicted_peak_memory_reserved"] <= 0.72
+    assert final["predicted_step_time_ms"] > 0
+    assert "planned    alloc" in process.stdout
