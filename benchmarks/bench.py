@@ -361,6 +361,7 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
     entry = store.setdefault(name, {"configs": {}})
     entry |= {"what": what, "figure": figure, "pairs": pairs}
     wanted = {label: config for label, config in configs.items() if fnmatch.fnmatch(f"{name}/{label}", args.only)}
+    began = now()
     here = {"code": code_hash(), "on": device_name(args.rehearse), "threads": torch.get_num_threads()}
     stamps = {}
     for label, config in wanted.items():
@@ -386,8 +387,7 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
                     if left < ENOUGH and not result["runs"]:
                         raise RunError("not run: the --minutes were used up")
                     figures = execute(config, work, args.gpus, left, args.rehearse)
-                    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                    result["runs"].append(figures | stamps[label] | {"date": date})
+                    result["runs"].append(figures | stamps[label] | {"date": now(), "round": f"{began}, {repeat}"})
                     said = f"{figures.get(figure, math.nan):,.4g}"
                 except RunError as error:
                     said = result["error"] = str(error)
@@ -397,6 +397,10 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Telling
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def code_hash() -> str:
@@ -475,10 +479,13 @@ def table(entry: dict) -> str:
 
 
 def ratios(entry: dict, above: str, below: str, goal: str, key: str = "") -> list[float]:
-    """One configuration's figure divided by another's, round by round; `key` where it is not the part's figure."""
-    sides = [entry["configs"].get(name, {"runs": []})["runs"] for name in (above, below)]
+    """One configuration's figure divided by another's in each round, or once their medians if they had no round in
+    common; `key` where it is not the part's figure."""
     key = key or entry["figure"]
-    return [a[key] / b[key] for a, b in zip(*sides, strict=False)]
+    runs = [entry["configs"].get(name, {"runs": []})["runs"] for name in (above, below)]
+    a, b = ({run["round"]: run[key] for run in side} for side in runs)
+    common = [a[name] / b[name] for name in a if name in b]
+    return common or ([statistics.median(a.values()) / statistics.median(b.values())] if a and b else [])
 
 
 def main() -> None:

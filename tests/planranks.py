@@ -8,6 +8,7 @@ import itertools
 import json
 import pathlib
 import sys
+import types
 import weakref
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -137,7 +138,7 @@ def main(workspace: pathlib.Path) -> None:
     result = {name: measure(parsed(flags), train_fsdp, device) for name, flags in cases(ranks).items()}
     if torch.distributed.get_rank() == 0:
         (workspace / f"measured-{ranks}.json").write_text(json.dumps(result))
-    train_fsdp.stop_processes()
+    train_fsdp.stop_processes(types.SimpleNamespace(round=None))
 
 
 if __name__ == "__main__":

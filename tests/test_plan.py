@@ -50,9 +50,11 @@ def test_planned_bytes_are_those_of_a_real_step(planned, measured, ranks, name):
     assert memory["parameters"] * GIB == pytest.approx(real["parameters"], rel=0.02)
     assert memory["optimizer"] * GIB == pytest.approx(real["optimizer"], rel=0.02)
     assert plan["peaks_gib"]["optimizer"]["gradients"] * GIB == pytest.approx(real["gradients"], rel=0.02)
+    assert memory["gradients"] >= plan["peaks_gib"]["optimizer"]["gradients"]
     assert memory["total"] * GIB == pytest.approx(real["total"], rel=0.02)
     at_rest = real["parameters"] + real["optimizer"]
-    passing = memory["gradients"] + memory["activations"] + memory["communication"]
+    at_peak = plan["at_peak_gib"]
+    passing = at_peak["gradients"] + at_peak["activations"] + at_peak["communication"]
     assert passing * GIB == pytest.approx(real["total"] - at_rest, rel=0.02)
 
 
@@ -88,7 +90,7 @@ def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
     for part in ("memory_gib", "time_ms"):
         assert few[part] == pytest.approx(whole[part], rel=1e-6, abs=1e-9)
     for one, other in zip(few["collectives"], whole["collectives"], strict=True):
-        assert one == pytest.approx(other, rel=1e-6)
+        assert (one.pop("collective"), pytest.approx(one, rel=1e-6)) == (other.pop("collective"), other)
     assert few["flops_executed"] == whole["flops_executed"]
 
 
@@ -115,7 +117,8 @@ def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     memory = plan["memory_gib"]
     assert plan["parameters"] == 2_623_744
     parts = ("parameters", "gradients", "optimizer", "activations", "communication")
-    assert memory["total"] == pytest.approx(sum(memory[part] for part in parts))
+    assert memory["total"] == pytest.approx(sum(plan["at_peak_gib"][part] for part in parts))
+    assert all(memory[part] >= plan["at_peak_gib"][part] for part in parts)
     assert memory["total"] < memory["reserved"] <= 2.0
     assert plan["fits"] and plan["largest_batch_size"] > 1
     hours = 1e9 / plan["tokens_per_sec"] / 3600

@@ -1,0 +1,144 @@
+"""The benchmark drivers: what they run, keep, refuse and draw. No figure of theirs is checked for its size."""
+
+import argparse
+import json
+import sys
+import time
+
+import pytest
+from conftest import ROOT, start, torchrun
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import bench
+
+import train_fsdp
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def rehearse(out, *arguments) -> dict:
+    process = start([sys.executable, ROOT / "benchmarks/bench.py", *arguments, "--rehearse", "--out", out])
+    assert process.returncode == 0, process.stderr
+    return json.loads((out / f"{arguments[0]}.json").read_text())
+
+
+@pytest.mark.parametrize("suite", ["cpu", "gpu", "compare"])
+def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
+    parts = bench.parts_of(suite, available=4)
+    configs = [config for *_, configs in parts.values() for config in configs.values()]
+    programs = {config.program.split()[0] for config in configs}
+    assert all((ROOT / program).is_file() for program in programs)
+    for config in configs:
+        if config.program == "train_fsdp.py":
+            bench.set_steps(config.flags)
+            args = vars(train_fsdp.parse_args(config.words()[1:]))
+            assert {key: str(args[key]) for key in config.flags} == {k: str(v) for k, v in config.flags.items()}
+            assert args["num_steps"] > args["perf_warmup_steps"] or args["eval_interval"] or args["num_steps"] == 1
+
+
+def test_a_rehearsed_ladder_keeps_commands_and_runs_and_adds_rounds(tmp_path):
+    ladder = ["gpu", "--only", "ladder/*published*", "--repeats", "1"]
+    rehearse(tmp_path, *ladder)
+    results = rehearse(tmp_path, *ladder)
+    assert results["rehearsal"]
+    rung = results["parts"]["ladder"]["configs"]["published settings"]
+    assert "--precision bf16-pure --no-compile --no-fused-loss --attention sdpa" in rung["command"]
+    assert "--model demo" in rung["command"]
+    assert rung["predicted"] == {}  # what was said of a GPU does not stand beside a CPU's figures
+    assert len(rung["runs"]) == 2
+    for run in rung["runs"]:
+        assert run["tokens_per_sec_per_gpu"] > 0
+        assert 0 < run["first_step_s"] < run["wall_s"]
+
+
+@pytest.mark.parametrize("peer", ["hf_trainer", "accelerate_fsdp2", "lightning_fabric"])
+def test_a_peer_prints_our_figures(peer):
+    pytest.importorskip(bench.PEERS[peer])
+    flags = ["--model", "demo", "--sequence-length", "32", "--num-steps", "3", "--perf-warmup-steps", "1"]
+    process = start([sys.executable, ROOT / f"benchmarks/peers/{peer}.py", *flags, "--no-compile"])
+    assert process.returncode == 0, process.stderr
+    figures = json.loads(next(line for line in process.stdout.splitlines() if line.startswith('{"')))
+    assert figures["tokens_per_sec_per_gpu"] == pytest.approx(32 / (figures["step_time_ms"] / 1000))
+    assert 7.5 < figures["loss"] < 9  # the demo model has 1,536 tokens: ln 1,536 = 7.3, and it knows nothing yet
+
+
+def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypatch):
+    for name, code in {
+        "fails": "raise MemoryError('out of memory')",
+        "hangs": "import time; time.sleep(60)",
+        "works": "import json; print('step 1/2', flush=True); print(json.dumps({'speed': 2.0}))",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.setitem(bench.PEERS, "absent", "a_package_that_nobody_has")
+    monkeypatch.setattr(bench, "ENOUGH", 0)
+    names = ("absent", "fails", "works", "hangs")
+    configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}) for name in names}
+    args = argparse.Namespace(only="*", repeats=2, gpus=1, rehearse=True, deadline=time.monotonic() + 5)
+    store: dict = {}
+    bench.measure("part", ("what", "speed", {"ratio": ("works", "fails", "1")}, configs), args, store, lambda: None)
+    kept = store["part"]["configs"]
+    assert kept["absent"]["error"] == "not installed: a_package_that_nobody_has"
+    assert kept["fails"]["error"] == "MemoryError: out of memory"
+    assert kept["hangs"]["error"].startswith("did not end within")
+    assert kept["works"]["runs"][0]["speed"] == 2.0
+    assert "MemoryError: out of memory" in bench.table(store["part"])
+
+
+def test_ratios_are_taken_within_a_round():
+    runs = lambda *pairs: {"runs": [{"round": name, "speed": speed} for name, speed in pairs]}  # noqa: E731
+    configs = {"a": runs(("1", 10.0), ("2", 30.0)), "b": runs(("2", 15.0), ("3", 1.0)), "c": runs(("4", 5.0))}
+    entry = {"figure": "speed", "configs": configs}
+    assert bench.ratios(entry, "a", "b", "goal") == [2.0]
+    assert bench.ratios(entry, "a", "c", "goal") == [4.0]  # no round in common: medians
+    assert bench.ratios(entry, "a", "never run", "goal") == []
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["gpu", "--rehearse", "--out", str(bench.RESULTS)], "do not belong"),
+        (["compare"], "no GPU"),
+        (["cpu", "--only", "nothing"], "harness, start"),
+    ],
+)
+def test_a_wrong_use_is_refused_in_a_line(arguments, said, monkeypatch, capsys, tmp_path):
+    out = [] if "--out" in arguments else ["--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments, *out])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert said in capsys.readouterr().err + str(ended.value)
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path):
+    process = torchrun(2, "--max-mib", "1", "--out", tmp_path, program=str(ROOT / "benchmarks/fabric.py"))
+    assert process.returncode == 0, process.stderr
+    assert "gloo: no link to expect a rate of" in process.stdout
+    configs = json.loads((tmp_path / "fabric.json").read_text())["parts"]["fabric"]["configs"]
+    for collective, factor in {"all_gather": 0.5, "reduce_scatter": 0.5, "all_reduce": 1.0}.items():
+        rows = configs[collective]["runs"][0]["sizes"]
+        assert [row["bytes"] for row in rows] == [2**16, 2**18, 2**20]
+        for row in rows:
+            assert row["algbw_gb_per_sec"] == pytest.approx(row["bytes"] / row["microseconds"] / 1e3)
+            assert row["busbw_gb_per_sec"] == pytest.approx(factor * row["algbw_gb_per_sec"])
+
+
+def test_each_measured_part_becomes_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    from plots import PLOTS, draw
+
+    run = {"on": "a GPU", "ranks": 2, "date": "2026-01-01", "round": "1"}
+    run |= {"peak_memory_reserved": 3.5, "mfu_percent": 40.0}
+    run |= {"tokens_per_sec_per_gpu": 1000.0, "eval_loss": 2.0, "curve": [(100, 3.0), (200, 2.5)]}
+    run |= {"sizes": [{"bytes": 2**20, "busbw_gb_per_sec": 10.0}, {"bytes": 2**22, "busbw_gb_per_sec": 20.0}]}
+    predicted = {"on": "a GPU", "tokens_per_sec_per_gpu": 900}
+    good = {"runs": [run, run | {"tokens_per_sec_per_gpu": 1100.0}], "predicted": predicted}
+    bad = {"runs": [], "predicted": predicted, "error": "CUDA out of memory"}
+    configs = {"smollm3-3b, 8,192 tokens": good, "smollm3-3b, 16,384 tokens": bad}
+    part = {"what": "a part", "figure": "tokens_per_sec_per_gpu", "pairs": {}, "configs": configs}
+    parts = dict.fromkeys(PLOTS, part) | {"unmeasured": part | {"configs": {"bad": bad}}}
+    parts |= {"loss": part | {"figure": "eval_loss"}, "fabric": part | {"configs": {"all_reduce": good}}}
+    (tmp_path / "gpu.json").write_text(json.dumps({"rehearsal": True, "parts": parts}))
+    drawn = draw(tmp_path)
+    assert {path.name for path in drawn} == {f"gpu-{name}.png" for name in PLOTS}
+    assert all(path.read_bytes().startswith(PNG) for path in drawn)
