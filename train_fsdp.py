@@ -1949,7 +1949,7 @@ def start_plan(args: argparse.Namespace) -> subprocess.Popen:
     """Plans this run in another process, which sees no GPU and gives way to the training."""
     gpu = args.plan_gpu or torch.cuda.get_device_name()
     flags = ["--plan", "--json", "--plan-gpus", str(dist.get_world_size()), "--plan-gpu", gpu]
-    flags += ["--compile" if args.compile else "--no-compile"]
+    flags += ["--batch-size", str(args.batch_size), "--compile" if args.compile else "--no-compile"]
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
     return subprocess.Popen(

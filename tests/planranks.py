@@ -16,7 +16,6 @@ sys.path.insert(0, str(ROOT))
 
 CASES = {
     "stage 3": "",
-    "stage 3 in fp32": "--precision fp32",
     "stage 2": "--zero-stage 2",
     "stage 2 in 2 microbatches": "--zero-stage 2 --gradient-accumulation-steps 2",
     "stage 1 in 4 microbatches": "--zero-stage 1 --gradient-accumulation-steps 4",
@@ -26,10 +25,7 @@ CASES = {
     "selectively checkpointed": "--activation-checkpointing selective",
     "eager attention": "--attention eager --zero-stage 2",
 }
-REPLICATED = {
-    "2 replicas": "--dp-replicate-size 2",
-    "2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2",
-}
+REPLICATED = {"2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2"}
 RANKS = (1, 2, 4)
 
 

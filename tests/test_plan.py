@@ -90,7 +90,8 @@ def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
     for part in ("memory_gib", "time_ms"):
         assert few[part] == pytest.approx(whole[part], rel=1e-6, abs=1e-9)
     for one, other in zip(few["collectives"], whole["collectives"], strict=True):
-        assert (one.pop("collective"), pytest.approx(one, rel=1e-6)) == (other.pop("collective"), other)
+        assert one.pop("collective") == other.pop("collective")
+        assert one == pytest.approx(other, rel=1e-6)
     assert few["flops_executed"] == whole["flops_executed"]
 
 
@@ -101,7 +102,7 @@ def test_executed_flops_of_eager_attention_are_the_models(planned):
 
 def test_checkpointing_executes_more_flops_and_holds_less(planned):
     plans = planned["4"]
-    assert plans["checkpointed"]["flops_executed"] > 1.2 * plans["stage 3"]["flops_executed"]
+    assert plans["checkpointed"]["flops_executed"] > 1.1 * plans["stage 3"]["flops_executed"]
     assert plans["checkpointed"]["memory_gib"]["total"] < plans["stage 3"]["memory_gib"]["total"]
 
 
@@ -164,14 +165,14 @@ def test_a_mistake_in_a_plan_is_one_line(flags, words_of_the_error):
 
 
 def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
-    flags = "--demo --num-steps 2 --batch-size auto --sequence-length 64 --plan-gpu B200 --perf-warmup-steps 0"
+    flags = "--demo --num-steps 2 --batch-size auto --sequence-length 512 --plan-gpu B200 --perf-warmup-steps 0"
     rates = tmp_path / "small.json"
-    rates.write_text(json.dumps({"rates": {"memory_gib": 0.72}}))
+    rates.write_text(json.dumps({"rates": {"memory_gib": 0.7}}))
     options = ["--output-dir", tmp_path, "--run-name", "run", "--plan-rates", rates, "--cache-dir", tmp_path / "cache"]
     process = python(*words(flags), "--no-compile", *options)
     assert process.returncode == 0, process.stderr
     assert "planned    --batch-size" in process.stdout
     final = metrics_of(tmp_path / "run")[-1]
-    assert 0 < final["predicted_peak_memory_alloc"] < final["predicted_peak_memory_reserved"] <= 0.72
+    assert 0 < final["predicted_peak_memory_alloc"] < final["predicted_peak_memory_reserved"] <= 0.7
     assert final["predicted_step_time_ms"] > 0
     assert "planned    alloc" in process.stdout
