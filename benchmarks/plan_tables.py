@@ -1,0 +1,78 @@
+"""The planned tables of docs/MEMORY.md and docs/PLAN.md, in Markdown; about ten minutes on one core.
+
+python benchmarks/plan_tables.py
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LLAMA2_7B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+KEMPNER = "--model llama3.1-8b --precision bf16-pure --activation-checkpointing full --sequence-length 4096 \
+    --batch-size 4 --gradient-accumulation-steps 2 --plan-gpu H200"
+TITAN = "--model llama3.1-8b --batch-size 2 --activation-checkpointing selective --no-fused-loss --plan-gpus 8"
+PLAIN = "--no-compile --no-fused-loss --plan-gpus 4"
+
+
+def planned(flags: str) -> dict:
+    command = [sys.executable, str(ROOT / "train_fsdp.py"), "--plan", "--json", *flags.split()]
+    if "--plan-gpu " not in flags:
+        command += ["--plan-gpu", "H100 SXM"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    return json.loads(process.stdout) if process.returncode == 0 else sys.exit(process.stderr)
+
+
+def row(*cells) -> None:
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def main() -> None:
+    print("MEMORY.md: checkpointing, loss, batch, ZeRO-0 to 3, of it activations, ms a step\n")
+    for checkpointing in ("none", "selective", "full"):
+        for loss, flag in (("fused", ""), ("full logits", "--no-fused-loss")):
+            for batch in (1, 2, 4):
+                flags = f"--plan-gpus 4 --activation-checkpointing {checkpointing} --batch-size {batch} {flag}"
+                plans = [planned(f"{flags} --zero-stage {stage}") for stage in range(4)]
+                totals = [f"{plan['memory_gib']['total']:.1f}" + " *" * (not plan["fits"]) for plan in plans]
+                times = f"{plans[2]['step_time_ms']:.0f} / {plans[3]['step_time_ms']:.0f}"
+                row(checkpointing, loss, batch, *totals, f"{plans[3]['at_peak_gib']['activations']:.1f}", times)
+    print("\nMEMORY.md: by kind, at the peak\n")
+    stages = ("--zero-stage 0", "--zero-stage 2", "--zero-stage 3", "--zero-stage 3 --activation-checkpointing full")
+    plans = [planned(f"--plan-gpus 4 {stage}") for stage in stages]
+    for kind in plans[0]["at_peak_gib"]:
+        row(kind, *(f"{plan['at_peak_gib'][kind]:.2f}" for plan in plans))
+    row("total", *(f"{plan['memory_gib']['total']:.1f}" for plan in plans))
+    row("when", *(plan["peak_at"] for plan in plans))
+    print("\nMEMORY.md: the published run, ZeRO-2, ZeRO-3\n")
+    for flags in ("bf16-pure", "bf16-pure --activation-checkpointing full", "bf16 --activation-checkpointing full"):
+        sizes = [planned(f"{PLAIN} --precision {flags} --zero-stage {z}")["memory_gib"]["total"] for z in (2, 3)]
+        row(f"`--precision {flags}`", *(f"{size:.1f} GiB ({size * 2**30 / 1e9:.1f} GB)" for size in sizes))
+    print("\nPLAN.md: published, planned tokens/s per GPU, error\n")
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "config.json").write_text(json.dumps(LLAMA2_7B))
+        llama2 = f"--model {folder} --sequence-length 4096 --batch-size 2 --dp-replicate-size 12 --precision bf16-pure"
+        for name, published, flags in (
+            ("KempnerForge 1x H200", 10471, f"{KEMPNER} --plan-gpus 1"),
+            ("KempnerForge 4x H200", 9746, f"{KEMPNER} --plan-gpus 4"),
+            ("fms-fsdp", 9600, f"{llama2} --plan-gpus 96"),
+            ("torchtitan eager", 5762, f"{TITAN} --no-compile"),
+            ("torchtitan compiled", 6667, TITAN),
+            ("torchtitan float8", 8532, f"{TITAN} --precision fp8"),
+            (
+                "SmolLM3-3B 4x H100",
+                8415,
+                f"{PLAIN} --zero-stage 2 --precision bf16-pure --activation-checkpointing full",
+            ),
+        ):
+            speed = planned(flags)["tokens_per_sec_per_gpu"]
+            row(name, f"{published:,}", f"{speed:,.0f}", f"{100 * (speed / published - 1):+.0f} %")
+
+
+if __name__ == "__main__":
+    main()
