@@ -5,11 +5,16 @@ python benchmarks/plan_tables.py
 
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
+import warnings
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+warnings.filterwarnings("ignore")
+
+import train_fsdp  # noqa: E402
+import utils  # noqa: E402
+
 LLAMA2_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
@@ -17,15 +22,14 @@ LLAMA2_7B = {
 KEMPNER = "--model llama3.1-8b --precision bf16-pure --activation-checkpointing full --sequence-length 4096 \
     --batch-size 4 --gradient-accumulation-steps 2 --plan-gpu H200"
 TITAN = "--model llama3.1-8b --batch-size 2 --activation-checkpointing selective --no-fused-loss --plan-gpus 8"
+FULL = "--precision bf16-pure --activation-checkpointing full"
 PLAIN = "--no-compile --no-fused-loss --plan-gpus 4"
 
 
 def planned(flags: str) -> dict:
-    command = [sys.executable, str(ROOT / "train_fsdp.py"), "--plan", "--json", *flags.split()]
-    if "--plan-gpu " not in flags:
-        command += ["--plan-gpu", "H100 SXM"]
-    process = subprocess.run(command, capture_output=True, text=True)
-    return json.loads(process.stdout) if process.returncode == 0 else sys.exit(process.stderr)
+    args = train_fsdp.parse_args(["--plan", *flags.split()])
+    rates = utils.find_rates(args.plan_gpu or "H100 SXM", {})
+    return train_fsdp.predict(args, train_fsdp.load_config(args), args.plan_gpus[0], rates)
 
 
 def row(*cells) -> None:
