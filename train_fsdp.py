@@ -136,12 +136,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default="roneneldan/TinyStories", help="hub id; .jsonl, .txt or .parquet file or a folder of them; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]")
-    add("--dataset-split", help="training split, with an optional slice [train[:5%%]; of local data: train]")
+    add("--dataset-split", help="training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]")
     add("--eval-split", default="validation", help="held-out split [validation]")
     add("--sequence-length", type=number(int), default=8192, help="tokens per sample [8192]")
     add("--batch-size", type=batch_size, default=1, help="sequences per rank and microbatch; auto takes the largest that fits by --plan [1]")
     add("--gradient-accumulation-steps", type=number(int), default=1, help="microbatches per optimizer step [1]")
     add("--document-mask", action="store_true", help="attention stays inside each document, up to the tokenizer's end-of-text token [off]")
+    add("--streaming", action="store_true", help="read and tokenize while training: no full download, no cache; whole splits only, at most one data loading process per rank [off]")
     add("--num-workers", type=number(int, 0), default=1, help="data loading processes per rank [1]")
     add("--cache-dir", help="where tokenized data is kept [~/.cache/train_fsdp]")
 
@@ -228,6 +229,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --warmup-steps: the constant scheduler has no warmup; use constant_with_warmup")
     if args.document_mask and args.dataset == "synthetic":
         parser.error("argument --document-mask: synthetic tokens are no documents; use another --dataset")
+    if args.streaming and args.dataset == "synthetic":
+        parser.error("argument --streaming: synthetic tokens are read from nowhere; use another --dataset")
+    if args.streaming and args.num_workers > 1:
+        parser.error("argument --num-workers: with --streaming one process reads the documents in order; give 1 or 0")
+    for flag, split in (("--dataset-split", args.dataset_split), ("--eval-split", args.eval_split)):
+        if args.streaming and "[" in (split or ""):
+            parser.error(f"argument {flag}: {split} is a slice, which --streaming cannot take; name a whole split")
     if args.document_mask and args.attention == "flash_attention_2":
         parser.error("argument --document-mask: not with flash_attention_2; use flex_attention or sdpa")
     if args.zero_stage == 0 and args.dp_replicate_size > 1:
@@ -248,7 +256,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.export and pathlib.Path(args.export).expanduser().exists():
         parser.error(f"argument --export: {args.export} exists already; choose another folder or remove it")
     local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset))
-    args.dataset_split = args.dataset_split or ("train" if local else "train[:5%]")
+    args.dataset_split = args.dataset_split or ("train" if local or args.streaming else "train[:5%]")
     args.given_accumulation = args.gradient_accumulation_steps  # a resume on other ranks may change it
     args.fp8_recipe = args.fp8_recipe or ("tensorwise" if args.precision == "fp8" else None)
     if args.warmup_steps is None:
@@ -785,23 +793,25 @@ def load_data(args: argparse.Namespace, tokenizer, config, accelerator: Accelera
         held_out = utils.SyntheticDataset(vocab_size, args.sequence_length, args.seed + 1, windows=1024)
         return train, held_out if args.eval_interval else None
     source = str(ASSETS / "demo" / "stories") if args.dataset == "demo" else args.dataset
-    load = functools.partial(
-        utils.get_dataset,
-        tokenizer,
-        args.sequence_length,
-        accelerator,
-        source,
-        vocab_size=vocab_size,
-        cache_dir=args.cache_dir,
-    )
-    train = load(split=args.dataset_split, log=functools.partial(say, "data      "))
-    needed = args.batch_size * dist.get_world_size() * args.gradient_accumulation_steps
-    if len(train) < needed:
-        raise UserError(
-            f"--dataset {args.dataset}, split {args.dataset_split!r}: {len(train):,} windows of {args.sequence_length} "
-            f"tokens do not fill one global batch of {needed}; use a smaller batch, a shorter sequence or more text"
-        )
-    held_out = load(split=args.eval_split) if args.eval_interval else None
+    corpus = (tokenizer, args.sequence_length, accelerator, source)
+    per_microbatch, held_out = args.batch_size * dist.get_world_size(), None
+    if args.streaming:
+        load = functools.partial(utils.stream_dataset, *corpus, vocab_size=vocab_size, seed=args.seed)
+        train = load(split=args.dataset_split)
+        if args.eval_interval:
+            stream, windows = load(split=args.eval_split), args.eval_steps * per_microbatch
+            held_out = utils.from_main_process(lambda: stream.head(windows), dist.get_rank() == 0)
+    else:
+        load = functools.partial(utils.get_dataset, *corpus, vocab_size=vocab_size, cache_dir=args.cache_dir)
+        train = load(split=args.dataset_split, log=functools.partial(say, "data      "))
+        needed = per_microbatch * args.gradient_accumulation_steps
+        if len(train) < needed:
+            raise UserError(
+                f"--dataset {args.dataset}, split {args.dataset_split!r}: {len(train):,} windows of "
+                f"{args.sequence_length} tokens do not fill one global batch of {needed}; use a smaller batch, a "
+                "shorter sequence or more text"
+            )
+        held_out = load(split=args.eval_split) if args.eval_interval else None
     if args.document_mask:
         if tokenizer.eos_token_id is None:
             raise UserError(f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)")
@@ -817,25 +827,38 @@ def ignore_signals(worker: int) -> None:
 
 
 def training_batches(
-    args: argparse.Namespace, dataset, first_sample: int, device: torch.device
+    args: argparse.Namespace, dataset, state: "TrainState", device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless microbatches of this rank on its device from global sample `first_sample` on, read ahead by workers."""
-    sampler = utils.GlobalOrderSampler(
-        len(dataset), args.batch_size, dist.get_rank(), dist.get_world_size(), args.seed, first_sample
-    )
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=utils.create_collate_fn(dataset.end_of_text),
-        num_workers=args.num_workers,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=ignore_signals,
-    )
-    if device.type != "cuda":
-        yield from loader
-        return
-    side, ahead = torch.cuda.Stream(), None  # the next batch is copied while the current one computes
+    """Endless microbatches of this rank on its device from sample `state.samples` on, read ahead by workers.
+
+    Those of a stream move `state.position` with them.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if args.streaming:
+        source = {
+            "dataset": utils.StreamedBatches(dataset, args.batch_size, rank, world, state.samples, state.position),
+            "batch_size": None,
+            "prefetch_factor": 16 if args.num_workers else None,  # enough for while the shuffle buffer is filled again
+        }
+    else:
+        source = {
+            "dataset": dataset,
+            "batch_sampler": utils.GlobalOrderSampler(
+                len(dataset), args.batch_size, rank, world, args.seed, state.samples
+            ),
+            "collate_fn": utils.create_collate_fn(dataset.end_of_text),
+        }
+    cuda, ahead = device.type == "cuda", None
+    loader = DataLoader(**source, num_workers=args.num_workers, pin_memory=cuda, worker_init_fn=ignore_signals)
+    side = torch.cuda.Stream() if cuda else None  # the next batch is copied while the current one computes
     for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        # rank 0's is saved: at the end of a step, and on CUDA, one batch ahead, it is not beyond the next step's samples
+        state.position = batch.pop("position", None)
+        if not cuda:
+            yield batch
+            continue
         ready = ahead
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.stream(side):
@@ -914,7 +937,8 @@ class Writer(dcp.FileSystemWriter):
 
 @dataclasses.dataclass
 class TrainState:
-    """Everything that must survive a restart. The data position is `samples`, as the order of the data is fixed."""
+    """Everything that must survive a restart. The data position is `samples`, as the order of the data is fixed; in a
+    stream `position` is the last place before it where reading can begin."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None  # these three are not there for an export
@@ -922,6 +946,7 @@ class TrainState:
     tracker: utils.PerformanceTracker | None = None
     step: int = 0
     samples: int = 0  # global, consumed so far
+    position: tuple[int, int, int] | None = None  # as utils.StreamedDataset.chunks has it
     tokens: int = 0  # global
     started: float = dataclasses.field(default_factory=lambda: psutil.Process().create_time())  # of the first process
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
@@ -934,7 +959,7 @@ class TrainState:
 
     def numbers(self) -> dict:
         """What goes into the manifest."""
-        names = ("step", "samples", "tokens", "started", "run_id")
+        names = ("step", "samples", "position", "tokens", "started", "run_id")
         return {name: getattr(self, name) for name in names} | {"tracker": self.tracker.total}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -984,7 +1009,7 @@ class TrainState:
         for name, tensor in tensors.items():
             if name.startswith("rng."):
                 (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
-        for name in ("step", "samples", "tokens", "started", "run_id"):
+        for name in ("step", "samples", "position", "tokens", "started", "run_id"):
             setattr(self, name, numbers[name])
         if self.tracker and numbers["world_size"] == dist.get_world_size():
             self.tracker.total |= numbers["tracker"]
@@ -1191,6 +1216,7 @@ def describe_identity(args: argparse.Namespace, config, tokenizer=None, train_se
     if train_set is not None:
         identity |= {
             "tokenizer": tokenizer and hashlib.sha256(utils.vocabulary_of(tokenizer).encode()).hexdigest(),
+            "streaming": args.streaming,
             "dataset": train_set.fingerprint(),
             "sequence_length": args.sequence_length,
             "seed": args.seed,
@@ -1583,7 +1609,9 @@ def describe_setup(args, model, mesh, train_set, flops: str, peak: float | None,
         "technique": ", ".join(techniques),
         "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} sequences x "
         f"{args.sequence_length:,} = {tokens:,} tokens a step, {args.num_steps:,} steps",
-        "data": f"{args.dataset}, {len(train_set) * args.sequence_length:,} tokens, "
+        "data": f"{args.dataset}, streamed"
+        if args.streaming
+        else f"{args.dataset}, {len(train_set) * args.sequence_length:,} tokens, "
         f"{len(train_set) * args.sequence_length / tokens:,.1f} steps an epoch",
     }
     return columns(lines)
@@ -1757,7 +1785,9 @@ def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: 
     the first and the last. Rank 0 is the fullest rank: fully_shard cuts dimension 0 as torch.chunk does.
     """
     microbatches = args.gradient_accumulation_steps
-    args = argparse.Namespace(**vars(args) | {"init": "random", "gradient_accumulation_steps": min(microbatches, 3)})
+    # with --document-mask a GPU's flex attention skips what is masked; it is planned as if nothing were
+    replaced = {"init": "random", "gradient_accumulation_steps": min(microbatches, 3), "document_mask": False}
+    args = argparse.Namespace(**vars(args) | replaced)
     if args.attention not in ("auto", "eager"):
         args.attention = "sdpa"  # the other kernels do not run here; they save and allocate the same
     config = copy.deepcopy(config)
@@ -2327,7 +2357,7 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
     gc.freeze()  # what is here now stays
     gc.disable()
     planning = start_plan(args) if is_main and (args.plan_gpu or device.type == "cuda") else None
-    batches = training_batches(args, train_set, state.samples, device)
+    batches = training_batches(args, train_set, state, device)
     unread_losses: list[torch.Tensor] = []
     first = state.step + max(args.perf_warmup_steps, 1) + 1
     profiled, trace = range(first, first + PROFILED_STEPS) if args.profile else (), contextlib.ExitStack()

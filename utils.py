@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -77,6 +77,8 @@ class UserError(Exception):
 DATA_SUFFIXES = (".jsonl", ".txt", ".parquet")
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a .txt file, as in the original TinyStories files
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+STREAM_BATCH = 64  # the same of a stream: training waits for the first of them
+SHUFFLE_BUFFER = 10_000  # documents of a stream among which the next is drawn
 
 
 def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
@@ -127,8 +129,8 @@ def _local_files(dataset: str) -> list[pathlib.Path]:
     return []
 
 
-def _load_documents(dataset: str, split: str, files: list[pathlib.Path]):
-    """The documents as a `datasets.Dataset`, from local files or from the hub."""
+def _load_documents(dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False):
+    """The documents as a `datasets.Dataset` or `datasets.IterableDataset`, from local files or from the hub."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -138,8 +140,8 @@ def _load_documents(dataset: str, split: str, files: list[pathlib.Path]):
     kind = {".jsonl": "json", ".txt": "text", ".parquet": "parquet", "": dataset}[files[0].suffix if files else ""]
     where = {"data_dir": dataset} if os.path.isdir(dataset) else {"data_files": str(files[0])} if files else {}
     try:
-        return datasets.load_dataset(
-            kind, split=split, **where, **({"sample_by": "document"} if kind == "text" else {})
+        documents = datasets.load_dataset(
+            kind, split=split, streaming=streaming, **where, **({"sample_by": "document"} if kind == "text" else {})
         )
     except Exception as error:
         if files or "split" in str(error):
@@ -151,6 +153,18 @@ def _load_documents(dataset: str, split: str, files: list[pathlib.Path]):
             f"--dataset {dataset}: not a local file or folder, and not to be had from the hub ({first_line(error)}); "
             f"without a network use a local {'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
         ) from error
+    if streaming and kind == "text":  # shuffled and tokenized by story, not by file
+        documents = documents.map(divide_at_marks, batched=True, batch_size=1, input_columns="text")
+    return documents
+
+
+def divide_at_marks(texts: list[str | None]) -> dict[str, list[str]]:
+    """The field `text` of each document in `texts`, of which one may hold several; empty ones are left out."""
+    parts = []
+    for text in filter(None, texts):
+        divided = [part.strip("\n") for part in text.split(DOCUMENT_MARK)] if DOCUMENT_MARK in text else [text]
+        parts += filter(None, divided)
+    return {"text": parts}
 
 
 def first_line(error: BaseException) -> str:
@@ -158,35 +172,46 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def token_batches(documents, tokenizer, source: str) -> Iterator[np.ndarray]:
-    """Token ids of all documents in order, an end-of-text token after each, as flat arrays of a few thousand documents.
+def token_batches(documents, tokenizer, source: str, batch_size: int = TOKENIZE_BATCH) -> Iterator[np.ndarray]:
+    """Token ids of all documents in order, an end-of-text token after each, as one flat array per `batch_size` rows.
 
     A data set that is tokenized already (a column `input_ids`) is taken as it is: Arrow to NumPy, no Python lists.
     """
-    if "input_ids" in documents.column_names:
-        for chunk in documents.with_format("arrow")[:]["input_ids"].chunks:
-            yield chunk.flatten().to_numpy(zero_copy_only=False)
-        return
-    if "text" not in documents.column_names:
-        raise UserError(f"--dataset {source}: no field 'text' (fields: {', '.join(documents.column_names)})")
     end_of_text = tokenizer.eos_token_id
-    if end_of_text is None:
-        raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
     if tokenizer.is_fast:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         backend = tokenizer.backend_tokenizer
         encode = lambda texts: [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]  # noqa: E731
     else:
         encode = lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"]  # noqa: E731
-    for batch in documents.select_columns("text").iter(TOKENIZE_BATCH):
-        texts = []
-        for text in filter(None, batch["text"]):
-            parts = [part.strip("\n") for part in text.split(DOCUMENT_MARK)] if DOCUMENT_MARK in text else [text]
-            texts += filter(None, parts)
-        documents_ids = encode(texts)
+    for table in documents.with_format("arrow").iter(batch_size):
+        if "input_ids" in table.column_names:
+            yield table["input_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            continue
+        if "text" not in table.column_names:
+            raise UserError(f"--dataset {source}: no field 'text' (fields: {', '.join(table.column_names)})")
+        if end_of_text is None:
+            raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
+        documents_ids = encode(divide_at_marks(table["text"].to_pylist())["text"])
         count = sum(map(len, documents_ids)) + len(documents_ids)
         ended = itertools.chain.from_iterable(itertools.chain(ids, (end_of_text,)) for ids in documents_ids)
         yield np.fromiter(ended, dtype=np.uint32, count=count)
+
+
+def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np.ndarray]:
+    """Arrays of token ids in the smallest type that holds a vocabulary.
+
+    Raises:
+        UserError: an id is not below `vocab_size`.
+    """
+    for tokens in batches:
+        largest = int(tokens.view(f"u{tokens.itemsize}").max(initial=0))  # a negative id is huge
+        if largest >= vocab_size:
+            raise UserError(
+                f"--tokenizer: it gave token id {largest}, but the model has only {vocab_size} embeddings; "
+                "use the model's own tokenizer"
+            )
+        yield tokens.astype(token_dtype(vocab_size), copy=False)
 
 
 def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int) -> int:
@@ -198,23 +223,14 @@ def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_si
     Raises:
         UserError: an id is not below `vocab_size`; there is no token at all; the disk is full or not writable.
     """
-    dtype, total, largest = token_dtype(vocab_size), 0, -1
-    path = pathlib.Path(path)
-    temporary = None
+    path, temporary, total = pathlib.Path(path), None, 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
             temporary = file.name
-            for tokens in batches:
-                if len(tokens):
-                    largest = max(largest, int(tokens.view(f"u{tokens.itemsize}").max()))  # a negative id is huge
-                    total += len(tokens)
-                    file.write(tokens.astype(dtype, copy=False).data)
-        if largest >= vocab_size:
-            raise UserError(
-                f"--tokenizer: it gave token id {largest}, but the model has only {vocab_size} embeddings; "
-                "use the model's own tokenizer"
-            )
+            for tokens in in_vocabulary(batches, vocab_size):
+                total += len(tokens)
+                file.write(tokens.data)
         if total:
             os.replace(temporary, path)
     except OSError as error:
@@ -351,6 +367,15 @@ def get_dataset(
         dtype=token_dtype(vocab_size),
         mode="r",
     )
+    return pack(tokens, seq_len, dataset, split)
+
+
+def pack(tokens: np.ndarray, seq_len: int, dataset: str, split: str) -> PackedDataset:
+    """The tokens of a corpus as windows.
+
+    Raises:
+        UserError: there are too few for one window.
+    """
     packed = PackedDataset(tokens, seq_len)
     if not len(packed):
         raise UserError(
@@ -416,6 +441,130 @@ class GlobalOrderSampler(Sampler[list[int]]):
 @functools.lru_cache(maxsize=2)
 def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
+
+
+class StreamedDataset:
+    """A corpus that is read and tokenized while training: nothing is downloaded, tokenized or cached before.
+
+    Its documents, shuffled within a buffer in another order each epoch, are one endless sequence of tokens, and global
+    sample i is window i of it, as PackedDataset cuts them. So the order is a pure function of (seed, global sample
+    index) and of how the installed `datasets` shuffles.
+    """
+
+    end_of_text: int | None = None
+
+    def __init__(self, documents, tokenizer, seq_len: int, source: str, split: str, vocab_size: int, seed: int):
+        self.documents, self.tokenizer, self.seq_len, self.source = documents, tokenizer, seq_len, source
+        self.split, self.vocab_size, self.seed = split, vocab_size, seed
+        self.beginning = self.head(1).fingerprint()
+
+    def fingerprint(self) -> str:
+        """Tells corpora apart by the first window in the order of the files; the size is not known."""
+        return f"{self.beginning}, then streamed"
+
+    def head(self, windows: int) -> PackedDataset:
+        """The first `windows` windows in the order of the files, all for 0."""
+        read, total = [], 0
+        for tokens in self._read(self.documents):
+            read.append(tokens)
+            total += len(tokens)
+            if windows and total > windows * self.seq_len:
+                break
+        if not total:
+            raise UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text")
+        tokens = np.concatenate(read)[: windows * self.seq_len + 1 if windows else None]
+        return pack(tokens, self.seq_len, self.source, self.split)
+
+    def chunks(self, position: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
+        """Endless (position, the tokens from there to the next position), from `position` on.
+
+        A position is (tokens before it, epoch, documents of the epoch before it); (0, 0, 0) is the beginning. Documents
+        before it are read again, but not tokenized.
+        """
+        total, epoch, seen = position
+        while True:
+            generator = np.random.default_rng([self.seed, epoch])
+            # one file at a time: after reading several at once `datasets` waits 10 s (apache/arrow#45214)
+            shuffled = self.documents.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
+            for tokens in self._read(shuffled.skip(seen)):
+                yield (total, epoch, seen), tokens
+                total, seen = total + len(tokens), seen + STREAM_BATCH
+            epoch, seen = epoch + 1, 0
+
+    def _read(self, documents) -> Iterator[np.ndarray]:
+        try:
+            batches = token_batches(documents, self.tokenizer, self.source, STREAM_BATCH)
+            yield from in_vocabulary(batches, self.vocab_size)
+        except (OSError, ValueError) as error:  # the network's or a file's, hours into a run too
+            raise UserError(
+                f"--dataset {self.source}, split {self.split!r}: cannot be read ({first_line(error)})"
+            ) from error
+
+
+class StreamedBatches(IterableDataset):
+    """Endless batches of one rank from a stream, as `create_collate_fn` makes them: the global samples that a
+    GlobalOrderSampler gives this rank, and `position`, one of the stream at or before the first of them.
+
+    Every rank reads and tokenizes the whole stream, on one core, and keeps its own windows: all ranks together train
+    on as many tokens per second as one core tokenizes. A UserError comes as the last item, as a DataLoader would wrap
+    it into a traceback.
+    """
+
+    def __init__(
+        self,
+        stream: StreamedDataset,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        first_sample: int = 0,
+        position: tuple[int, int, int] | None = None,
+    ):
+        self.stream, self.batch_size, self.rank, self.world_size = stream, batch_size, rank, world_size
+        self.first_sample, self.position = first_sample, position or (0, 0, 0)
+
+    def __iter__(self) -> Iterator[dict[str, Any] | UserError]:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
+        logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what goes wrong is said once, by the UserError
+        try:
+            yield from self._batches()
+        except UserError as error:
+            yield UserError(str(error), exit_code=1)
+
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        seq_len, collate = self.stream.seq_len, create_collate_fn(self.stream.end_of_text)
+        first = (self.first_sample + self.rank * self.batch_size) * seq_len  # token of this rank's next batch
+        held, positions = np.empty(0, token_dtype(self.stream.vocab_size)), collections.deque()
+        for position, tokens in self.stream.chunks(self.position):
+            positions.append(position)
+            held = np.concatenate([held, tokens])
+            end = position[0] + len(tokens)
+            while end > first + self.batch_size * seq_len:
+                while len(positions) > 1 and positions[1][0] <= first:
+                    positions.popleft()
+                start = len(held) - (end - first)
+                windows = PackedDataset(held[start : start + self.batch_size * seq_len + 1], seq_len)
+                yield collate([windows[index] for index in range(self.batch_size)]) | {"position": positions[0]}
+                first += self.world_size * self.batch_size * seq_len
+            held = held[max(0, len(held) - max(0, end - first)) :]
+
+
+def stream_dataset(
+    tokenizer,
+    seq_len: int,
+    accelerator=None,
+    dataset: str = "roneneldan/TinyStories",
+    split: str = "train",
+    vocab_size: int | None = None,
+    seed: int = 0,
+) -> StreamedDataset:
+    """Opens a corpus for streaming; arguments and errors are those of `get_dataset`, but `split` is without a slice."""
+    dataset = os.path.expanduser(dataset)
+
+    def prepare() -> StreamedDataset:
+        documents = _load_documents(dataset, split, _local_files(dataset), streaming=True)
+        return StreamedDataset(documents, tokenizer, seq_len, dataset, split, vocab_size or len(tokenizer), seed)
+
+    return from_main_process(prepare, accelerator is None or accelerator.is_main_process)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

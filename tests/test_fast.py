@@ -40,8 +40,10 @@ def trainer(device, tmp_path):
         optimizer = train_fsdp.build_optimizer(args, model)
         data = utils.SyntheticDataset(config.vocab_size, args.sequence_length)
         data.end_of_text = END if args.document_mask else None
-        batches = train_fsdp.training_batches(args, data, device)
         tracker = utils.PerformanceTracker(0, 1, 0)
+        batches = train_fsdp.training_batches(
+            args, data, train_fsdp.TrainState(model, optimizer, None, tracker), device
+        )
         return model, lambda: train_fsdp.train_step(args, model, optimizer, batches, tracker)
 
     return make

@@ -1,0 +1,307 @@
+"""A streamed corpus trains on the same samples whoever reads them, and goes on after a kill where it was."""
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import PROGRAM, ROOT, STORIES, Stop, losses_of, metrics_of, start, torchrun_command, train, words
+from multirank import SIZES
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+
+import train_fsdp
+import utils
+
+SEQ_LEN = 16
+DOCUMENTS = 3 * utils.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+
+
+@pytest.fixture(scope="module")
+def texts():
+    lines = (STORIES / "train.jsonl").read_text().splitlines()[:DOCUMENTS]
+    return [json.loads(line)["text"][: 20 + 7 * (number % 9)] for number, line in enumerate(lines)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, texts):
+    folder = tmp_path_factory.mktemp("corpus")
+    for split, part in (("train", texts), ("validation", texts[:70])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stream(tokenizer, corpus):
+    return utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), seed=7)
+
+
+@pytest.fixture(scope="module")
+def tokens(stream):
+    """The first tokens of the stream, three epochs and more, from the chunks themselves."""
+    chunks = itertools.takewhile(lambda chunk: chunk[0][1] < 3, stream.chunks((0, 0, 0)))
+    return np.concatenate([tokens for _, tokens in chunks])
+
+
+def samples_of(batches) -> list[list[int]]:
+    """The windows in `batches`, inputs and last label."""
+    return [
+        [*inputs.tolist(), labels[-1].item()]
+        for batch in batches
+        for inputs, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+
+
+def take(stream, count: int, *share) -> list[dict]:
+    return list(itertools.islice(utils.StreamedBatches(stream, *share), count))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order of the data
+
+
+def test_an_epoch_holds_every_document_once_and_each_has_an_order_of_its_own(stream, tokens, tokenizer, texts):
+    flat = utils.token_batches(stream.documents, tokenizer, "corpus")
+    length = sum(map(len, flat))
+    assert len(tokens) == 3 * length
+    epochs = [tokenizer.decode(tokens[length * epoch : length * (epoch + 1)]) for epoch in range(3)]
+    documents = [epoch.split(utils.DOCUMENT_MARK)[:-1] for epoch in epochs]
+    assert [sorted(epoch) for epoch in documents] == [sorted(texts)] * 3
+    assert documents[0] != documents[1] != documents[2] != documents[0]
+    assert documents[0] != texts
+
+
+@pytest.mark.parametrize("world_size, batch_size", [(1, 1), (1, 4), (2, 2), (4, 1), (3, 5)])
+def test_ranks_take_the_windows_that_a_packed_data_set_in_this_order_gives_them(stream, tokens, world_size, batch_size):
+    packed = utils.PackedDataset(tokens, SEQ_LEN)
+    count = len(packed) // (world_size * batch_size)
+    assert count * world_size * batch_size > 2 * len(packed) // 3 + SEQ_LEN  # into the third epoch
+    for rank in range(world_size):
+        sampler = utils.GlobalOrderSampler(len(packed), batch_size, rank, world_size)
+        sampler.index_of = lambda sample: sample  # the stream is shuffled already
+        expected = [packed[index].tolist() for indices in itertools.islice(sampler, count) for index in indices]
+        assert samples_of(take(stream, count, batch_size, rank, world_size)) == expected
+
+
+@pytest.mark.parametrize("ranks_before, ranks_after", [(1, 2), (2, 1), (4, 2)])
+def test_any_number_of_ranks_goes_on_from_any_position(stream, tokens, ranks_before, ranks_after):
+    packed = utils.PackedDataset(tokens, SEQ_LEN)
+    batches = take(stream, len(packed) // (4 * ranks_before), 4, 0, ranks_before)
+    starts = set()
+    for number, batch in enumerate(batches[:: max(1, len(batches) // 12)]):
+        samples = (number * max(1, len(batches) // 12) + 1) * 4 * ranks_before  # all ranks have taken theirs
+        position = json.loads(json.dumps(batch["position"]))
+        assert 0 <= position[0] <= (samples - 4 * ranks_before) * SEQ_LEN
+        starts.add(tuple(position[1:]))
+        for rank in range(ranks_after):
+            if samples + (rank + 1) * 4 <= len(packed):
+                after = take(stream, 1, 4, rank, ranks_after, samples, position)
+                first = samples + rank * 4
+                assert samples_of(after) == [packed[index].tolist() for index in range(first, first + 4)]
+    assert len(starts) > 6  # of chunks in every epoch, not the beginning each time
+    assert {epoch for epoch, _ in starts} == {0, 1, 2}
+
+
+def test_what_is_before_a_position_is_not_tokenized_again(stream, tokens, tokenizer, monkeypatch):
+    last = take(stream, len(tokens) // SEQ_LEN // 4, 4)[-1]["position"]
+    assert last[2] >= utils.STREAM_BATCH
+    encoded = []
+    divide = utils.divide_at_marks
+    monkeypatch.setattr(utils, "divide_at_marks", lambda texts: encoded.append(len(texts)) or divide(texts))
+    next(stream.chunks(last))
+    assert sum(encoded) <= utils.STREAM_BATCH
+
+
+def test_a_worker_that_reads_ahead_gives_each_batch_its_own_position(stream):
+    loader = DataLoader(utils.StreamedBatches(stream, 2), batch_size=None, num_workers=1, prefetch_factor=16)
+    read = list(itertools.islice(loader, 40))
+    alone = take(stream, 40, 2)
+    assert samples_of(read) == samples_of(alone)
+    assert [tuple(batch["position"]) for batch in read] == [batch["position"] for batch in alone]
+
+
+def test_a_batch_longer_than_many_chunks_and_a_corpus_shorter_than_a_batch(tokenizer, tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"text": "Tom had a red ball. He liked it."}\n')
+    stream = utils.stream_dataset(tokenizer, 8, dataset=str(tmp_path / "few.jsonl"))
+    one = next(stream.chunks((0, 0, 0)))[1]
+    packed = utils.PackedDataset(np.tile(one, 100), 8)
+    (batch,) = take(stream, 1, 16, 1, 2)
+    assert samples_of([batch]) == [packed[index].tolist() for index in range(16, 32)]
+    assert batch["position"][0] <= 16 * 8 < batch["position"][0] + len(one)
+
+
+def test_documents_are_masked(stream):
+    stream.end_of_text = stream.tokenizer.eos_token_id
+    (batch,) = take(stream, 1, 8)
+    stream.end_of_text = None
+    ends = batch["input_ids"][:, :-1] == stream.tokenizer.eos_token_id
+    assert ends.any()
+    assert ((batch["position_ids"][:, 1:] == 0) == ends).all()
+
+
+@pytest.mark.parametrize("kind", ["txt", "parquet", "tokens"])
+def test_every_kind_of_file_streams_the_same_documents(tokenizer, texts, tmp_path, kind):
+    import pyarrow
+    import pyarrow.parquet
+
+    file = tmp_path / f"data.{'txt' if kind == 'txt' else 'parquet'}"
+    encoded = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+    if kind == "txt":
+        file.write_text(utils.DOCUMENT_MARK.join(texts))
+    else:
+        column = {"text": texts} if kind == "parquet" else {"input_ids": encoded}
+        pyarrow.parquet.write_table(pyarrow.table(column), file)
+    stream = utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(file))
+    epoch = itertools.takewhile(lambda chunk: chunk[0][1] == 0, stream.chunks((0, 0, 0)))
+    found = np.concatenate([tokens for _, tokens in epoch]).tolist()
+    ends = [-1, *(index for index, token in enumerate(found) if token == tokenizer.eos_token_id)]
+    documents = [found[start + 1 : end + 1] for start, end in itertools.pairwise(ends)]
+    assert sorted(documents) == sorted(encoded)
+    assert documents != encoded
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The program
+
+
+@pytest.fixture(scope="module")
+def flags(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
+    small = f"--num-steps 12 --sequence-length {SEQ_LEN} --batch-size 32 --precision fp32 --log-interval 1 --no-compile"
+    places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {folder}"
+    return words(f"{small} {places} --lr 1e-3 --streaming --dataset {corpus} --document-mask")
+
+
+@pytest.fixture(scope="module")
+def whole(device, flags, tmp_path_factory):
+    """The run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train([*flags, "--output-dir", folder, "--run-name", "r"], device) == 0
+    return folder / "r"
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_and_leaves_no_cache(device, flags, whole, tmp_path, monkeypatch):
+    begun, batches = [], utils.StreamedBatches
+    monkeypatch.setattr(utils, "StreamedBatches", lambda *share: begun.append(share[-1]) or batches(*share))
+    run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto"]
+    for stop_after in (4, 5):
+        assert train(run, device, Stop(stop_after)) == train_fsdp.StopRequest.EXIT_CODE
+    manifests = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("r/checkpoints/*/manifest.json"))]
+    assert [manifest["samples"] for manifest in manifests] == [4 * 32, 9 * 32]
+    assert [manifest["position"][1] for manifest in manifests] == [0, 1]  # in the first epoch, and in the second
+    assert all(manifest["position"][2] > 0 for manifest in manifests)
+    assert train(run, device) == 0
+    assert begun == [None, *(manifest["position"] for manifest in manifests)]
+    assert losses_of(tmp_path / "r") == losses_of(whole)
+    assert len(losses_of(whole)) == 12
+    cache = flags[flags.index("--cache-dir") + 1]
+    assert not (ROOT / cache).exists()
+
+
+def test_two_ranks_go_on_with_what_one_began(device, flags, whole, tmp_path):
+    run = [*flags, "--run-name", "r", "--resume", "auto", "--output-dir"]
+    train([*run, tmp_path], device, Stop(4))
+    shutil.copytree(tmp_path / "r", tmp_path / "copy" / "r")  # this process has locked the other
+    process = start([*torchrun_command(2), PROGRAM, *run, tmp_path / "copy", "--batch-size", 16])
+    assert process.returncode == 0, process.stderr
+    assert "world size 1 -> 2" in process.stdout
+    assert losses_of(tmp_path / "copy" / "r") == pytest.approx(losses_of(whole), rel=1e-5)
+
+
+def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus, tokenizer):
+    held_out = utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="validation")
+    flat = np.concatenate(list(utils.token_batches(held_out.documents, tokenizer, "")))
+    assert held_out.head(3).tokens.tolist() == flat[: 3 * SEQ_LEN + 1].tolist()
+    assert held_out.head(0).tokens.tolist() == flat.tolist()
+    evaluated = ["--eval-interval", "12", "--output-dir", tmp_path, "--run-name"]
+    packed = [flag for flag in flags if flag != "--streaming"]
+    train([*flags, *evaluated, "streamed", "--lr", "1e-12", "--warmup-steps", 0], device)
+    train([*packed, *evaluated, "packed", "--lr", "1e-12", "--warmup-steps", 0], device)
+    losses = [metrics_of(tmp_path / name)[-1]["eval_loss"] for name in ("streamed", "packed")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ("--dataset synthetic", "--streaming: synthetic"),
+        ("--dataset-split train[:5%]", "--dataset-split: train[:5%] is a slice"),
+        ("--eval-split train[95%:]", "--eval-split: train[95%:] is a slice"),
+        ("--num-workers 2", "--num-workers: with --streaming"),
+    ],
+)
+def test_flags_that_a_stream_cannot_take_are_refused(more, says):
+    with pytest.raises(utils.UserError) as raised:
+        train_fsdp.parse_args(["--streaming", *words(more)])
+    assert says in str(raised.value)
+
+
+def test_the_default_split_of_a_stream_is_whole():
+    assert train_fsdp.parse_args(["--streaming"]).dataset_split == "train"
+    assert train_fsdp.parse_args([]).dataset_split == "train[:5%]"
+
+
+@pytest.mark.parametrize("first", ["--streaming", ""])
+def test_a_resume_that_changes_the_order_of_the_data_is_refused(device, flags, tmp_path, first):
+    packed = [flag for flag in flags if flag != "--streaming"] + ["--output-dir", tmp_path, "--run-name", "r"]
+    train([*packed, *words(first)], device, Stop(2))
+    other = [] if first else ["--streaming"]
+    with pytest.raises(utils.UserError, match=f"--streaming was {bool(first)} in the checkpoint and is {not first}"):
+        train([*packed, *other, "--resume", "auto"], device)
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("data.jsonl", "", "empty"),
+        ("data.jsonl", '{"text": ""}\n', "no text"),
+        ("data.jsonl", '{"story": "A fox."}\n', "'text'"),
+        ("data.jsonl", '{"text": "A fo', "cannot be read"),
+        ("data.jsonl", '{"text": "A"}\n', "--sequence-length"),
+        ("data.csv", "text\nA fox.\n", ".jsonl"),
+        ("data.parquet", "no parquet", "arquet"),
+        ("none.jsonl", None, "no such file"),
+    ],
+)
+def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(utils.UserError) as raised:
+        utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / name))
+    assert says in str(raised.value)
+    assert str(raised.value).startswith(f"--dataset {tmp_path / name}")
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+def test_a_split_that_is_not_there_is_named(tokenizer, corpus):
+    with pytest.raises(utils.UserError, match=r"split 'test': .*train.*validation"):
+        utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="test")
+
+
+def test_a_token_without_an_embedding_is_refused(tokenizer, corpus):
+    with pytest.raises(utils.UserError, match="--tokenizer: it gave token id"):
+        utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), vocab_size=100)
+
+
+def test_a_file_that_breaks_off_ends_the_run_in_one_line(device, flags, corpus, tmp_path):
+    (tmp_path / "data").mkdir()
+    text = (corpus / "train.jsonl").read_text()
+    (tmp_path / "data" / "train-0.jsonl").write_text(text)
+    (tmp_path / "data" / "train-1.jsonl").write_text(text + '{"text": "A fo')
+    run = [*flags, "--dataset", tmp_path / "data", "--output-dir", tmp_path]
+    with pytest.raises(utils.UserError, match=r"--dataset .*, split 'train': cannot be read") as raised:
+        train(run, device)
+    assert raised.value.exit_code == 1
+    assert "\n" not in str(raised.value)
