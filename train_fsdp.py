@@ -960,7 +960,7 @@ class TrainState:
     def numbers(self) -> dict:
         """What goes into the manifest."""
         names = ("step", "samples", "position", "tokens", "started", "run_id")
-        return {name: getattr(self, name) for name in names} | {"tracker": self.tracker.total}
+        return {name: getattr(self, name) for name in names} | {"tracker": dict(self.tracker.total)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What goes into the shards, under names that no number of ranks changes; loading writes into these tensors.
@@ -1045,7 +1045,11 @@ class Checkpoints:
         self.args, self.folder, self.identity, self.device = args, folder / "checkpoints", identity, device
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
         cuda = device.type == "cuda"
-        self.stager = DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+            )
+        )
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
