@@ -1440,6 +1440,9 @@ def choose_folder(args: argparse.Namespace) -> pathlib.Path:
             f"--run-name {name}: {folder} holds a run already; "
             "choose another name, remove it, or go on with it by --resume auto"
         )
+    finished = (folder / "metrics.jsonl").exists() and '"final": true' in (folder / "metrics.jsonl").read_text()
+    if args.resume == "auto" and finished and not any((folder / "checkpoints").glob("step-*")):
+        raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
     if folder.exists():
         lock_folder(folder)
     check_writable(f"--output-dir {args.output_dir}", folder)

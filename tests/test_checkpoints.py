@@ -271,6 +271,21 @@ def test_a_checkpoint_after_the_last_step_trains_nothing(run, copied, capsys):
     assert (copied / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_finished_run_without_checkpoints_is_not_written_over(copied, refused):
+    shutil.rmtree(copied / "checkpoints")
+    before = (copied / "metrics.jsonl").read_bytes()
+    assert "holds a finished run without checkpoints" in refused("r", "--resume", "auto")
+    assert (copied / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_last_line_that_a_kill_prevented_is_written_by_the_next_start(run, copied):
+    lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copied / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert run("r", "--resume", "auto") == 0
+    last = json.loads((copied / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["final"] and last["loss"] == json.loads(lines[-1])["loss"]
+
+
 def test_a_path_that_is_not_there_is_named(refused):
     assert refused("r", "--resume", "/no/such/step").startswith("--resume /no/such/step: ")
 
