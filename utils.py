@@ -175,10 +175,11 @@ def first_line(error: BaseException) -> str:
 def token_batches(documents, tokenizer, source: str, batch_size: int = TOKENIZE_BATCH) -> Iterator[np.ndarray]:
     """Token ids of all documents in order, an end-of-text token after each, as one flat array per `batch_size` rows.
 
-    A data set that is tokenized already (a column `input_ids`) is taken as it is: Arrow to NumPy, no Python lists.
+    A data set that is tokenized already (a column `input_ids`) is taken as it is, Arrow to NumPy, no Python lists, and
+    needs no tokenizer.
     """
-    end_of_text = tokenizer.eos_token_id
-    if tokenizer.is_fast:
+    end_of_text = getattr(tokenizer, "eos_token_id", None)
+    if tokenizer is not None and tokenizer.is_fast:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         backend = tokenizer.backend_tokenizer
         encode = lambda texts: [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]  # noqa: E731
