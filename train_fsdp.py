@@ -951,6 +951,8 @@ class TrainState:
     started: float = dataclasses.field(default_factory=lambda: psutil.Process().create_time())  # of the first process
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
 
+    NUMBERS = ("step", "samples", "position", "tokens", "started", "run_id")
+
     def count(self, args: argparse.Namespace) -> None:
         """One more step of the global batch."""
         self.step += 1
@@ -959,8 +961,7 @@ class TrainState:
 
     def numbers(self) -> dict:
         """What goes into the manifest."""
-        names = ("step", "samples", "position", "tokens", "started", "run_id")
-        return {name: getattr(self, name) for name in names} | {"tracker": dict(self.tracker.total)}
+        return {name: getattr(self, name) for name in self.NUMBERS} | {"tracker": dict(self.tracker.total)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What goes into the shards, under names that no number of ranks changes; loading writes into these tensors.
@@ -1009,7 +1010,7 @@ class TrainState:
         for name, tensor in tensors.items():
             if name.startswith("rng."):
                 (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
-        for name in ("step", "samples", "position", "tokens", "started", "run_id"):
+        for name in self.NUMBERS:
             setattr(self, name, numbers[name])
         if self.tracker and numbers["world_size"] == dist.get_world_size():
             self.tracker.total |= numbers["tracker"]
@@ -1435,12 +1436,13 @@ def choose_folder(args: argparse.Namespace) -> pathlib.Path:
                 "give another --run-name to branch off, or remove them"
             )
     resumes = args.resume == "auto" or (own and folder.resolve() == own.resolve())
-    if (folder / "metrics.jsonl").exists() and not resumes:
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and not resumes:
         raise UserError(
             f"--run-name {name}: {folder} holds a run already; "
             "choose another name, remove it, or go on with it by --resume auto"
         )
-    finished = (folder / "metrics.jsonl").exists() and '"final": true' in (folder / "metrics.jsonl").read_text()
+    finished = metrics.exists() and '"final": true' in metrics.read_text()
     if args.resume == "auto" and finished and not any((folder / "checkpoints").glob("step-*")):
         raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
     if folder.exists():
@@ -1987,6 +1989,7 @@ def start_plan(args: argparse.Namespace) -> subprocess.Popen:
     gpu = args.plan_gpu or torch.cuda.get_device_name()
     flags = ["--plan", "--json", "--plan-gpus", str(dist.get_world_size()), "--plan-gpu", gpu]
     flags += ["--batch-size", str(args.batch_size), "--compile" if args.compile else "--no-compile"]
+    flags += ["--gradient-accumulation-steps", str(args.gradient_accumulation_steps)]  # a resume may have changed it
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
     return subprocess.Popen(
