@@ -50,7 +50,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -77,7 +77,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, maskin
 import utils
 from utils import UserError
 
-ASSETS = pathlib.Path(__file__).resolve().parent / "assets"
+ROOT = pathlib.Path(__file__).resolve().parent
+ASSETS = ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
 SCHEDULERS = (
@@ -953,11 +954,11 @@ class TrainState:
 
     NUMBERS = ("step", "samples", "position", "tokens", "started", "run_id")
 
-    def count(self, args: argparse.Namespace) -> None:
-        """One more step of the global batch."""
+    def count(self, samples: int, tokens: int) -> None:
+        """One more step of a global batch of `samples` with `tokens`."""
         self.step += 1
-        self.tokens += tokens_per_step(args)
-        self.samples += tokens_per_step(args) // args.sequence_length
+        self.samples += samples
+        self.tokens += tokens
 
     def numbers(self) -> dict:
         """What goes into the manifest."""
@@ -1581,11 +1582,10 @@ def count_flops(args: argparse.Namespace, model: nn.Module) -> tuple[int, str]:
         return 0, f"FLOPs not known, so no MFU ({error})"
 
 
-def describe_setup(args, model, mesh, train_set, flops: str, peak: float | None, verified: str) -> str:
+def describe_setup(args, model, mesh, train_set, tokens: int, flops: str, peak: float | None, verified: str) -> str:
     """The header: what will run, in figures that can be checked by hand."""
     world, shards = dist.get_world_size(), mesh["shard"].size()
     where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    tokens = tokens_per_step(args)
     master = ", fp32 master weights and gradient reduction"
     precision = {
         "bf16": "bf16 compute and all-gather" + master,
@@ -1739,7 +1739,7 @@ def describe_run(args: argparse.Namespace) -> dict:
     for package in ("torch", "transformers", "accelerate", "torchao", "datasets"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    git = ["git", "-C", str(ASSETS.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -1787,7 +1787,18 @@ def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
 # Planning: the functions above on fake tensors, over a fake process group of the size that is planned
 
 
-def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: int) -> utils.StepRecorder:
+class Recipe(NamedTuple):
+    """The program's own functions that a plan drives."""
+
+    build_mesh: Callable
+    build_model: Callable
+    build_optimizer: Callable
+    train_step: Callable
+
+
+def record_step(
+    args: argparse.Namespace, recipe: Recipe, config, world: int, depth: int, edge: int
+) -> utils.StepRecorder:
     """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
 
     The first and the last `edge` layers are told apart; of more than three microbatches the second stands for all but
@@ -1829,7 +1840,7 @@ def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: 
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        mesh = build_mesh(args, torch.device("cpu"))
+        mesh = recipe.build_mesh(args, torch.device("cpu"))
         with (
             mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=utils.recording_backend())),
             # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
@@ -1841,9 +1852,9 @@ def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: 
             recorder,
         ):
             recorder.kind = "parameters"
-            model = build_model(args, config, mesh)
+            model = recipe.build_model(args, config, mesh)
             recorder.kind = "optimizer"
-            optimizer = build_optimizer(args, model)
+            optimizer = recipe.build_optimizer(args, model)
             for index, layer in enumerate(decoder_layers(model)):
                 key = index if index < edge else index - depth if index >= depth - edge else None
                 watch(layer, key, index == depth - 1)
@@ -1853,7 +1864,7 @@ def record_step(args: argparse.Namespace, config, world: int, depth: int, edge: 
                 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
                 precompute_float8_dynamic_scale_for_fsdp(model)
-            train_step(args, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
+            recipe.train_step(args, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
     finally:
         dist.destroy_process_group()
     if args.compile and not recorder.compiled_regions:
@@ -1874,7 +1885,7 @@ def layer_period(config) -> tuple[nn.Module, int]:
     return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
 
 
-def predict(args: argparse.Namespace, config, world: int, rates: dict[str, float]) -> dict:
+def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates: dict[str, float]) -> dict:
     """What this configuration needs and gives on `world` GPUs, as the JSON object of --plan without its advice.
 
     Two shallow models are recorded and extrapolated to the full depth, which is exact where layers are alike: memory
@@ -1884,7 +1895,7 @@ def predict(args: argparse.Namespace, config, world: int, rates: dict[str, float
     layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
     depth = 2 * edge + (layers - 2 * edge) % period
     depths = [depth, depth + period] if depth + period < layers else [layers]
-    records = [record_step(args, config, world, depth, edge) for depth in depths]
+    records = [record_step(args, recipe, config, world, depth, edge) for depth in depths]
     few, many = records[0], records[-1]
     beyond = (layers - depths[-1]) / period if len(depths) == 2 else 0
 
@@ -1953,7 +1964,7 @@ def predict(args: argparse.Namespace, config, world: int, rates: dict[str, float
     } | ({"cost_per_billion_tokens": hours * world * args.gpu_hour_usd} if args.gpu_hour_usd else {})
 
 
-def plan(args: argparse.Namespace) -> None:
+def plan(args: argparse.Namespace, recipe: Recipe) -> None:
     """--plan: prints what `args` will need and give."""
     if int(os.environ.get("RANK", 0)):
         return
@@ -1970,7 +1981,7 @@ def plan(args: argparse.Namespace) -> None:
 
     @functools.cache
     def planned(world: int = worlds[0], **changed) -> dict:
-        return predict(argparse.Namespace(**vars(args) | changed), config, world, rates)
+        return predict(argparse.Namespace(**vars(args) | changed), recipe, config, world, rates)
 
     batch = largest_batch(planned, rates)
     if args.batch_size == "auto":
@@ -1993,7 +2004,7 @@ def start_plan(args: argparse.Namespace) -> subprocess.Popen:
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
     return subprocess.Popen(
-        [sys.executable, __file__, *args.argv, *flags],
+        [sys.executable, str(ROOT / "train_fsdp.py"), *args.argv, *flags],
         env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -2349,7 +2360,7 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
     state = TrainState(model, optimizer, scheduler, tracker)
     if checkpoint:
         state.load(*checkpoint)
-    say(describe_setup(args, model, mesh, train_set, counted, peak, verified))
+    say(describe_setup(args, model, mesh, train_set, tokens_per_step(args), counted, peak, verified))
     if checkpoint:
         say(columns({"resumed": f"{checkpoint[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
     if state.step >= args.num_steps:
@@ -2378,7 +2389,7 @@ def run(args: argparse.Namespace, device: torch.device, stop: StopRequest) -> in
         learning_rate = float(scheduler.get_last_lr()[0])
         loss, grad_norm = train_step(args, model, optimizer, batches, tracker)
         scheduler.step()
-        state.count(args)
+        state.count(tokens_per_step(args) // args.sequence_length, tokens_per_step(args))
         step = state.step
         unread_losses.append(loss)
         if step in profiled[-1:]:
@@ -2467,11 +2478,14 @@ def memory_savers(args: argparse.Namespace) -> str:
     return ", ".join([way for way, taken in ways.items() if not taken][:3])
 
 
+RECIPE = Recipe(build_mesh, build_model, build_optimizer, train_step)
+
+
 def main(argv: list[str] | None = None) -> None:
     try:
         args = parse_args(argv)
         if args.plan:
-            return plan(args)
+            return plan(args, RECIPE)
         stop = StopRequest()
         exit_code = run(args, start_processes(), stop)
         stop_processes(stop)

@@ -114,7 +114,7 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     return result
 
 
-def _local_files(dataset: str) -> list[pathlib.Path]:
+def local_files(dataset: str) -> list[pathlib.Path]:
     """The data files of a local file or folder; none when `dataset` is a hub id."""
     path, kinds = pathlib.Path(dataset), "/".join(DATA_SUFFIXES)
     files = sorted(f for f in path.rglob("*") if f.suffix in DATA_SUFFIXES) if path.is_dir() else [path]
@@ -129,7 +129,7 @@ def _local_files(dataset: str) -> list[pathlib.Path]:
     return []
 
 
-def _load_documents(dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False):
+def load_documents(dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False):
     """The documents as a `datasets.Dataset` or `datasets.IterableDataset`, from local files or from the hub."""
     import datasets
 
@@ -338,8 +338,8 @@ def get_dataset(
     def prepare() -> pathlib.Path:
         from filelock import FileLock
 
-        files = _local_files(dataset)
-        documents = None if files else _load_documents(dataset, split, files)
+        files = local_files(dataset)
+        documents = None if files else load_documents(dataset, split, files)
         content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files] or documents._fingerprint
         tokens = [vocabulary_of(tokenizer), tokenizer.eos_token_id, vocab_size]
         identity = json.dumps([1, dataset, split, content, *tokens])
@@ -355,7 +355,7 @@ def get_dataset(
                 log(f"cached in {path}")
                 return path
             start = time.perf_counter()
-            documents = documents or _load_documents(dataset, split, files)
+            documents = documents or load_documents(dataset, split, files)
             total = pack_tokens(token_batches(documents, tokenizer, dataset), path, vocab_size)
             if not total:
                 raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
@@ -562,7 +562,7 @@ def stream_dataset(
     dataset = os.path.expanduser(dataset)
 
     def prepare() -> StreamedDataset:
-        documents = _load_documents(dataset, split, _local_files(dataset), streaming=True)
+        documents = load_documents(dataset, split, local_files(dataset), streaming=True)
         return StreamedDataset(documents, tokenizer, seq_len, dataset, split, vocab_size or len(tokenizer), seed)
 
     return from_main_process(prepare, accelerator is None or accelerator.is_main_process)

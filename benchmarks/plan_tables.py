@@ -29,7 +29,7 @@ PLAIN = "--no-compile --no-fused-loss --plan-gpus 4"
 def planned(flags: str) -> dict:
     args = train_fsdp.parse_args(["--plan", *flags.split()])
     rates = utils.find_rates(args.plan_gpu or "H100 SXM", {})
-    return train_fsdp.predict(args, train_fsdp.load_config(args), args.plan_gpus[0], rates)
+    return train_fsdp.predict(args, train_fsdp.RECIPE, train_fsdp.load_config(args), args.plan_gpus[0], rates)
 
 
 def row(*cells) -> None:

@@ -99,7 +99,7 @@ def measure(args, train_fsdp, device) -> dict:
 def plan(args, train_fsdp, ranks: int) -> dict:
     args.plan = True
     rates = train_fsdp.utils.find_rates("H100 SXM", {})
-    return train_fsdp.predict(args, train_fsdp.load_config(args), ranks, rates)
+    return train_fsdp.predict(args, train_fsdp.RECIPE, train_fsdp.load_config(args), ranks, rates)
 
 
 def main(workspace: pathlib.Path) -> None:
