@@ -75,6 +75,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils, modeling_flash_attention_utils
 
 import utils
+from harness.planning import predict_time
 from utils import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parent
@@ -1932,7 +1933,7 @@ def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates:
     ]
     for entry in collectives:  # of a ring's hops one in per_node leaves the node
         entry["gib_between_nodes"] = entry["gib"] / entry["per_node"] if entry["per_node"] < entry["ranks"] else 0.0
-    seconds = utils.predict_time(counts, rates)
+    seconds = predict_time(counts, rates)
     flops, _ = count_flops(args, model)
     tokens = world * args.gradient_accumulation_steps * args.batch_size * args.sequence_length
     speed = utils.estimate_mfu(flops, tokens, seconds["step"], world, rates["peak_tflops"])

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import utils  # noqa: E402
+import utils
 
 SEQUENCE, VOCABULARY = 8192, 49152
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -70,7 +70,7 @@ def tokenize_ours(stories, tokenizer) -> int:
 
 def tokenize_map(stories, tokenizer) -> int:
     end = [tokenizer.eos_token_id]
-    encode = lambda batch: {"input_ids": [ids + end for ids in tokenizer(batch["text"])["input_ids"]]}  # noqa: E731
+    encode = lambda batch: {"input_ids": [ids + end for ids in tokenizer(batch["text"])["input_ids"]]}
     return sum(map(len, stories.map(encode, batched=True, remove_columns="text")["input_ids"]))
 
 

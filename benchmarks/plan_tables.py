@@ -12,8 +12,8 @@ import warnings
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
-import train_fsdp  # noqa: E402
-import utils  # noqa: E402
+import train_fsdp
+import utils
 
 LLAMA2_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,

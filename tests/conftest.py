@@ -20,10 +20,10 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WANDB_API_KEY", "WANDB_MODE", 
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(ROOT))
 
-import multirank  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+import multirank
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 torch.set_num_threads(1)
 

@@ -5,9 +5,9 @@ from common import Clock, RandomTokens, build_model, device, leave, parse_args, 
 args = parse_args(__doc__)
 world_of_one()
 
-import torch  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin  # noqa: E402
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 model = build_model(args)
 clock = Clock(args, model)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-import utils  # noqa: E402
+import utils
 
 
 def parse_args(description: str) -> argparse.Namespace:

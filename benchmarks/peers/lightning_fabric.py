@@ -5,10 +5,10 @@ from common import Clock, RandomTokens, build_model, device, leave, parse_args, 
 args = parse_args(__doc__)
 world_of_one()
 
-import torch  # noqa: E402
-from lightning.fabric import Fabric  # noqa: E402
-from lightning.fabric.strategies import ModelParallelStrategy  # noqa: E402
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def parallelize(model: torch.nn.Module, mesh) -> torch.nn.Module:

@@ -14,14 +14,14 @@ world_of_one()
 if device().type == "cpu":
     raise RuntimeError("torchtitan's trainer needs a GPU")
 
-import torch  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
-from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import default_adamw  # noqa: E402
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.models import llama3  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.models import llama3
+from torchtitan.trainer import Trainer
 
 model = build_model(args, torch.device("meta"))
 clock, sizes = Clock(args, model), model.config
