@@ -75,6 +75,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils, modeling_flash_attention_utils
 
 import utils
+from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, find_rates
 from harness.planning import predict_time
 from utils import UserError
 
@@ -1918,7 +1919,7 @@ def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates:
     total = peak.sum() / utils.GIB
     groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
     communicators = len({key[1:] for key in groups})
-    reserved = total * (1 + utils.FRAGMENTATION) + utils.CONTEXT_GIB + communicators * utils.NCCL_GIB
+    reserved = total * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
     of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / utils.GIB
     memory = dict(zip(utils.KINDS, of_the_step.tolist(), strict=True))
     collectives = [
@@ -1974,7 +1975,7 @@ def plan(args: argparse.Namespace, recipe: Recipe) -> None:
         measured = json.loads(pathlib.Path(args.plan_rates).read_text()) if args.plan_rates else {}
     except (OSError, ValueError) as error:
         raise UserError(f"--plan-rates {args.plan_rates}: {utils.first_line(error)}") from error
-    rates = utils.find_rates(gpu, measured.get("rates", measured))
+    rates = find_rates(gpu, measured.get("rates", measured))
     if args.precision == "fp8" and not (rates["fp8_tflops"] or args.fp8_emulate):
         raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {gpu} has none; use bf16")
     config = load_config(args)
@@ -2153,8 +2154,8 @@ def assumptions(args: argparse.Namespace, config, rates: dict[str, float], measu
             if measured
             else "; shares of the datasheets' figures, see docs/PLAN.md"
         ),
-        "memory": f"rank 0, which holds most; {utils.FRAGMENTATION:.0%} fragmentation, {utils.CONTEXT_GIB} GiB for CUDA "
-        f"and its libraries, {utils.NCCL_GIB} GiB a communicator: assumed, not measured",
+        "memory": f"rank 0, which holds most; {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA "
+        f"and its libraries, {NCCL_GIB} GiB a communicator: assumed, not measured",
         "attention": "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
         if args.attention != "eager"
         else "the scores' matrix in memory",

@@ -7,7 +7,7 @@ GPU gives stands in `gpus`.
 import collections
 import math
 
-from utils import HOST_LINK, HOST_MEMORY, LINK_HOP, NETWORK_HOP
+from harness.gpus import HOST_LINK, HOST_MEMORY, LINK_HOP, NETWORK_HOP
 
 
 def predict_time(counts: dict[tuple, float], rates: dict[str, float]) -> dict[str, float]:

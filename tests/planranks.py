@@ -13,6 +13,7 @@ import weakref
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from harness import gpus
 
 CASES = {
     "stage 3": "",
@@ -98,7 +99,7 @@ def measure(args, train_fsdp, device) -> dict:
 
 def plan(args, train_fsdp, ranks: int) -> dict:
     args.plan = True
-    rates = train_fsdp.utils.find_rates("H100 SXM", {})
+    rates = gpus.find_rates("H100 SXM", {})
     return train_fsdp.predict(args, train_fsdp.RECIPE, train_fsdp.load_config(args), ranks, rates)
 
 
