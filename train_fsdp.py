@@ -77,6 +77,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, maskin
 import utils
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, find_rates
 from harness.planning import predict_time
+from harness.recorder import KINDS, PHASES, StepRecorder, recording_backend
 from utils import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parent
@@ -1798,9 +1799,7 @@ class Recipe(NamedTuple):
     train_step: Callable
 
 
-def record_step(
-    args: argparse.Namespace, recipe: Recipe, config, world: int, depth: int, edge: int
-) -> utils.StepRecorder:
+def record_step(args: argparse.Namespace, recipe: Recipe, config, world: int, depth: int, edge: int) -> StepRecorder:
     """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
 
     The first and the last `edge` layers are told apart; of more than three microbatches the second stands for all but
@@ -1818,7 +1817,7 @@ def record_step(
         if isinstance(value, list) and len(value) == text.num_hidden_layers:
             setattr(text, name, value[:depth])
     text.num_hidden_layers = depth
-    recorder = utils.StepRecorder(args.gpus_per_node)
+    recorder = StepRecorder(args.gpus_per_node)
     if args.optimizer == "adamw8bit" and find_spec("torchao"):  # its tables, cached, are computed from real tensors
         from torchao.optim import subclass_8bit
 
@@ -1844,7 +1843,7 @@ def record_step(
     try:
         mesh = recipe.build_mesh(args, torch.device("cpu"))
         with (
-            mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=utils.recording_backend())),
+            mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
             # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
             mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
@@ -1906,12 +1905,12 @@ def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates:
 
     peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
 
-    on_host = np.zeros(len(utils.KINDS))
+    on_host = np.zeros(len(KINDS))
     if args.cpu_offload:
-        on_device = np.array([kind in ("activations", "communication") for kind in utils.KINDS])
+        on_device = np.array([kind in ("activations", "communication") for kind in KINDS])
         on_host = max((peak * ~on_device for peak in peaks.values()), key=np.sum)
         peaks = {key: peak * on_device for key, peak in peaks.items()}
-        shards = on_host[utils.KINDS.index("parameters")]
+        shards = on_host[KINDS.index("parameters")]
         passes = args.gradient_accumulation_steps * (3 if args.zero_stage == 3 else 2)  # gathers, and gradients back
         counts["host_link_bytes", "backward"] = shards * passes
         counts["host_bytes", "optimizer"] = counts.pop(("memory_bytes", "optimizer"), 0)
@@ -1921,14 +1920,14 @@ def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates:
     communicators = len({key[1:] for key in groups})
     reserved = total * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
     of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / utils.GIB
-    memory = dict(zip(utils.KINDS, of_the_step.tolist(), strict=True))
+    memory = dict(zip(KINDS, of_the_step.tolist(), strict=True))
     collectives = [
         {
             "collective": kind,
             "ranks": size,
             "per_node": near,
-            "calls": round(sum(counts.get(("calls", phase, kind, size, near), 0) for phase in utils.PHASES)),
-            "gib": sum(counts.get(("sent_bytes", phase, kind, size, near), 0) for phase in utils.PHASES) / utils.GIB,
+            "calls": round(sum(counts.get(("calls", phase, kind, size, near), 0) for phase in PHASES)),
+            "gib": sum(counts.get(("sent_bytes", phase, kind, size, near), 0) for phase in PHASES) / utils.GIB,
         }
         for kind, size, near in sorted(groups)
     ]
@@ -1944,10 +1943,10 @@ def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops,
         "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
-        "at_peak_gib": dict(zip(utils.KINDS, (peak / utils.GIB).tolist(), strict=True)),
+        "at_peak_gib": dict(zip(KINDS, (peak / utils.GIB).tolist(), strict=True)),
         "peak_at": at[-2] if len(at) == 3 else at[-1],
         "peaks_gib": {
-            phase: dict(zip(utils.KINDS, max(found, key=np.sum) / utils.GIB, strict=True))
+            phase: dict(zip(KINDS, max(found, key=np.sum) / utils.GIB, strict=True))
             for phase in ("build", "forward", "head", "backward", "optimizer")
             if (found := [peak for key, peak in peaks.items() if phase in key])
         },
@@ -2200,7 +2199,7 @@ def describe_plan(args: argparse.Namespace, result: dict) -> str:
         ),
         f"\nmemory of the fullest GPU, GiB{'at most':>9}  {places.get(result['peak_at'], 'in ' + result['peak_at'])}"
         + host,
-        *(f"  {kind:24}{memory[kind]:13,.2f}{result['at_peak_gib'][kind]:13,.2f}" for kind in utils.KINDS),
+        *(f"  {kind:24}{memory[kind]:13,.2f}{result['at_peak_gib'][kind]:13,.2f}" for kind in KINDS),
         f"  {'total':24}{'':13}{memory['total']:13,.2f}",
         f"  {'reserved':24}{'':13}{memory['reserved']:13,.2f}   {verdict}",
         "\nsent by each GPU in a step, GiB",

@@ -1,0 +1,361 @@
+"""Recorder: one training step on fake tensors, and what it allocates, computes, moves and sends.
+
+Called by `planning`, which makes memory and time of it. It does not know any GPU.
+"""
+
+import collections
+import contextlib
+import functools
+import operator
+import re
+import weakref
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+PHASES = ("forward", "backward", "optimizer")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
+EXTERN = re.compile(r"mm\b|_mm|attention|convolution|embedding_dense|scatter|index_put|sort|topk|cumsum")  # not fused
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records what runs under it: allocations in order, FLOPs, bytes moved, collectives.
+
+    Sizes are rounded to 512 bytes as the CUDA caching allocator does. A storage's kind may become known after it was
+    allocated (a buffer that turns out to be a gradient), so events are kept and summed at the end.
+    """
+
+    def __init__(self, gpus_per_node: int):
+        super().__init__()
+        self.gpus_per_node = gpus_per_node
+        self.sizes: list[int] = []  # bytes of each event, negative for a release
+        self.owners: list[int] = []  # number of the storage that each event is of
+        self.kinds: list[str] = []  # of each storage
+        self.kind = "activations"  # of a storage of which nothing else is known
+        self.marks: list[tuple] = [(0, ("build",))]  # (first event, what the program does from there on)
+        self.counts: collections.Counter = collections.Counter()
+        self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
+        self.microbatch: int | None = None
+        self.last_microbatch = self.after_backward = False
+        self.compiled_regions = 0
+        self._collectives: list[tuple] = []
+        self._number: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._alive: dict[int, tuple[weakref.ref, int]] = {}
+        self._fused: set[int] | None = None  # storages made in the compiled region at work
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self):
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_(storage, size):  # how FSDP allocates and frees gathered parameters; no operator tells of it
+            resize(storage, size)
+            self.label([storage], "communication")
+
+        def unseen(*args):  # DTensor learns the whole result's shape from fake tensors of its own
+            with _disable_current_modes():
+                return propagate(*args)
+
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, propagate.__name__, unseen))
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._patches.close()
+        return super().__exit__(*exception)
+
+    def mark(self, *key) -> None:
+        """What is allocated from here on belongs to (microbatch, *key)."""
+        self.marks.append((len(self.sizes), (self.microbatch, *key)))
+
+    def start_microbatch(self, index: int, recorded: int, real: int) -> None:
+        """Where fewer microbatches are recorded than there are, the second stands for all between first and last."""
+        self.microbatch, self.last_microbatch, self.after_backward = index, index == recorded - 1, False
+        self.weight = real - recorded + 1 if index == 1 else 1
+        self.mark("forward", "embedding")
+
+    def start_optimizer(self, parameters) -> None:
+        self.label(
+            [parameter.grad._local_tensor for parameter in parameters if parameter.grad is not None], "gradients"
+        )
+        self.mark("optimizer")
+        # the ends of a step have no computation beside them
+        gathers = [entry for entry in self._collectives if entry[1] == "all_gather"]
+        reductions = [entry for entry in self._collectives if entry[0] == "backward" and entry[1] != "all_gather"]
+        last = {entry[1]: entry for entry in reductions}
+        for phase, *group, sent in gathers[:2] + list(last.values()):
+            self.counts["end_calls", phase, *group] += 1
+            self.counts["end_bytes", phase, *group] += sent
+
+    def label(self, storages, kind: str) -> None:
+        for storage in storages:
+            storage = storage.untyped_storage() if isinstance(storage, torch.Tensor) else storage
+            self.kinds[self._see(storage)] = kind
+
+    def run_compiled(self, graph: torch.fx.GraphModule, args, peak: int, moved: int):
+        """Runs a compiled region's graph, of whose intermediate tensors only `peak` bytes exist, `moved` bytes move."""
+        self.compiled_regions += 1
+        if self.microbatch is not None:
+            self.counts["memory_bytes", self.phase] += moved * self.weight
+        self._scratch(peak)
+        self._fused = set()
+        result = graph(*args)
+        kept, self._fused = self._fused, None
+        for number in kept:
+            self._record(number, self._alive[number][1])
+        return result
+
+    @property
+    def phase(self) -> str:
+        if self.microbatch is None:
+            return "build"
+        if torch._C._current_graph_task_id() != -1:
+            self.after_backward = True
+            return "backward"
+        return "optimizer" if self.last_microbatch and self.after_backward else "forward"
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, nn.Parameter) for t in types):
+            return NotImplemented  # counted when a DTensor or a float8 tensor has become its parts
+        result = op(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in outputs:
+            if tensor.device.type != "meta":
+                self._see(tensor.untyped_storage())
+        if self.microbatch is None:
+            return result
+        phase, name = self.phase, op.name()
+        if op.namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(name, args, inputs, phase)
+        elif flops := operator_flops(op, args, kwargs, result):
+            kind, amount = flops
+            self.counts[f"{kind}_flops", phase] += amount * self.weight
+            if name.endswith("attention_backward") or "for_cpu_backward" in name:
+                self._scratch(attention_workspace(*inputs[1:3]))
+        elif self._fused is None:
+            self.counts["memory_bytes", phase] += moved_bytes(op, args, kwargs, outputs) * self.weight
+        if op.namespace == "fsdp" and "chunk_cat" in name:
+            self.label(args[0], "gradients")
+        return result
+
+    def _count_collective(self, name: str, args, inputs: list[torch.Tensor], phase: str) -> None:
+        found = re.search("all_?gather|reduce_scatter|all_?reduce|broadcast|all_?to_?all", name)
+        if not found:
+            return
+        kind = {"allgather": "all_gather", "allreduce": "all_reduce"}.get(found[0], found[0])
+        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+        names = [arg for arg in args if isinstance(arg, str)]  # of functional collectives: the operation, the group
+        group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(names[-1])
+        ranks = dist.get_process_group_ranks(group)
+        near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
+        size = max(map(nbytes, inputs))
+        sent = size * (len(ranks) - 1) / len(ranks) * (2 if kind == "all_reduce" else 1)
+        self.counts["calls", phase, kind, len(ranks), near] += self.weight
+        self.counts["sent_bytes", phase, kind, len(ranks), near] += sent * self.weight
+        self._collectives.append((phase, kind, len(ranks), near, sent))
+        if kind == "reduce_scatter":
+            self.label([inputs[0]], "gradients")
+            self.label([inputs[1]], "communication")
+        elif kind == "all_gather":
+            self.label(inputs, "communication")
+
+    def _see(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage; it is recorded when it is new or has another size than before."""
+        number, size = self._number.get(storage), -(-storage.nbytes() // 512) * 512
+        if number is None:
+            number = self._number[storage] = len(self.kinds)
+            self.kinds.append(self.kind)
+            reference = weakref.ref(storage, lambda _: self._free(number))
+            self._alive[number] = (reference, size)
+            if self._fused is None:
+                self._record(number, size)
+            else:
+                self._fused.add(number)
+        elif (change := size - self._alive[number][1]) and not (self._fused and number in self._fused):
+            self._alive[number] = (self._alive[number][0], size)
+            self._record(number, change)
+        return number
+
+    def _free(self, number: int) -> None:
+        _, size = self._alive.pop(number)
+        if self._fused is not None and number in self._fused:
+            self._fused.remove(number)
+        else:
+            self._record(number, -size)
+
+    def _record(self, number: int, size: int) -> int:
+        self.owners.append(number)
+        self.sizes.append(size)
+        return number
+
+    def _scratch(self, size: int) -> None:
+        """A kernel's own workspace: there while it runs."""
+        if self._fused is None:
+            self.kinds.append(self.kind)
+            self._record(len(self.kinds) - 1, size)
+            self._record(len(self.kinds) - 1, -size)
+
+    def peaks(self) -> dict[Any, np.ndarray]:
+        """For each key of `mark` the bytes by kind (in the order of KINDS) at the moment that held most of them."""
+        sizes, owners = np.array(self.sizes), np.array(self.owners)
+        kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
+        live = np.cumsum(sizes)
+        found: dict[Any, np.ndarray] = {}
+        ends = [start for start, _ in self.marks[1:]] + [len(sizes)]
+        for (start, key), end in zip(self.marks, ends, strict=True):
+            if key[-1] is not None:
+                first = max(start - 1, 0)  # what was there when it began counts too
+                at = first + int(live[first:end].argmax()) + 1
+                peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
+                found[key] = max(found.get(key, peak), peak, key=np.sum)
+        return found
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading a tensor moves: an expanded one is as small as what it was expanded from."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
+    """Bytes that one operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
+    name = op._schema.name.split("::")[1]
+    read = written = 0
+    held = set()
+    for position, argument in enumerate(op._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        held |= {id(tensor.untyped_storage()) for tensor in tensors}
+        size = sum(map(nbytes, tensors))
+        overwritten = argument.is_out or (not position and name in ("copy_", "_foreach_copy_", "zero_", "fill_"))
+        read += 0 if overwritten else size
+        written += size if argument.alias_info is not None and argument.alias_info.is_write else 0
+    written += sum(nbytes(tensor) for tensor in outputs if id(tensor.untyped_storage()) not in held)
+    return 0 if not written or name.startswith(("empty", "new_empty", "resize", "set_")) else read + written
+
+
+def operator_flops(op, args, kwargs, result) -> tuple[str, int] | None:
+    """(matmul, fp8 or attention; FLOPs that the operator executes), None for one that memory bounds."""
+    name = op._schema.name.split("::")[1]
+    if "scaled_dot_product" in name:
+        backward = "backward" in name
+        query, key, value = args[1:4] if backward else args[:3]
+        causal = args[7 if backward else 4] if len(args) > (7 if backward else 4) else kwargs.get("is_causal", False)
+        batch, heads, length, head_dim = query.shape
+        flops = 2 * batch * heads * length * key.shape[2] * (head_dim + value.shape[3])
+        return "attention", int(flops * (2.5 if backward else 1) / (2 if causal else 1))
+    if name == "_grouped_mm":
+        return "matmul", 2 * args[0].numel() * args[1].shape[-1]
+    formula = flop_registry.get(op.overloadpacket)
+    return formula and ("fp8" if "scaled_mm" in name else "matmul", formula(*args, **kwargs, out_val=result))
+
+
+def attention_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Bytes that FlashAttention-2's backward allocates beside its results: the query gradient in fp32, a row sum for
+    each query in fp32, and key and value gradients of every query head where heads share them (mha_bwd in
+    flash_api.cpp)."""
+    batch, heads, length, _ = query.shape
+    expanded = 2 * query.element_size() * query.numel() if key.shape[1] != heads else 0
+    return 4 * query.numel() + 4 * batch * heads * length + expanded
+
+
+@functools.cache
+def recording_backend():
+    """A backend for torch.compile that partitions graphs as inductor does and runs them under a StepRecorder."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(graph, inputs):
+        peak, moved = fused_memory(graph)
+
+        def run(*args):
+            recorder = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepRecorder))
+            return recorder.run_compiled(graph, args, peak, moved)
+
+        return run
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table,
+    )
+
+
+def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int]:
+    """(peak bytes of what the graph allocates, bytes that its memory-bound kernels move) when it is compiled.
+
+    A tensor is written when a matmul, an attention or another kernel that cannot be fused reads or makes it, or when
+    the graph returns it; what lies between is fused. A fused kernel reads what was written before it, once.
+    """
+    nodes, position = list(graph.graph.nodes), {}
+    source, written = {}, set()
+
+    def is_view(node) -> bool:
+        return node.target is operator.getitem or (
+            isinstance(node.target, torch._ops.OpOverload)
+            and (
+                getattr(node.target, "is_view", False)
+                or node.target._schema.name in ("aten::view", "aten::_unsafe_view", "aten::alias")
+            )
+        )
+
+    def extern(node) -> bool:
+        return node.op == "call_function" and not is_view(node) and bool(EXTERN.search(str(node.target)))
+
+    for index, node in enumerate(nodes):
+        position[node] = index
+        source[node] = source[node.all_input_nodes[0]] if is_view(node) and node.all_input_nodes else node
+        if extern(node):
+            written.add(node)
+        if extern(node) or node.op == "output":
+            written.update(source[argument] for argument in node.all_input_nodes)
+    size = {node: _graph_bytes(node) for node in nodes}
+    reads: dict[Any, frozenset] = {}
+    for node in nodes:
+        found = set()
+        for argument in node.all_input_nodes:
+            origin = source[argument]
+            found |= {origin} if origin in written or origin.op == "placeholder" else reads[origin]
+        reads[node] = frozenset(found)
+    last_use = {origin: position[node] for node in nodes for origin in reads[node]}
+    returned = {source[argument] for argument in nodes[-1].all_input_nodes}
+    releases = collections.defaultdict(list)
+    for origin, at in last_use.items():
+        if origin not in returned and (origin.op != "placeholder" or "primals" not in origin.name):
+            releases[at].append(origin)
+    live = peak = moved = 0
+    kernels = set()
+    for index, node in enumerate(nodes):
+        if node in written and node.op == "call_function":
+            live += size[node]
+            extra = 0
+            if "attention" in str(node.target) and "backward" in str(node.target):
+                extra = attention_workspace(*(argument.meta["val"] for argument in node.all_input_nodes[1:3]))
+            peak = max(peak, live + extra)
+            if not extern(node):
+                moved += size[node] + (sum(size[origin] for origin in reads[node]) if reads[node] not in kernels else 0)
+                kernels.add(reads[node])
+        live -= sum(size[origin] for origin in releases[index])
+    return peak, moved
+
+
+def _graph_bytes(node) -> int:
+    value = node.meta.get("val")
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return sum(-(-tensor.numel() * tensor.element_size() // 512) * 512 for tensor in tensors)
