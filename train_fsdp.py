@@ -76,6 +76,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, maskin
 
 import utils
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, find_rates
+from harness.loss import LinearCrossEntropy, loss_and_gradient
 from harness.planning import predict_time
 from harness.recorder import KINDS, PHASES, StepRecorder, recording_backend
 from utils import UserError
@@ -691,14 +692,14 @@ def fuse_loss(model: nn.Module, required: bool | None, compiled: bool) -> bool:
             raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
         return False
     project = head.forward
-    chunk = torch.compile(utils.loss_and_gradient) if compiled else utils.loss_and_gradient
+    chunk = torch.compile(loss_and_gradient) if compiled else loss_and_gradient
 
     def choose_head(module, args, kwargs):
         head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
 
     def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
-        return utils.LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)
+        return LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)
     model.loss_function = loss

@@ -707,68 +707,6 @@ def estimate_mfu(
 # ----------------------------------------------------------------------------------------------------------------------
 # Loss and weights
 
-# Tokens whose logits exist at one time: 0.5 GiB in bf16 for a vocabulary of 128 k. Each chunk adds to the weight's
-# gradient, which is then read and written in fp32: few large chunks do it less often.
-LOSS_CHUNK = 2048
-
-
-def loss_and_gradient(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token's target, fp32 of shape (tokens, 1), and softmax minus one-hot, like the logits.
-
-    Compiled it reads the logits and writes the gradient, no more; eager it makes an fp32 copy in between.
-    """
-    log_probs = logits.log_softmax(1, dtype=torch.float32)
-    picked = log_probs.gather(1, target)
-    if torch.compiler.is_compiling():  # a comparison is fused, a scatter is not
-        gradient = log_probs.exp() - (torch.arange(logits.shape[1], device=logits.device) == target).float()
-    else:
-        gradient = log_probs.exp_().scatter_add_(1, target, -torch.ones_like(picked))
-    return picked, gradient.to(logits.dtype)
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of `hidden @ weight.T + bias`, a chunk of tokens at a time.
-
-    The gradients are computed in forward, while a chunk's logits exist: nothing is computed twice, and neither logits
-    nor their gradients ever exist for all tokens. Shapes: hidden (tokens, dim), weight (vocab, dim), bias (vocab,) or
-    None, labels (tokens,); `loss_and_gradient` may be compiled.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, loss_and_gradient=loss_and_gradient):
-        counted = labels != IGNORE_INDEX
-        count = counted.sum().clamp(min=1)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        train = any(ctx.needs_input_grad)
-        if train:
-            grad_hidden = torch.empty_like(hidden)
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for start in range(0, len(hidden), LOSS_CHUNK):
-            chunk = slice(start, start + LOSS_CHUNK)
-            inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
-            share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
-            logits = nn.functional.linear(inputs, weight, bias)
-            if not train:
-                loss += nn.functional.cross_entropy(logits.float(), labels[chunk], reduction="sum") / count
-                continue
-            picked, gradient = loss_and_gradient(logits, target)
-            loss -= (picked * share).sum()
-            # d loss / d logits = gradient * share; the share is applied where it is cheap
-            torch.mul(gradient @ weight, share, out=grad_hidden[chunk])
-            grad_weight += gradient.t() @ (inputs * share).to(weight.dtype)
-            if bias is not None:
-                grad_bias += gradient.t().float() @ share.squeeze(1)
-        if train:
-            grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
-        return *grads, None, None
-
 
 class PretrainedWeights:
     """The safetensors of a local folder or hub id, read one decoder layer at a time.

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
+from harness.loss import LinearCrossEntropy, loss_and_gradient
 from utils import UserError
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
@@ -151,10 +152,10 @@ def test_the_compiled_loss_is_the_eager_one():
     weight = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
     labels = torch.randint(0, 40, (1500,), generator=generator)
     labels[::7] = utils.IGNORE_INDEX
-    compiled = torch.compile(utils.loss_and_gradient, backend="aot_eager")
+    compiled = torch.compile(loss_and_gradient, backend="aot_eager")
     results = []
-    for function in (utils.loss_and_gradient, compiled):
-        loss = utils.LinearCrossEntropy.apply(hidden, weight, None, labels, function)
+    for function in (loss_and_gradient, compiled):
+        loss = LinearCrossEntropy.apply(hidden, weight, None, labels, function)
         results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
     torch.testing.assert_close(results[0], results[1])
 
@@ -165,7 +166,7 @@ def test_the_loss_is_that_of_torchs_own_chunks():
     hidden = torch.randn(1500, 16, generator=generator, requires_grad=True)
     weight = torch.randn(40, 16, generator=generator, requires_grad=True)
     labels = torch.randint(0, 40, (1500,), generator=generator)
-    ours = utils.LinearCrossEntropy.apply(hidden, weight, None, labels)
+    ours = LinearCrossEntropy.apply(hidden, weight, None, labels)
     gradients = torch.autograd.grad(ours, (hidden, weight))
     options = torch.nn.LinearCrossEntropyOptions()
     torchs = torch.nn.functional.linear_cross_entropy(hidden, weight, labels, options=options)

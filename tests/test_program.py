@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
+from harness.loss import LinearCrossEntropy
 
 PROMPT = "Once upon a time"
 
@@ -408,18 +409,18 @@ def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
     labels = torch.randint(0, 50, (tokens,), generator=generator)
     labels[1::3] = utils.IGNORE_INDEX
     inputs = [hidden, weight, *([offset] if bias else [])]
-    fused = utils.LinearCrossEntropy.apply(hidden, weight, offset, labels)
+    fused = LinearCrossEntropy.apply(hidden, weight, offset, labels)
     gradients = torch.autograd.grad(3 * fused, inputs)
     plain = torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight, offset), labels)
     torch.testing.assert_close(fused, plain)
     torch.testing.assert_close(gradients, torch.autograd.grad(3 * plain, inputs))
     with torch.no_grad():
-        torch.testing.assert_close(utils.LinearCrossEntropy.apply(hidden, weight, offset, labels), plain)
+        torch.testing.assert_close(LinearCrossEntropy.apply(hidden, weight, offset, labels), plain)
 
 
 def test_the_fused_loss_of_no_label_at_all_is_zero():
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
-    loss = utils.LinearCrossEntropy.apply(hidden, weight, None, torch.full((5,), utils.IGNORE_INDEX))
+    loss = LinearCrossEntropy.apply(hidden, weight, None, torch.full((5,), utils.IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0
     assert not hidden.grad.any() and not weight.grad.any()
