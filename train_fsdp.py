@@ -58,7 +58,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from torch import nn
@@ -76,7 +75,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, maskin
 
 import utils
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, find_rates
-from harness.loss import LinearCrossEntropy, loss_and_gradient
+from harness.loss import full_loss, fuse_loss
 from harness.planning import predict_time
 from harness.recorder import KINDS, PHASES, StepRecorder, recording_backend
 from utils import UserError
@@ -666,44 +665,6 @@ def selective_contexts():
         return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Loss
-
-
-def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
-    """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=utils.IGNORE_INDEX, reduction="sum"
-    )
-    return total / (labels != utils.IGNORE_INDEX).sum().clamp(min=1)
-
-
-def fuse_loss(model: nn.Module, required: bool | None, compiled: bool) -> bool:
-    """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
-
-    transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
-    happens; it only has to be linear in the logits.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
-        if required:
-            raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
-        return False
-    project = head.forward
-    chunk = torch.compile(loss_and_gradient) if compiled else loss_and_gradient
-
-    def choose_head(module, args, kwargs):
-        head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
-
-    def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
-        hidden = logits.flatten(0, 1).to(head.weight.dtype)
-        return LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)
-
-    model.register_forward_pre_hook(choose_head, with_kwargs=True)
-    model.loss_function = loss
-    return True
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ Called by the script while it builds a model. It knows no ranks and no sharding:
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from utils import IGNORE_INDEX
+import utils
+from utils import IGNORE_INDEX, UserError
 
 # Tokens whose logits exist at one time: 0.5 GiB in bf16 for a vocabulary of 128 k. Each chunk adds to the weight's
 # gradient, which is then read and written in fp32: few large chunks do it less often.
@@ -69,3 +71,37 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
         return *grads, None, None
+
+
+def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
+    """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
+    total = F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=utils.IGNORE_INDEX, reduction="sum"
+    )
+    return total / (labels != utils.IGNORE_INDEX).sum().clamp(min=1)
+
+
+def fuse_loss(model: nn.Module, required: bool | None, compiled: bool) -> bool:
+    """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
+
+    transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
+    happens; it only has to be linear in the logits.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        if required:
+            raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
+        return False
+    project = head.forward
+    chunk = torch.compile(loss_and_gradient) if compiled else loss_and_gradient
+
+    def choose_head(module, args, kwargs):
+        head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
+
+    def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
+        hidden = logits.flatten(0, 1).to(head.weight.dtype)
+        return LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)
+
+    model.register_forward_pre_hook(choose_head, with_kwargs=True)
+    model.loss_function = loss
+    return True
