@@ -78,6 +78,7 @@ from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, find_rates
 from harness.loss import full_loss, fuse_loss
 from harness.planning import predict_time
 from harness.recorder import KINDS, PHASES, StepRecorder, recording_backend
+from harness.streaming import StreamedBatches, stream_dataset
 from utils import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parent
@@ -762,7 +763,7 @@ def load_data(args: argparse.Namespace, tokenizer, config, accelerator: Accelera
     corpus = (tokenizer, args.sequence_length, accelerator, source)
     per_microbatch, held_out = args.batch_size * dist.get_world_size(), None
     if args.streaming:
-        load = functools.partial(utils.stream_dataset, *corpus, vocab_size=vocab_size, seed=args.seed)
+        load = functools.partial(stream_dataset, *corpus, vocab_size=vocab_size, seed=args.seed)
         train = load(split=args.dataset_split)
         if args.eval_interval:
             stream, windows = load(split=args.eval_split), args.eval_steps * per_microbatch
@@ -802,7 +803,7 @@ def training_batches(
     rank, world = dist.get_rank(), dist.get_world_size()
     if args.streaming:
         source = {
-            "dataset": utils.StreamedBatches(dataset, args.batch_size, rank, world, state.samples, state.position),
+            "dataset": StreamedBatches(dataset, args.batch_size, rank, world, state.samples, state.position),
             "batch_size": None,
             "prefetch_factor": 16 if args.num_workers else None,  # enough for while the shuffle buffer is filled again
         }
@@ -912,7 +913,7 @@ class TrainState:
     tracker: utils.PerformanceTracker | None = None
     step: int = 0
     samples: int = 0  # global, consumed so far
-    position: tuple[int, int, int] | None = None  # as utils.StreamedDataset.chunks has it
+    position: tuple[int, int, int] | None = None  # as StreamedDataset.chunks has it
     tokens: int = 0  # global
     started: float = dataclasses.field(default_factory=lambda: psutil.Process().create_time())  # of the first process
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 import train_fsdp
 import utils
+from harness import streaming
 
 SEQ_LEN = 16
-DOCUMENTS = 3 * utils.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
+DOCUMENTS = 3 * streaming.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def corpus(tmp_path_factory, texts):
 
 @pytest.fixture(scope="module")
 def stream(tokenizer, corpus):
-    return utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), seed=7)
+    return streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def samples_of(batches) -> list[list[int]]:
 
 
 def take(stream, count: int, *share) -> list[dict]:
-    return list(itertools.islice(utils.StreamedBatches(stream, *share), count))
+    return list(itertools.islice(streaming.StreamedBatches(stream, *share), count))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,16 +111,16 @@ def test_any_number_of_ranks_goes_on_from_any_position(stream, tokens, ranks_bef
 
 def test_what_is_before_a_position_is_not_tokenized_again(stream, tokens, tokenizer, monkeypatch):
     last = take(stream, len(tokens) // SEQ_LEN // 4, 4)[-1]["position"]
-    assert last[2] >= utils.STREAM_BATCH
+    assert last[2] >= streaming.STREAM_BATCH
     encoded = []
     divide = utils.divide_at_marks
     monkeypatch.setattr(utils, "divide_at_marks", lambda texts: encoded.append(len(texts)) or divide(texts))
     next(stream.chunks(last))
-    assert sum(encoded) <= utils.STREAM_BATCH
+    assert sum(encoded) <= streaming.STREAM_BATCH
 
 
 def test_a_worker_that_reads_ahead_gives_each_batch_its_own_position(stream):
-    loader = DataLoader(utils.StreamedBatches(stream, 2), batch_size=None, num_workers=1, prefetch_factor=16)
+    loader = DataLoader(streaming.StreamedBatches(stream, 2), batch_size=None, num_workers=1, prefetch_factor=16)
     read = list(itertools.islice(loader, 40))
     alone = take(stream, 40, 2)
     assert samples_of(read) == samples_of(alone)
@@ -128,7 +129,7 @@ def test_a_worker_that_reads_ahead_gives_each_batch_its_own_position(stream):
 
 def test_a_batch_longer_than_many_chunks_and_a_corpus_shorter_than_a_batch(tokenizer, tmp_path):
     (tmp_path / "few.jsonl").write_text('{"text": "Tom had a red ball. He liked it."}\n')
-    stream = utils.stream_dataset(tokenizer, 8, dataset=str(tmp_path / "few.jsonl"))
+    stream = streaming.stream_dataset(tokenizer, 8, dataset=str(tmp_path / "few.jsonl"))
     one = next(stream.chunks((0, 0, 0)))[1]
     packed = utils.PackedDataset(np.tile(one, 100), 8)
     (batch,) = take(stream, 1, 16, 1, 2)
@@ -157,7 +158,7 @@ def test_every_kind_of_file_streams_the_same_documents(tokenizer, texts, tmp_pat
     else:
         column = {"text": texts} if kind == "parquet" else {"input_ids": encoded}
         pyarrow.parquet.write_table(pyarrow.table(column), file)
-    stream = utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(file))
+    stream = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(file))
     epoch = itertools.takewhile(lambda chunk: chunk[0][1] == 0, stream.chunks((0, 0, 0)))
     found = np.concatenate([tokens for _, tokens in epoch]).tolist()
     ends = [-1, *(index for index, token in enumerate(found) if token == tokenizer.eos_token_id)]
@@ -188,7 +189,7 @@ def whole(device, flags, tmp_path_factory):
 
 
 def test_a_stopped_run_goes_on_bit_for_bit_and_leaves_no_cache(device, flags, whole, tmp_path, monkeypatch):
-    begun, batches = [], utils.StreamedBatches
+    begun, batches = [], streaming.StreamedBatches
     monkeypatch.setattr(utils, "StreamedBatches", lambda *share: begun.append(share[-1]) or batches(*share))
     run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto"]
     for stop_after in (4, 5):
@@ -216,7 +217,7 @@ def test_two_ranks_go_on_with_what_one_began(device, flags, whole, tmp_path):
 
 
 def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus, tokenizer):
-    held_out = utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="validation")
+    held_out = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="validation")
     flat = np.concatenate(list(utils.token_batches(held_out.documents, tokenizer, "")))
     assert held_out.head(3).tokens.tolist() == flat[: 3 * SEQ_LEN + 1].tolist()
     assert held_out.head(0).tokens.tolist() == flat.tolist()
@@ -278,7 +279,7 @@ def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, name, content, s
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(utils.UserError) as raised:
-        utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / name))
+        streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / name))
     assert says in str(raised.value)
     assert str(raised.value).startswith(f"--dataset {tmp_path / name}")
     assert "\n" not in str(raised.value)
@@ -287,12 +288,12 @@ def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, name, content, s
 
 def test_a_split_that_is_not_there_is_named(tokenizer, corpus):
     with pytest.raises(utils.UserError, match=r"split 'test': .*train.*validation"):
-        utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="test")
+        streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="test")
 
 
 def test_a_token_without_an_embedding_is_refused(tokenizer, corpus):
     with pytest.raises(utils.UserError, match="--tokenizer: it gave token id"):
-        utils.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), vocab_size=100)
+        streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), vocab_size=100)
 
 
 def test_a_file_that_breaks_off_ends_the_run_in_one_line(device, flags, corpus, tmp_path):
