@@ -144,4 +144,4 @@ def train(arguments: list, device, stop: Stop | None = None) -> int:
     """Trains in this process, a world of one; the exit code."""
     import train_fsdp
 
-    return train_fsdp.run(train_fsdp.parse_args([*map(str, arguments)]), device, stop or Stop())
+    return train_fsdp.run(settings.parse_args([*map(str, arguments)]), device, stop or Stop())

@@ -163,6 +163,7 @@ def main(workspace: pathlib.Path) -> None:
 
     import train_fsdp
     import utils
+    from harness import settings
 
     device, stop = train_fsdp.start_processes(), train_fsdp.StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -225,7 +226,7 @@ def main(workspace: pathlib.Path) -> None:
     def train(name: str, flags: str, model: str = "smollm3", **options) -> dict:
         built.clear()
         run_name = name.replace(" ", "-")
-        args = train_fsdp.parse_args([*arguments(model, flags, **options), "--run-name", run_name])
+        args = settings.parse_args([*arguments(model, flags, **options), "--run-name", run_name])
         train_fsdp.run(args, device, stop)
         lines = (workspace / f"runs-{world}" / run_name / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
         logged = [line for line in map(json.loads, lines) if not line.get("final")]
@@ -258,7 +259,7 @@ def main(workspace: pathlib.Path) -> None:
         return local.numel() * local.element_size() if torch.is_tensor(local) else 0
 
     def build(name: str, flags: str, **options):
-        args = train_fsdp.parse_args(arguments(name, flags, **options))
+        args = settings.parse_args(arguments(name, flags, **options))
         mesh = train_fsdp.build_mesh(args, device)
         return args, train_fsdp.build_model(args, train_fsdp.load_config(args), mesh)
 

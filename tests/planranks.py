@@ -13,7 +13,7 @@ import weakref
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from harness import gpus
+from harness import gpus, settings
 
 CASES = {
     "stage 3": "",
@@ -115,7 +115,7 @@ def main(workspace: pathlib.Path) -> None:
     import train_fsdp
 
     def parsed(flags: str, model: str = "deep"):
-        return train_fsdp.parse_args(arguments(workspace, flags, model))
+        return settings.parse_args(arguments(workspace, flags, model))
 
     if sys.argv[2:] == ["plan"]:
         result = {

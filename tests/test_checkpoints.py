@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
+from harness import settings
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -235,7 +236,7 @@ def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
 
 
 def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flags):
-    args = train_fsdp.parse_args(flags)
+    args = settings.parse_args(flags)
     manifest = {"world_size": 3, "flags": vars(args) | {"given_accumulation": 1}}
     monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 2)
     with pytest.raises(utils.UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12"):

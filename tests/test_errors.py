@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
+from harness import settings
 
 PREFIX = "train_fsdp.py: error: "
 SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32")
@@ -95,7 +96,7 @@ def test_the_run_that_the_mistakes_are_made_in_works(device, arguments, tmp_path
 )
 def test_a_bad_flag_is_named(flags):
     with pytest.raises(utils.UserError) as raised:
-        train_fsdp.parse_args(flags.split())
+        settings.parse_args(flags.split())
     assert raised.value.exit_code == 2
     assert flags.split()[0] in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -103,13 +104,13 @@ def test_a_bad_flag_is_named(flags):
 
 def test_flags_beside_demo_win_wherever_they_stand():
     for argv in (["--demo", "--num-steps", "3", "--lr", "1"], ["--num-steps", "3", "--lr", "1", "--demo"]):
-        args = train_fsdp.parse_args(argv)
+        args = settings.parse_args(argv)
         assert (args.num_steps, args.lr, args.model, args.dataset) == (3, 1, "demo", "demo")
 
 
 @pytest.mark.parametrize("flags", ["--lr-scheduler constant", "--num-steps 5", "--dataset synthetic", "--zero-stage 0"])
 def test_what_demo_sets_is_no_mistake_of_the_user(flags):
-    args = train_fsdp.parse_args(["--demo", *flags.split()])
+    args = settings.parse_args(["--demo", *flags.split()])
     assert args.warmup_steps < args.num_steps
     assert args.lr_scheduler != "constant" or args.warmup_steps == 0
 
@@ -307,7 +308,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
 
 
 def built(device, arguments, *flags):
-    args = train_fsdp.parse_args([*arguments, *flags])
+    args = settings.parse_args([*arguments, *flags])
     mesh = train_fsdp.build_mesh(args, device)
     model = train_fsdp.build_model(args, train_fsdp.load_config(args), mesh)
     return args, mesh, model
@@ -334,7 +335,7 @@ def test_an_optimizer_of_other_parameters_is_found(device, arguments):
 
 def test_a_model_on_another_mesh_is_found(device, arguments):
     args, _, model = built(device, arguments)
-    other = train_fsdp.build_mesh(train_fsdp.parse_args([*arguments, "--zero-stage", "0"]), device)
+    other = train_fsdp.build_mesh(settings.parse_args([*arguments, "--zero-stage", "0"]), device)
     if other.ndim == 1:  # in a world of one
         other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(RuntimeError, match="not sharded"):

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
+from harness import settings
 from harness.loss import LinearCrossEntropy, loss_and_gradient
 from utils import UserError
 
@@ -35,7 +36,7 @@ def trainer(device, tmp_path):
     def make(name: str, *flags):
         source = name if name == "demo" else write_model(tmp_path / name, name, **MODELS[name])
         sizes = ["--sequence-length", "32", "--batch-size", "2", "--num-workers", "0", "--num-steps", "9"]
-        args = train_fsdp.parse_args(["--model", source, "--dataset", "demo", *sizes, *flags])
+        args = settings.parse_args(["--model", source, "--dataset", "demo", *sizes, *flags])
         config = train_fsdp.load_config(args)
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)
@@ -123,7 +124,7 @@ def test_a_smaller_memory_budget_keeps_fewer_activations_and_gives_the_same_loss
 @pytest.mark.parametrize("flags", ["--no-compile", "--compile --activation-checkpointing full"])
 def test_a_memory_budget_that_could_not_apply_is_refused(flags):
     with pytest.raises(UserError, match="--activation-memory-budget: needs --compile"):
-        train_fsdp.parse_args(["--activation-memory-budget", "0.5", *flags.split()])
+        settings.parse_args(["--activation-memory-budget", "0.5", *flags.split()])
 
 
 def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_gather(trainer):
@@ -198,7 +199,7 @@ def test_positions_begin_again_after_each_end_of_text():
 def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_path, name, attention):
     flags = ["--model", write_model(tmp_path / name, name.removesuffix("_sliding"), **MODELS[name])]
     flags += ["--attention", attention, "--precision", "fp32", "--sequence-length", "48", "--dataset", "demo"]
-    plain, masked = train_fsdp.parse_args(flags), train_fsdp.parse_args([*flags, "--document-mask"])
+    plain, masked = settings.parse_args(flags), settings.parse_args([*flags, "--document-mask"])
     model = train_fsdp.build_model(masked, train_fsdp.load_config(masked), train_fsdp.build_mesh(masked, device))
     batch = utils.create_collate_fn(END)(windows(2, 48))
     together = model(**batch, use_cache=False).loss.item()
@@ -227,7 +228,7 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         torch.manual_seed(0)
         config = AutoConfig.for_model("smollm3", **MODELS["smollm3"])
         models[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    train_fsdp.know_documents(train_fsdp.parse_args(["--document-mask"]), models["sdpa"])
+    train_fsdp.know_documents(settings.parse_args(["--document-mask"]), models["sdpa"])
     for layer in train_fsdp.decoder_layers(models["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
     collate, all_windows = utils.create_collate_fn(END), windows(6, 128)
@@ -243,11 +244,11 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
 @pytest.mark.parametrize("flags", ["--dataset synthetic", "--attention flash_attention_2"])
 def test_a_document_mask_that_could_not_work_is_refused(flags):
     with pytest.raises(UserError, match="--document-mask"):
-        train_fsdp.parse_args(["--document-mask", *flags.split()])
+        settings.parse_args(["--document-mask", *flags.split()])
 
 
 def test_a_document_mask_is_refused_for_layers_that_are_no_attention(device, tmp_path):
     source = write_model(tmp_path / "hybrid", "qwen3_next", **MODELS["qwen3_moe"])
-    args = train_fsdp.parse_args(["--model", source, "--document-mask", "--sequence-length", "32"])
+    args = settings.parse_args(["--model", source, "--document-mask", "--sequence-length", "32"])
     with pytest.raises(UserError, match=r"--document-mask: .* is more than attention over positions"):
         train_fsdp.build_model(args, train_fsdp.load_config(args), train_fsdp.build_mesh(args, device))

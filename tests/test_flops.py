@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
+from harness import settings
 
 EXPERTS = multirank.EXPERTS
 SIZES = multirank.SIZES | {"vocab_size": 512}
@@ -87,7 +88,7 @@ PARAMETERS = {
 
 def preset(name: str, sequence_length: int = 8192):
     return train_fsdp.load_config(
-        train_fsdp.parse_args(["--model", name, "--sequence-length", str(sequence_length), "--dataset", "synthetic"])
+        settings.parse_args(["--model", name, "--sequence-length", str(sequence_length), "--dataset", "synthetic"])
     )
 
 
@@ -146,7 +147,7 @@ def test_flops_of_layers_without_softmax_attention_are_refused(family):
 
 
 def test_every_preset_and_the_demo_name_their_family():
-    assert {"demo", *PARAMETERS} <= set(train_fsdp.PRESETS)
+    assert {"demo", *PARAMETERS} <= set(settings.PRESETS)
     for file in (ROOT / "assets" / "presets").glob("*.json"):
         assert json.loads(file.read_text())["model_type"]
 

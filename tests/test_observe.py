@@ -13,6 +13,7 @@ from test_speed import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
+from harness import settings
 from utils import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
@@ -45,7 +46,7 @@ def test_a_run_leaves_a_trace_a_table_and_all_its_figures_at_the_endpoint(run, p
 
     trace = json.loads((folder / "profile" / "rank-0.json").read_text())["traceEvents"]
     backwards = [event for event in trace if event.get("name") == "FSDP::post_backward_reduce"]
-    assert len(backwards) == train_fsdp.PROFILED_STEPS
+    assert len(backwards) == settings.PROFILED_STEPS
 
     table = re.search(r"^profile +3 steps of (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
     shares = {name: float(share) for name, share in re.findall(r"([a-z ]+) ([\d.]+) %", table)}
@@ -118,7 +119,7 @@ def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(t
 
 
 def test_a_gate_is_judged_by_the_figures_of_the_last_line():
-    args = train_fsdp.parse_args(["--min-mfu", "50", "--max-memory-gib", "70"])
+    args = settings.parse_args(["--min-mfu", "50", "--max-memory-gib", "70"])
     train_fsdp.check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
     for mfu, memory, named in ((49.9, 60, "--min-mfu 50"), (51, 70.1, "--max-memory-gib 70")):
         with pytest.raises(UserError, match=named) as missed:
@@ -143,8 +144,8 @@ def test_what_cannot_be_measured_here_is_refused_before_anything_begins(run, fla
 @pytest.mark.parametrize("flags, enough", [("--min-mfu 40 --peak-tflops 1", 11), ("--profile", 14)])
 def test_no_step_left_to_measure_is_refused(flags, enough):
     with pytest.raises(UserError, match=f"give --num-steps at least {enough}"):
-        train_fsdp.parse_args([*flags.split(), "--num-steps", "10"])
-    train_fsdp.parse_args([*flags.split(), "--num-steps", str(enough)])
+        settings.parse_args([*flags.split(), "--num-steps", "10"])
+    settings.parse_args([*flags.split(), "--num-steps", str(enough)])
 
 
 def test_a_port_in_use_is_refused_before_training(run):

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
+from harness import settings
 from harness.loss import LinearCrossEntropy
 
 PROMPT = "Once upon a time"
@@ -33,7 +34,7 @@ def test_help_names_every_flag_with_its_default():
             described[flag[1].rstrip(",")] = ""
         if described:
             described[list(described)[-1]] += line.strip() + " "
-    args = vars(train_fsdp.parse_args([]))
+    args = vars(settings.parse_args([]))
     for name in args.keys() - {"argv", "given_accumulation"}:  # what was given, before a resume changes it
         assert "--" + name.replace("_", "-") in described, name
     without_default = {"-h", "--demo", "--sample-prompt", "--peak-tflops"}  # off unless given
@@ -124,7 +125,7 @@ def test_config_json_says_what_it_takes_to_repeat_the_run(demo):
     config = json.loads((folder / "config.json").read_text())
     assert config["flags"]["num_steps"] == 12
     assert config["flags"]["model"] == "demo"
-    assert set(config["flags"]) == set(vars(train_fsdp.parse_args([])))
+    assert set(config["flags"]) == set(vars(settings.parse_args([])))
     assert config["versions"]["torch"] == torch.__version__
     assert {"python", "transformers", "accelerate", "datasets"} <= set(config["versions"])
     if (ROOT / ".git").exists():
@@ -259,7 +260,7 @@ def in_process(device, folder, *flags) -> list[dict]:
 def initial_model(device, folder, *flags):
     """The model as the program builds it, as a plain module of transformers."""
     argv = ["--model", str(folder / "model"), "--precision", "fp32", "--sequence-length", "32", *flags]
-    args = train_fsdp.parse_args(argv)
+    args = settings.parse_args(argv)
     config = train_fsdp.load_config(args)
     sharded = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import streaming
+from harness import settings, streaming
 
 SEQ_LEN = 16
 DOCUMENTS = 3 * streaming.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
@@ -244,13 +244,13 @@ def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus,
 )
 def test_flags_that_a_stream_cannot_take_are_refused(more, says):
     with pytest.raises(utils.UserError) as raised:
-        train_fsdp.parse_args(["--streaming", *words(more)])
+        settings.parse_args(["--streaming", *words(more)])
     assert says in str(raised.value)
 
 
 def test_the_default_split_of_a_stream_is_whole():
-    assert train_fsdp.parse_args(["--streaming"]).dataset_split == "train"
-    assert train_fsdp.parse_args([]).dataset_split == "train[:5%]"
+    assert settings.parse_args(["--streaming"]).dataset_split == "train"
+    assert settings.parse_args([]).dataset_split == "train[:5%]"
 
 
 @pytest.mark.parametrize("first", ["--streaming", ""])
