@@ -121,15 +121,13 @@ def device():
     """A world of one in this process, for tests that call the program's functions."""
     import torch.distributed as dist
 
-    import train_fsdp
-
-    yield train_fsdp.start_processes()
+    yield processes.start_processes()
     dist.destroy_process_group()
 
 
 @dataclasses.dataclass
 class Stop:
-    """Stands in for train_fsdp.StopRequest in this process: the request comes after `steps` steps."""
+    """Stands in for processes.StopRequest in this process: the request comes after `steps` steps."""
 
     steps: int = -1  # never
     can_save: bool = False

@@ -163,11 +163,11 @@ def main(workspace: pathlib.Path) -> None:
 
     import train_fsdp
     import utils
-    from harness import settings
+    from harness import processes, settings
 
-    device, stop = train_fsdp.start_processes(), train_fsdp.StopRequest()
+    device, stop = processes.start_processes(), processes.StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
-    train_fsdp.say = lambda *message: None
+    processes.say = lambda *message: None
     observed: dict = {"errors": {}}
     built: dict = {}
 
@@ -316,7 +316,7 @@ def main(workspace: pathlib.Path) -> None:
         for name, flags in COUNTED.items():
             observe("collectives", name, count_collectives, flags)
     observe("complete", "yes", bool, 1)
-    train_fsdp.stop_processes(stop)
+    processes.stop_processes(stop)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import weakref
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from harness import gpus, settings
+from harness import gpus, processes, settings
 
 CASES = {
     "stage 3": "",
@@ -130,12 +130,12 @@ def main(workspace: pathlib.Path) -> None:
         result["whole"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)
         (workspace / "planned.json").write_text(json.dumps(result))
         return
-    device = train_fsdp.start_processes()
+    device = processes.start_processes()
     ranks = torch.distributed.get_world_size()
     result = {name: measure(parsed(flags), train_fsdp, device) for name, flags in cases(ranks).items()}
     if torch.distributed.get_rank() == 0:
         (workspace / f"measured-{ranks}.json").write_text(json.dumps(result))
-    train_fsdp.stop_processes(types.SimpleNamespace(round=None))
+    processes.stop_processes(types.SimpleNamespace(round=None))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import settings
+from harness import processes, settings
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -112,7 +112,7 @@ def checkpoint_names(*steps: int) -> list[str]:
 )
 def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
     assert run("whole", *words(technique)) == 0
-    assert run("r", *words(technique), stop_after=3) == train_fsdp.StopRequest.EXIT_CODE
+    assert run("r", *words(technique), stop_after=3) == processes.StopRequest.EXIT_CODE
     assert names(tmp_path / "r") == checkpoint_names(3)
     assert len(steps_of(tmp_path / "r")) == 3
     assert run("r", "--resume", "auto", *words(technique)) == 0
@@ -522,15 +522,15 @@ def test_an_export_that_fails_is_one_line_and_leaves_nothing_behind(refused, tmp
 
 
 def listen(training: bool) -> None:
-    stop = train_fsdp.StopRequest()
+    stop = processes.StopRequest()
     stop.can_save = training
     print("ready", flush=True)
     time.sleep(60)
 
 
-@pytest.mark.parametrize("number", train_fsdp.StopRequest.SIGNALS)
+@pytest.mark.parametrize("number", processes.StopRequest.SIGNALS)
 def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, monkeypatch):
-    monkeypatch.setattr(train_fsdp.StopRequest, "SAME_REQUEST", 0.2)
+    monkeypatch.setattr(processes.StopRequest, "SAME_REQUEST", 0.2)
     for training, signals in ((False, 1), (True, 2)):
         child = multiprocessing.get_context("fork").Process(target=listen, args=(training,))
         child.start()
@@ -540,7 +540,7 @@ def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, m
             os.kill(child.pid, number)
             time.sleep(0.5)
         child.join(10)
-        assert child.exitcode == train_fsdp.StopRequest.EXIT_CODE
+        assert child.exitcode == processes.StopRequest.EXIT_CODE
 
 
 SIGNAL_STEPS = 100_000  # never reached
@@ -614,7 +614,7 @@ def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tm
     assert [step[3:] for step in survived] == [step[3:] for step in reference]
 
 
-@pytest.mark.parametrize("number", train_fsdp.StopRequest.SIGNALS)
+@pytest.mark.parametrize("number", processes.StopRequest.SIGNALS)
 def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
     places = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
     process = launch([sys.executable, PROGRAM, *flags, *places])
