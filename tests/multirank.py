@@ -163,7 +163,7 @@ def main(workspace: pathlib.Path) -> None:
 
     import train_fsdp
     import utils
-    from harness import processes, settings
+    from harness import models, processes, settings
 
     device, stop = processes.start_processes(), processes.StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -245,7 +245,7 @@ def main(workspace: pathlib.Path) -> None:
             "float8_linears": sum(type(m).__name__ == "Float8Linear" for m in built["build_model"].modules()),
             "linears": sum(
                 isinstance(module, torch.nn.Linear)
-                for layer in train_fsdp.decoder_layers(built["build_model"])
+                for layer in models.decoder_layers(built["build_model"])
                 for module in layer.modules()
             ),
             "optimizer": type(optimizer).__name__,
@@ -261,7 +261,7 @@ def main(workspace: pathlib.Path) -> None:
     def build(name: str, flags: str, **options):
         args = settings.parse_args(arguments(name, flags, **options))
         mesh = train_fsdp.build_mesh(args, device)
-        return args, train_fsdp.build_model(args, train_fsdp.load_config(args), mesh)
+        return args, train_fsdp.build_model(args, models.load_config(args), mesh)
 
     def round_trip(name: str) -> float:
         """Largest difference of logits to those that transformers computed with the same weights."""

@@ -13,7 +13,7 @@ import weakref
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from harness import gpus, processes, settings
+from harness import gpus, models, processes, settings
 
 CASES = {
     "stage 3": "",
@@ -79,7 +79,7 @@ def measure(args, train_fsdp, device) -> dict:
             return result
 
     mesh = train_fsdp.build_mesh(args, device)
-    model = train_fsdp.build_model(args, train_fsdp.load_config(args), mesh)
+    model = train_fsdp.build_model(args, models.load_config(args), mesh)
     optimizer = train_fsdp.build_optimizer(args, model)
     seen = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update(gradients=of([p.grad for p in model.parameters()])))
@@ -100,7 +100,7 @@ def measure(args, train_fsdp, device) -> dict:
 def plan(args, train_fsdp, ranks: int) -> dict:
     args.plan = True
     rates = gpus.find_rates("H100 SXM", {})
-    return train_fsdp.predict(args, train_fsdp.RECIPE, train_fsdp.load_config(args), ranks, rates)
+    return train_fsdp.predict(args, train_fsdp.RECIPE, models.load_config(args), ranks, rates)
 
 
 def main(workspace: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
-from harness import settings
+from harness import models, settings
 
 PREFIX = "train_fsdp.py: error: "
 SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32")
@@ -310,7 +310,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
 def built(device, arguments, *flags):
     args = settings.parse_args([*arguments, *flags])
     mesh = train_fsdp.build_mesh(args, device)
-    model = train_fsdp.build_model(args, train_fsdp.load_config(args), mesh)
+    model = train_fsdp.build_model(args, models.load_config(args), mesh)
     return args, mesh, model
 
 

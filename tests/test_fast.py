@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
-from harness import settings
+from harness import models, settings
 from harness.loss import LinearCrossEntropy, loss_and_gradient
 from utils import UserError
 
@@ -37,7 +37,7 @@ def trainer(device, tmp_path):
         source = name if name == "demo" else write_model(tmp_path / name, name, **MODELS[name])
         sizes = ["--sequence-length", "32", "--batch-size", "2", "--num-workers", "0", "--num-steps", "9"]
         args = settings.parse_args(["--model", source, "--dataset", "demo", *sizes, *flags])
-        config = train_fsdp.load_config(args)
+        config = models.load_config(args)
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)
         data = utils.SyntheticDataset(config.vocab_size, args.sequence_length)
@@ -137,7 +137,7 @@ def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_
         scale = torch.finfo(torch.float8_e4m3fn).max / weight._tensor.abs().max()
         torch.testing.assert_close(weight._precomputed_scale, scale, msg=name)
         weight._precomputed_scale = scale / 4  # a mark, to be found again in what is gathered
-    layer = train_fsdp.decoder_layers(model)[0]
+    layer = models.decoder_layers(model)[0]
     layer.unshard()
     gathered = layer.self_attn.q_proj.weight
     torch.testing.assert_close(gathered._scale, weights["model.layers.0.self_attn.q_proj.weight"]._precomputed_scale)
@@ -200,13 +200,13 @@ def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_p
     flags = ["--model", write_model(tmp_path / name, name.removesuffix("_sliding"), **MODELS[name])]
     flags += ["--attention", attention, "--precision", "fp32", "--sequence-length", "48", "--dataset", "demo"]
     plain, masked = settings.parse_args(flags), settings.parse_args([*flags, "--document-mask"])
-    model = train_fsdp.build_model(masked, train_fsdp.load_config(masked), train_fsdp.build_mesh(masked, device))
+    model = train_fsdp.build_model(masked, models.load_config(masked), train_fsdp.build_mesh(masked, device))
     batch = utils.create_collate_fn(END)(windows(2, 48))
     together = model(**batch, use_cache=False).loss.item()
     batch["position_ids"] = torch.arange(48).expand(2, -1)
     across = model(**batch, use_cache=False).loss.item()
 
-    train_fsdp.know_documents(plain, model)
+    models.know_documents(plain, model)
     total, documents = 0.0, 0
     for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         lengths = np.diff([0, *(np.flatnonzero(row[:-1] == END) + 1), len(row)]).tolist()
@@ -228,8 +228,8 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         torch.manual_seed(0)
         config = AutoConfig.for_model("smollm3", **MODELS["smollm3"])
         models[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    train_fsdp.know_documents(settings.parse_args(["--document-mask"]), models["sdpa"])
-    for layer in train_fsdp.decoder_layers(models["flex_attention"]):
+    models.know_documents(settings.parse_args(["--document-mask"]), models["sdpa"])
+    for layer in models.decoder_layers(models["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
     collate, all_windows = utils.create_collate_fn(END), windows(6, 128)
     for start in (0, 2, 4):
@@ -251,4 +251,4 @@ def test_a_document_mask_is_refused_for_layers_that_are_no_attention(device, tmp
     source = write_model(tmp_path / "hybrid", "qwen3_next", **MODELS["qwen3_moe"])
     args = settings.parse_args(["--model", source, "--document-mask", "--sequence-length", "32"])
     with pytest.raises(UserError, match=r"--document-mask: .* is more than attention over positions"):
-        train_fsdp.build_model(args, train_fsdp.load_config(args), train_fsdp.build_mesh(args, device))
+        train_fsdp.build_model(args, models.load_config(args), train_fsdp.build_mesh(args, device))

@@ -9,9 +9,8 @@ from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import train_fsdp
 import utils
-from harness import settings
+from harness import models, settings
 
 EXPERTS = multirank.EXPERTS
 SIZES = multirank.SIZES | {"vocab_size": 512}
@@ -87,7 +86,7 @@ PARAMETERS = {
 
 
 def preset(name: str, sequence_length: int = 8192):
-    return train_fsdp.load_config(
+    return models.load_config(
         settings.parse_args(["--model", name, "--sequence-length", str(sequence_length), "--dataset", "synthetic"])
     )
 

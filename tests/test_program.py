@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import settings
+from harness import models, settings
 from harness.loss import LinearCrossEntropy
 
 PROMPT = "Once upon a time"
@@ -261,7 +261,7 @@ def initial_model(device, folder, *flags):
     """The model as the program builds it, as a plain module of transformers."""
     argv = ["--model", str(folder / "model"), "--precision", "fp32", "--sequence-length", "32", *flags]
     args = settings.parse_args(argv)
-    config = train_fsdp.load_config(args)
+    config = models.load_config(args)
     sharded = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict({name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()})

@@ -1,0 +1,203 @@
+"""Models: configs, tokenizers, attention kernels, float8 and pretrained weights, before anything is sharded.
+
+Called by the script while it prepares and builds. It does not know meshes, optimizers or checkpoints.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import os
+import pathlib
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils, modeling_flash_attention_utils
+
+import utils
+from harness.settings import ASSETS, PRESETS
+from utils import UserError
+
+
+def find_source(model: str) -> tuple[str, str]:
+    """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
+    if model in PRESETS:
+        preset = PRESETS[model]
+        return str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent))
+    path = pathlib.Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"--model {model}: the folder has no config.json")
+        return str(path), str(path)
+    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise UserError(f"--model {model}: no such folder")
+    return model, model
+
+
+def load_config(args: argparse.Namespace):
+    """The model's config, checked against the sequence length."""
+    source, _ = find_source(args.model)
+    if not os.path.exists(source):
+        utils.answer_from_cache_without_network()
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--model {args.model}: not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from "
+            f"the hub ({utils.first_line(error)})"
+            if source == args.model and not os.path.isdir(source)
+            else f"--model {args.model}: its config.json cannot be used ({utils.first_line(error)})"
+        ) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"--model {args.model}: {config.model_type} is no causal language model of transformers")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and args.sequence_length > positions:
+        raise UserError(f"--sequence-length {args.sequence_length}: {args.model} has {positions} positions")
+    config.use_cache = False
+    return config
+
+
+def load_tokenizer(args: argparse.Namespace, config):
+    """The tokenizer, its vocabulary checked against the model's; None where only synthetic tokens are read."""
+    if args.dataset == "synthetic" and not args.sample_prompt:
+        return None
+    source = args.tokenizer or find_source(args.model)[1]
+    if not os.path.exists(source):
+        utils.answer_from_cache_without_network()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # transformers raises many kinds
+        where = (
+            "the folder has no usable tokenizer"
+            if os.path.isdir(source)
+            else "not a folder, and not to be had from the hub"
+        )
+        raise UserError(
+            f"--tokenizer {source}: {where} ({utils.first_line(error)}); give --tokenizer a folder "
+            f"({ASSETS / 'demo'} has one), or use --dataset synthetic, which needs none"
+        ) from error
+    text_config = config.get_text_config()
+    vocabulary, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", math.inf)
+    if args.sample_prompt and len(tokenizer(args.sample_prompt)["input_ids"]) + args.sample_tokens > positions:
+        raise UserError(
+            f"--sample-tokens {args.sample_tokens}: with the prompt more than {args.model}'s {positions} positions"
+        )
+    if len(tokenizer) > vocabulary:
+        raise UserError(
+            f"--tokenizer {source}: its vocabulary of {len(tokenizer)} is larger than the model's {vocabulary}"
+        )
+    return tokenizer
+
+
+def choose_attention(args: argparse.Namespace, config) -> str:
+    """The name of transformers' attention implementation for `--attention`."""
+    if args.attention == "cudnn":
+        if not (args.plan or torch.cuda.is_available()):
+            raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    if args.attention == "flash_attention_2" and not (find_spec("flash_attn") and torch.cuda.is_available()):
+        raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
+    if args.attention == "flex_attention" and not torch.cuda.is_available():
+        raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
+    if args.attention == "auto":
+        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+        if hopper and find_spec("flash_attn_interface") and "FA3" in torch.nn.attention.list_flash_attention_impls():
+            torch.nn.attention.activate_flash_attention_impl("FA3")  # in the place of torch's own flash attention
+            torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
+        supported = AutoModelForCausalLM._model_mapping[type(config)]
+        if args.document_mask and torch.cuda.is_available() and supported._supports_flex_attn:
+            return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
+        return "sdpa" if supported._supports_sdpa else "eager"
+    return "sdpa" if args.attention == "cudnn" else args.attention
+
+
+def describe_attention(args: argparse.Namespace, config, device: str) -> str:
+    """The attention implementation and, for torch's own, the kernel that it chooses for this model and device."""
+    if config._attn_implementation != "sdpa":
+        return f"{config._attn_implementation} attention"
+    text, dtype = config.get_text_config(), torch.float32 if args.precision == "fp32" else torch.bfloat16
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    length, mask = args.sequence_length, None
+    query = torch.empty(1, 1, length, head_dim, dtype=dtype, device=device, requires_grad=True)
+    if args.document_mask:
+        mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
+    kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, mask, is_causal=mask is None)).name.lower()
+    return f"sdpa attention ({torch.nn.attention.current_flash_attention_impl() or kernel})"
+
+
+def know_documents(args: argparse.Namespace, model: nn.Module) -> None:
+    """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
+    sync in every forward, or in every layer with flash_attention_2."""
+    masking_utils.find_packed_sequence_indices = lambda positions: (
+        (positions == 0).cumsum(-1) if args.document_mask else None
+    )
+    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if args.document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
+        raise UserError(f"--document-mask: {args.model} is more than attention over positions; leave the flag out")
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers: the outermost ModuleList with as many modules as the config has layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [(n.count("."), m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
+    return min(lists, key=lambda depth_and_list: depth_and_list[0])[1]
+
+
+def make_real(
+    model: nn.Module, modules: list[nn.Module], device: torch.device, weights, layer: int | None = None
+) -> None:
+    """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`."""
+    real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if tensor not in real:
+                        real[tensor] = torch.empty_like(tensor, device=device)
+                        if isinstance(tensor, nn.Parameter):
+                            real[tensor] = nn.Parameter(real[tensor], requires_grad=tensor.requires_grad)
+                    tensors[name] = real[tensor]
+    if weights:
+        weights.load(layer, modules, device)
+    for module in reversed(modules):  # children before parents, as nn.Module.apply does; what was loaded stays
+        model._init_weights(module)
+
+
+def fp8_converter(args: argparse.Namespace):
+    """A function that swaps a module's linears for torchao's float8 ones, in place."""
+    hopper = args.plan or (
+        torch.cuda.is_available() and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    )
+    if not hopper and not args.fp8_emulate:
+        here = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {here}; use bf16")
+    if not find_spec("torchao"):
+        raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if args.fp8_recipe == "tensorwise":
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=args.fp8_emulate)
+    else:
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(args.fp8_recipe), emulate=args.fp8_emulate)
+
+    def convertible(module: nn.Module, path: str) -> bool:  # the tensor cores want multiples of 16
+        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    def convert(layer: nn.Module) -> None:
+        if not any(convertible(module, "") for module in layer.modules()):
+            raise UserError(
+                "--precision fp8: the decoder layers have no nn.Linear with sizes in multiples of 16; use bf16"
+            )
+        convert_to_float8_training(layer, config=config, module_filter_fn=convertible)
+
+    return convert
