@@ -75,6 +75,7 @@ import utils
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, find_rates
 from harness.loss import full_loss, fuse_loss
 from harness.models import (
+    PretrainedWeights,
     choose_attention,
     decoder_layers,
     describe_attention,
@@ -130,7 +131,7 @@ def build_model(args: argparse.Namespace, config, mesh: DeviceMesh, read_weights
     weights = None
     if args.init == "pretrained" and read_weights:
         path = next(path for path, module in model.named_modules() if module is layers)
-        weights = utils.PretrainedWeights(model, path, find_source(args.model)[1], dtype)
+        weights = PretrainedWeights(model, path, find_source(args.model)[1], dtype)
     if args.fused_loss is not False:
         args.fused_loss = fuse_loss(model, args.fused_loss, args.compile)
     if not args.fused_loss:

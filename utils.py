@@ -578,67 +578,6 @@ def estimate_mfu(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Loss and weights
-
-
-class PretrainedWeights:
-    """The safetensors of a local folder or hub id, read one decoder layer at a time.
-
-    transformers' own conversion rules are applied, so a checkpoint in another layout than the model's (experts stored
-    one by one, say) loads as it does with from_pretrained.
-
-    Args:
-        layers: path of the list of decoder layers in `model`, such as "model.layers".
-
-    Raises:
-        UserError: there are no safetensors, they cannot be read, or a weight of the model is not among them.
-    """
-
-    def __init__(self, model: nn.Module, layers: str, source: str, dtype: torch.dtype):
-        from huggingface_hub import snapshot_download
-        from safetensors import safe_open
-        from transformers import conversion_mapping, core_model_loading
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        self.model, self.source, self.dtype = model, source, dtype
-        self.rules = conversion_mapping.get_model_conversion_mapping(model)
-        kinds = (core_model_loading.WeightRenaming, core_model_loading.WeightConverter)
-        renamings, converters = ([rule for rule in self.rules if isinstance(rule, kind)] for kind in kinds)
-        names = model.state_dict()
-        self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
-        try:
-            if not os.path.isdir(source):
-                source = snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
-            index = pathlib.Path(source, "model.safetensors.index.json")
-            files = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
-            for file in sorted(set(files)):
-                tensors = safe_open(os.path.join(source, file), framework="pt")
-                for key in tensors.keys():  # noqa: SIM118 - it is no dict
-                    name, _ = core_model_loading.rename_source_key(
-                        key, renamings, converters, model.base_model_prefix, names
-                    )
-                    layer = re.match(rf"{re.escape(layers)}\.(\d+)\.", name)
-                    self.slices.setdefault(layer and int(layer[1]), {})[key] = tensors.get_slice(key)
-        except Exception as error:
-            raise UserError(f"--init pretrained: no weights from {source} ({first_line(error)})") from error
-
-    def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
-        """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        config = LoadStateDictConfig(dtype=self.dtype, weight_mapping=self.rules, device_map={"": device})
-        convert_and_load_state_dict_in_model(self.model, self.slices.get(layer, {}), config)
-        self.model.tie_weights()
-        for path, module in self.model.named_modules():
-            for name, weight in module.named_parameters(recurse=False) if module in modules else ():
-                if not getattr(weight, "_is_hf_initialized", False):
-                    missing = f"{path}.{name} of shape {tuple(weight.shape)}"
-                    raise UserError(f"--init pretrained: {self.source} has no {missing}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Speed and memory while training
 
 
