@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import processes, settings
+from harness import checkpoints, processes, settings
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -240,9 +240,9 @@ def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flag
     manifest = {"world_size": 3, "flags": vars(args) | {"given_accumulation": 1}}
     monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 2)
     with pytest.raises(utils.UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12"):
-        train_fsdp.keep_global_batch(args, manifest)
+        checkpoints.keep_global_batch(args, manifest)
     monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 1)
-    train_fsdp.keep_global_batch(args, manifest)
+    checkpoints.keep_global_batch(args, manifest)
     assert args.gradient_accumulation_steps == 3
 
 
@@ -373,7 +373,7 @@ def forge(checkpoint) -> None:
     del manifest["sha256"]
     files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
     manifest["files"] = {f.name: [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": train_fsdp.seal(manifest)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoints.seal(manifest)}))
 
 
 @pytest.mark.parametrize("place", ["index", "bytes entry", "tensor"])

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
-from harness import models, settings
+from harness import checkpoints, models, settings
 from harness.loss import LinearCrossEntropy, loss_and_gradient
 from utils import UserError
 
@@ -44,7 +44,7 @@ def trainer(device, tmp_path):
         data.end_of_text = END if args.document_mask else None
         tracker = utils.PerformanceTracker(0, 1, 0)
         batches = train_fsdp.training_batches(
-            args, data, train_fsdp.TrainState(model, optimizer, None, tracker), device
+            args, data, checkpoints.TrainState(model, optimizer, None, tracker), device
         )
         return model, lambda: train_fsdp.train_step(args, model, optimizer, batches, tracker)
 

@@ -1,0 +1,414 @@
+"""Checkpoints: what must survive a restart, how it is saved by all ranks, checked, found again and loaded.
+
+Called by the script. It does not know how a model is built or trained, only its parameters, buffers and optimizer.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+import utils
+from harness.processes import say
+from harness.settings import MANIFEST, checkpoint_folder
+from utils import UserError
+
+# What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is
+# not among them: DCP would unpickle such an entry without restriction, and a state of tensors has none.
+INDEX_RECORDS = {
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata "
+    "ChunkStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size float64 float32 float16 bfloat16 uint8 int8 int16 int32 int64 bool",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+}
+
+
+class SafeReader(dcp.FileSystemReader):
+    """DCP's reader, whose index is a pickle; this one refuses any class that an index does not need."""
+
+    def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
+        class Records(pickle.Unpickler):
+            def find_class(self, module: str, name: str):
+                if name not in INDEX_RECORDS.get(module, "").split():
+                    raise pickle.UnpicklingError(f"the index names {module}.{name}")
+                return super().find_class(module, name)
+
+        with open(pathlib.Path(self.path, ".metadata"), "rb") as file:
+            metadata = Records(file).load()
+        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def checkpoint_error(error: BaseException) -> str:
+    """One line of what went wrong; DCP wraps it, by rank, into an exception that is no Exception."""
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return utils.first_line(error)
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer; of a write that failed it gives the disk's error, not the complaint of the archive left open."""
+
+    def write_data(self, *args, **kwargs):
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            raise error.__context__ or error from None
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Everything that must survive a restart. The data position is `samples`, as the order of the data is fixed; in a
+    stream `position` is the last place before it where reading can begin."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None  # these three are not there for an export
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    tracker: utils.PerformanceTracker | None = None
+    step: int = 0
+    samples: int = 0  # global, consumed so far
+    position: tuple[int, int, int] | None = None  # as StreamedDataset.chunks has it
+    tokens: int = 0  # global
+    started: float = dataclasses.field(default_factory=lambda: psutil.Process().create_time())  # of the first process
+    run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
+
+    NUMBERS = ("step", "samples", "position", "tokens", "started", "run_id")
+
+    def count(self, samples: int, tokens: int) -> None:
+        """One more step of a global batch of `samples` with `tokens`."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += tokens
+
+    def numbers(self) -> dict:
+        """What goes into the manifest."""
+        return {name: getattr(self, name) for name in self.NUMBERS} | {"tracker": dict(self.tracker.total)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What goes into the shards, under names that no number of ranks changes; loading writes into these tensors.
+
+        float8 weights are saved as the master weights that they wrap. An 8-bit optimizer state is saved twice: in fp32
+        for any other sharding, and its codes and scales, which are exact, for the same one.
+        """
+        parameters = dict(self.model.named_parameters())
+        kept = self.model.state_dict().keys()  # leaves out the buffers that are not persistent
+        tensors = parameters | {name: b for name, b in self.model.named_buffers() if name in kept}
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        for name, parameter in parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items() if self.optimizer else ():
+                tensors[f"optimizer.{name}.{key}"] = value
+        for name, tensor in list(tensors.items()):
+            local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+            if hasattr(local, "_tensor"):
+                tensors[name] = like(tensor, local._tensor)
+            elif hasattr(local, "codes"):
+                mesh = tensor.device_mesh
+                shard = f"{mesh.get_local_rank('shard')}of{mesh['shard'].size()}"
+                tensors[name] = like(tensor, local.dequantize())
+                tensors |= {f"{name}.{part}.{shard}": getattr(local, part) for part in ("codes", "scale")}
+        rng = f"rng.{dist.get_rank()}of{dist.get_world_size()}"
+        tensors[f"{rng}.cpu"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            tensors[f"{rng}.cuda"] = torch.cuda.get_rng_state()
+        return tensors
+
+    def load(self, path: pathlib.Path, numbers: dict) -> None:
+        """Takes over a checkpoint that was saved on any number of ranks, in any stage."""
+        reader, tensors = SafeReader(path), self.tensors()
+        own = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
+        try:
+            saved = reader.read_metadata().state_dict_metadata
+            tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not own.search(name)}
+            dcp.load(tensors, storage_reader=reader)
+        except (Exception, dcp.CheckpointException) as error:
+            raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
+        for parameter_name, parameter in self.model.named_parameters() if self.optimizer else ():
+            for key, state in self.optimizer.state.get(parameter, {}).items():
+                name = f"optimizer.{parameter_name}.{key}"
+                local = state.to_local() if isinstance(state, DTensor) else state
+                if hasattr(local, "codes") and not any(other.startswith(f"{name}.codes.") for other in tensors):
+                    local.copy_(tensors[name].to_local())
+        for name, tensor in tensors.items():
+            if name.startswith("rng."):
+                (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
+        for name in self.NUMBERS:
+            setattr(self, name, numbers[name])
+        if self.tracker and numbers["world_size"] == dist.get_world_size():
+            self.tracker.total |= numbers["tracker"]
+        if self.scheduler:
+            self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
+            self.scheduler.step()
+
+
+def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor laid out as `tensor` over another local part."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(manifest: dict) -> str:
+    """Checksum of a manifest by its own content."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+class Checkpoints:
+    """Saves the state of all ranks without gathering it, in the background, and never leaves half a checkpoint.
+
+    A checkpoint is staged in a hidden folder; when every rank has written and every file's size and checksum is in the
+    manifest, the folder gets its final name, and only then old ones go.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: pathlib.Path, identity: dict, device: torch.device):
+        self.args, self.folder, self.identity, self.device = args, folder / "checkpoints", identity, device
+        self.group = dist.new_group(backend="gloo")  # the writing threads' own
+        cuda = device.type == "cuda"
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+            )
+        )
+        self.thread: threading.Thread | None = None
+        self.failures = 0
+        if dist.get_rank() == 0:
+            for leftover in (*self.folder.glob(".step-*.writing"), *self.folder.glob(".step-*.deleting")):
+                shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed
+
+    def save(self, state: TrainState, wait: bool = False) -> None:
+        """Saves `state`; returns after the copy, or with `wait` when all is on disk. Every rank calls this."""
+        start = time.perf_counter()
+        wait = wait or not self.args.async_checkpoint
+        if wait:
+            self.finish()
+        busy = torch.tensor(int(self.thread is not None and self.thread.is_alive()), device=self.device)
+        dist.all_reduce(busy, dist.ReduceOp.MAX)
+        if busy.item():
+            say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
+            return
+        staged = self.stager.stage(state.tensors())
+        stall = time.perf_counter() - start
+        manifest = state.numbers() | self.identity | {"world_size": dist.get_world_size(), "flags": vars(self.args)}
+        self.thread = threading.Thread(target=self._write, args=(staged, manifest, None if wait else stall))
+        self.thread.start()
+        if wait:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the save that is under way."""
+        if self.thread is not None:
+            self.thread.join()
+
+    def _together(self, work: Callable[[], Any]) -> list:
+        """Does `work` on every rank and returns all results; if it fails on one rank, all raise its error."""
+        try:
+            mine = (work(), None)
+        except (Exception, dcp.CheckpointException) as error:
+            mine = (None, checkpoint_error(error))
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self.group)
+        for _, error in everyone:
+            if error is not None:
+                raise OSError(error)
+        return [result for result, _ in everyone]
+
+    def _write(self, staged: dict, manifest: dict, stall: float | None) -> None:
+        start, rank = time.perf_counter(), dist.get_rank()
+        final = self.folder / f"step-{manifest['step']:08d}"
+        temporary = self.folder / f".{final.name}.writing"
+
+        def prepare():
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+
+        def write():
+            dcp.save(staged, storage_writer=Writer(temporary), process_group=self.group)
+            mine = [*temporary.glob(f"__{rank}_*.distcp"), *[temporary / ".metadata"][rank:]]
+            return {path.name: [path.stat().st_size, sha256(path)] for path in mine}
+
+        def publish():
+            if rank:
+                return
+            contents = manifest | {"files": dict(sorted(item for part in files for item in part.items()))}
+            for name, (size, _) in contents["files"].items():
+                if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
+                    raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
+            with (temporary / MANIFEST).open("w") as file:
+                json.dump(contents | {"sha256": seal(contents)}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one of that name, or it would have been resumed from
+            temporary.rename(final)
+            sync_folder(self.folder)
+            older = sorted(path for path in self.folder.glob("step-*") if path.name < final.name)
+            for path in older[: len(older) - self.args.keep_checkpoints + 1]:
+                gone = path.rename(path.with_name(f".{path.name}.deleting"))
+                shutil.rmtree(gone, ignore_errors=True)
+
+        try:
+            self._together(prepare)
+            files = self._together(write)
+            self._together(publish)
+        except (OSError, RuntimeError) as error:  # RuntimeError: another rank has died
+            self.failures += 1
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            cause = utils.first_line(error)
+            say(f"failed     checkpoint {final.name}: {cause}; the run goes on, older checkpoints stay")
+            return
+        size = sum(size for part in files for size, _ in part.values())
+        stood = "" if stall is None else f", the loop stood still for {stall:.3f} s"
+        say(f"saved      {final.name}, {size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s{stood}")
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes a rename durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def damage(path: pathlib.Path, every: Callable[[Any], list]) -> tuple[dict, str]:
+    """(manifest, what is wrong with this checkpoint, empty if nothing). Every rank reads its share of the files.
+
+    Args:
+        every: gathers an object from all ranks.
+    """
+    manifest, wrong = {}, ""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        contents = {key: value for key, value in manifest.items() if key != "sha256"}
+        if seal(contents) != manifest["sha256"]:
+            wrong = f"{MANIFEST} has changed"
+        for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
+            if not wrong and (path / name).stat().st_size != size:
+                wrong = f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
+            if not wrong and sha256(path / name) != checksum:
+                wrong = f"{name} has changed"
+    except OSError as error:
+        wrong = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
+    except (ValueError, TypeError, KeyError, AttributeError):
+        wrong = f"{MANIFEST} cannot be read"
+    return manifest, next(filter(None, every(wrong)), "")
+
+
+def find_checkpoint(args: argparse.Namespace, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | None:
+    """The checkpoint to resume from and its manifest, checked; None to start fresh.
+
+    Raises:
+        UserError: the path that --resume names is no complete checkpoint.
+    """
+
+    def every(value):
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    if args.resume == "none":
+        return None
+    if args.resume != "auto":
+        path = checkpoint_folder(args.resume)
+        if not path.is_dir():
+            raise UserError(f"--resume {args.resume}: no such folder")
+        manifest, wrong = damage(path, every)
+        if wrong:
+            raise UserError(f"--resume {args.resume}: {path.name} is damaged ({wrong}); choose another, or auto")
+        return path, manifest
+    # all ranks look at the same list, so that they stay together
+    for path in every(sorted((folder / "checkpoints").glob("step-*"), reverse=True))[0]:
+        manifest, wrong = damage(path, every)
+        if not wrong:
+            return path, manifest
+        say(f"skipped    {path.name} is damaged: {wrong}")
+    return None
+
+
+def describe_identity(args: argparse.Namespace, config, tokenizer=None, train_set=None) -> dict:
+    """What a resumed run must have in common with the run that saved the checkpoint; of an export only the model."""
+    architecture = config.to_dict()
+    for passing in ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"):
+        architecture.pop(passing, None)
+    identity = {"model": architecture}
+    if train_set is not None:
+        identity |= {
+            "tokenizer": tokenizer and hashlib.sha256(utils.vocabulary_of(tokenizer).encode()).hexdigest(),
+            "streaming": args.streaming,
+            "dataset": train_set.fingerprint(),
+            "sequence_length": args.sequence_length,
+            "seed": args.seed,
+        }
+    return json.loads(json.dumps(identity, default=str))
+
+
+def compare(args: argparse.Namespace, identity: dict, manifest: dict) -> str:
+    """What changed since the checkpoint and may change, in words.
+
+    Raises:
+        UserError: something changed that makes it another run; it is named.
+    """
+    other = "a resumed run must have the same; to train on from these weights start a new run from an --export"
+    for key, now in identity.items():
+        before, flag = manifest[key], f"--{key.replace('_', '-')}"
+        if before != now:
+            if isinstance(now, dict):
+                field = next((name for name in before if name in now and before[name] != now[name]), None)
+                if field is None:  # other versions of transformers know other fields
+                    continue
+                before, now, flag = before[field], now[field], f"{flag}: {field}"
+            elif isinstance(now, str):
+                before, now = (text and text[:12] for text in (before, now))
+            raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {other}")
+    flags = manifest["flags"]
+    if flags["optimizer"] != args.optimizer:
+        raise UserError(f"--optimizer was {flags['optimizer']} in the checkpoint and is {args.optimizer} now; {other}")
+    told = (
+        "num_steps batch_size gradient_accumulation_steps zero_stage dp_replicate_size precision fp8_recipe lr "
+        "lr_scheduler warmup_steps weight_decay betas max_grad_norm document_mask"
+    )
+    now = json.loads(json.dumps(vars(args), default=str)) | {"world_size": dist.get_world_size()}
+    before = flags | {"world_size": manifest["world_size"]}
+    return ", ".join(
+        f"{key.replace('_', ' ')} {before[key]} -> {now[key]}"
+        for key in ("world_size", *told.split())
+        if before.get(key) != now[key]
+    )
+
+
+def keep_global_batch(args: argparse.Namespace, manifest: dict) -> None:
+    """On another number of ranks, and with the batch flags unchanged, accumulates so that the global batch stays."""
+    flags = manifest["flags"]
+    if (args.batch_size, args.gradient_accumulation_steps) != (flags["batch_size"], flags["given_accumulation"]):
+        return  # the user asks for another batch, and is told
+    sequences = manifest["world_size"] * flags["batch_size"] * flags["gradient_accumulation_steps"]
+    if sequences % (dist.get_world_size() * args.batch_size):
+        raise UserError(
+            f"--batch-size {args.batch_size}: {dist.get_world_size()} ranks cannot share the run's global batch of "
+            f"{sequences} sequences; choose another number of ranks, or another batch size"
+        )
+    args.gradient_accumulation_steps = sequences // (dist.get_world_size() * args.batch_size)
