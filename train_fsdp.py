@@ -35,7 +35,6 @@ import json
 import math
 import pathlib
 import re
-import shutil
 import subprocess
 import tempfile
 import textwrap
@@ -64,15 +63,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import utils
-from harness.checkpoints import (
-    Checkpoints,
-    TrainState,
-    compare,
-    describe_identity,
-    find_checkpoint,
-    keep_global_batch,
-    like,
-)
+from harness.checkpoints import Checkpoints, TrainState, compare, describe_identity, find_checkpoint, keep_global_batch
+from harness.export import export
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, find_rates
 from harness.loss import full_loss, fuse_loss
 from harness.models import (
@@ -361,97 +353,6 @@ def held_out_batches(args: argparse.Namespace, dataset, device: torch.device) ->
         batch = collate([dataset[index % windows] for index in indices])
         batch["labels"][[index >= windows for index in indices]] = utils.IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
-
-
-def export(args: argparse.Namespace, model: nn.Module, tokenizer) -> None:
-    """Writes a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
-
-    Parameters are gathered one decoder layer at a time and rank 0 writes a file whenever it holds 5 GB, so no rank
-    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure.
-    """
-    from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
-
-    main, final = dist.get_rank() == 0, pathlib.Path(args.export).expanduser()
-    temporary = final.with_name(f".{final.name}.writing")
-    error = ""
-    files: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        save_file(pending, temporary / f"{len(files)}.part", metadata={"format": "pt"})
-        files.append(list(pending))
-        pending.clear()
-
-    def attempt(work: Callable[[], None]) -> None:  # an error must not keep rank 0 from the next all-gather
-        nonlocal error
-        try:
-            if main and not error:
-                work()
-        except Exception as exception:
-            error = utils.first_line(exception)
-
-    def take(group: dict[str, torch.Tensor]) -> None:
-        for name, tensor in revert_weight_conversion(model, group).items():
-            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > EXPORT_SHARD:
-                flush()
-            pending[name] = tensor.clone(memory_format=torch.contiguous_format)  # no part of a fused tensor's storage
-
-    def finish() -> None:
-        flush()
-        names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-        names = names if len(files) > 1 else ["model.safetensors"]
-        for index, name in enumerate(names):
-            (temporary / f"{index}.part").rename(temporary / name)
-        if len(files) > 1:
-            weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        config = copy.deepcopy(model.config)
-        config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
-        config.dtype = next(model.parameters()).dtype
-        config.save_pretrained(temporary)
-        if model.generation_config:
-            model.generation_config.save_pretrained(temporary)
-        if tokenizer:
-            tokenizer.save_pretrained(temporary)
-        temporary.rename(final)
-
-    def make_folder() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    attempt(make_folder)
-    kept, total = model.state_dict().keys(), 0
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in kept:
-            groups.setdefault((re.match(r".*?\.\d+\.", name) or [""])[0], {})[name] = tensor
-    for group in groups.values():
-        whole = {}
-        for name, tensor in group.items():
-            local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-            if hasattr(local, "_tensor"):
-                tensor = like(tensor, local._tensor)
-            full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
-            total += full.nbytes
-            if main:
-                whole[name] = full.cpu()
-        attempt(functools.partial(take, whole))
-    attempt(finish)
-    error = utils.from_main_process(lambda: error, main)
-    if error:
-        if main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"--export {args.export}: cannot be written ({error})", exit_code=1)
-    say(f"exported   {final}" + ", without a tokenizer" * (tokenizer is None))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
