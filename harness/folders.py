@@ -1,0 +1,76 @@
+"""Run folders: which folder a run has, that it can be written, and that nobody else is in it.
+
+Called by the script before anything is loaded. It does not know what lies in the folder but for a run's marks.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import os
+import pathlib
+import tempfile
+import time
+
+from utils import UserError
+
+
+def choose_folder(args: argparse.Namespace) -> pathlib.Path:
+    """The run's folder, checked: it can be written, and it holds no run unless that one is resumed."""
+    path = pathlib.Path(args.resume).expanduser()
+    own = next((p for p in (path, *path.parents[:2]) if (p / "checkpoints").is_dir()), None)  # the run of PATH
+    name = args.run_name or pathlib.Path(args.model).name
+    if args.resume == "none":
+        name = args.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = pathlib.Path(args.output_dir).expanduser() / name
+    if args.resume not in ("none", "auto"):
+        if own and not args.run_name:
+            folder = own
+        newer = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="") > path.name
+        if own and folder.resolve() == own.resolve() and path != own and newer:
+            raise UserError(
+                f"--resume {args.resume}: {folder} holds newer checkpoints, which the run would write over; "
+                "give another --run-name to branch off, or remove them"
+            )
+    resumes = args.resume == "auto" or (own and folder.resolve() == own.resolve())
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and not resumes:
+        raise UserError(
+            f"--run-name {name}: {folder} holds a run already; "
+            "choose another name, remove it, or go on with it by --resume auto"
+        )
+    finished = metrics.exists() and '"final": true' in metrics.read_text()
+    if args.resume == "auto" and finished and not any((folder / "checkpoints").glob("step-*")):
+        raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
+    if folder.exists():
+        lock_folder(folder)
+    check_writable(f"--output-dir {args.output_dir}", folder)
+    if args.export:
+        check_writable(f"--export {args.export}", pathlib.Path(args.export).expanduser())
+    return folder
+
+
+def check_writable(flag: str, path: pathlib.Path) -> None:
+    """Raises a UserError now if a folder at `path` could not be made and written later."""
+    try:
+        with tempfile.TemporaryFile(dir=next(parent for parent in (path, *path.parents) if parent.exists())):
+            pass
+    except OSError as error:
+        raise UserError(f"{flag}: cannot be written ({error.strerror})") from error
+
+
+def lock_folder(folder: pathlib.Path) -> None:
+    """Makes the folder this process's own until it ends, however it ends.
+
+    Raises:
+        UserError: another process has it; one that was just killed gets a few seconds to be gone.
+    """
+    try:
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})") from error
+    for _ in range(10):
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
+            return
+        time.sleep(0.5)
+    raise UserError(f"--run-name {folder.name}: another process is running in {folder}; choose another name")
