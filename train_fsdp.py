@@ -36,10 +36,8 @@ import pathlib
 import re
 import subprocess
 import textwrap
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
 from unittest import mock
@@ -57,20 +55,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import utils
 from harness.checkpoints import Checkpoints, TrainState, compare, describe_identity, find_checkpoint, keep_global_batch
 from harness.export import export
-from harness.folders import check_writable, choose_folder, lock_folder
+from harness.folders import check_writable, choose_folder
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, find_rates
 from harness.loss import full_loss, fuse_loss
 from harness.models import (
     PretrainedWeights,
     choose_attention,
     decoder_layers,
-    describe_attention,
     find_source,
     fp8_converter,
     know_documents,
@@ -81,6 +77,21 @@ from harness.models import (
 from harness.planning import predict_time
 from harness.processes import StopRequest, fail, say, start_processes, stop_processes
 from harness.recorder import KINDS, PHASES, StepRecorder, recording_backend
+from harness.report import (
+    Report,
+    check_gates,
+    check_that_figures_will_exist,
+    choose_trackers,
+    columns,
+    count_flops,
+    describe_setup,
+    figures_of_all_ranks,
+    finish_metrics,
+    profiling,
+    record_memory,
+    serve_metrics,
+    summarize,
+)
 from harness.settings import ASSETS, PROFILED_STEPS, ROOT, parse_args
 from harness.streaming import StreamedBatches, stream_dataset
 from utils import UserError
@@ -402,312 +413,6 @@ def sample(args: argparse.Namespace, model: nn.Module, tokenizer, device: torch.
             pad_token_id=tokenizer.eos_token_id,
         )
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reporting
-
-
-def choose_trackers(args: argparse.Namespace) -> list[str]:
-    """accelerate's names of the trackers; one that cannot work is an error now, not at the first log line."""
-    trackers = {"none": [], "all": ["wandb", "tensorboard"]}.get(args.log_with, [args.log_with])
-    for package in trackers:
-        if not find_spec(package):
-            raise UserError(f"--log-with {args.log_with}: needs the package {package} (pip install {package})")
-    if "wandb" in trackers:
-        import wandb
-
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            advice = "run `wandb login`, or set WANDB_MODE=offline"
-            raise UserError(f"--log-with {args.log_with}: not logged in to wandb; {advice}")
-    return trackers
-
-
-def serve_metrics(args: argparse.Namespace) -> None:
-    """Opens the Prometheus endpoint."""
-    if not args.metrics_port:
-        return
-    if not find_spec("prometheus_client"):
-        raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
-    from prometheus_client import start_http_server
-
-    try:
-        start_http_server(args.metrics_port, args.metrics_host)
-    except OSError as error:
-        where = f"{args.metrics_host}:{args.metrics_port}"
-        raise UserError(f"--metrics-port: cannot listen on {where} ({error.strerror}); choose another") from error
-
-
-@functools.cache
-def gauge(key: str):
-    """The Prometheus gauge of a key of metrics.jsonl."""
-    from prometheus_client import Gauge
-
-    return Gauge(f"training_{key}", f"{key} of metrics.jsonl")
-
-
-def check_that_figures_will_exist(args: argparse.Namespace, device: torch.device) -> None:
-    """Raises UserError for a gate or a record of something that this machine does not measure."""
-    if args.min_mfu and not (args.peak_tflops or utils.get_gpu_peak_tflops()):
-        raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
-    for flag, given in {"--max-memory-gib": args.max_memory_gib, "--memory-snapshot": args.memory_snapshot}.items():
-        if given and device.type != "cuda":
-            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out")
-
-
-def check_gates(args: argparse.Namespace, metrics: dict) -> None:
-    """Raises UserError with exit code 3 when a figure missed its gate."""
-    missed = []
-    mfu = metrics.get("mfu_percent", 0.0)  # a resumed run may end within its warmup
-    if args.min_mfu and mfu < args.min_mfu:
-        missed.append(f"--min-mfu {args.min_mfu:g}: the MFU was {mfu:.2f} %")
-    if args.max_memory_gib and metrics["peak_memory_reserved"] > args.max_memory_gib:
-        reserved = metrics["peak_memory_reserved"]
-        missed.append(f"--max-memory-gib {args.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
-    if missed:
-        raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
-
-
-@contextlib.contextmanager
-def profiling(folder: pathlib.Path, tracker):
-    """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
-    with tracker.excluded():
-        if dist.get_rank():
-            yield
-        else:
-            start = time.perf_counter()
-            with torch.profiler.profile() as profile:
-                yield
-                utils.wait_for_device()
-                seconds = time.perf_counter() - start
-            (folder / "profile").mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
-            shares = utils.time_shares(profile.events(), seconds)
-            table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
-            say(columns({"profile": f"{PROFILED_STEPS} steps of {1000 * seconds / PROFILED_STEPS:,.1f} ms: {table}"}))
-        dist.barrier()  # until rank 0 has written: the others' clocks must not count that either
-
-
-def record_memory(folder: pathlib.Path):
-    """Records allocations from now on; returns what writes them down, which running out of memory does by itself."""
-    torch.cuda.memory._record_memory_history(max_entries=200_000)
-
-    def dump(*_) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
-
-    torch._C._cuda_attach_out_of_memory_observer(dump)
-    return dump
-
-
-def count_flops(args: argparse.Namespace, model: nn.Module) -> tuple[int, str]:
-    """FLOPs per token, 0 where no formula holds for the model, and what to say of them."""
-    try:
-        flops = utils.get_model_flops_per_token(model, args.sequence_length)
-        return flops, f"{flops / 1e9:,.3f} GFLOP a token"
-    except ValueError as error:
-        return 0, f"FLOPs not known, so no MFU ({error})"
-
-
-def describe_setup(args, model, mesh, train_set, tokens: int, flops: str, peak: float | None, verified: str) -> str:
-    """The header: what will run, in figures that can be checked by hand."""
-    world, shards = dist.get_world_size(), mesh["shard"].size()
-    where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    master = ", fp32 master weights and gradient reduction"
-    precision = {
-        "bf16": "bf16 compute and all-gather" + master,
-        "fp8": f"{'emulated ' * args.fp8_emulate}float8 linears ({args.fp8_recipe}), bf16 elsewhere" + master,
-        "fp32": "fp32 throughout",
-        "bf16-pure": "bf16 throughout, optimizer included",
-    }
-    techniques = [
-        describe_attention(args, model.config, mesh.device_type)
-        + " inside documents (FLOPs counted as if across them)" * args.document_mask,
-        "compiled layers" if args.compile else "eager layers",
-        f"fused loss ({'compiled' if args.compile else 'eager'} chunks)"
-        if args.fused_loss
-        else "loss from full logits",
-        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing"
-        if args.activation_memory_budget is None
-        else f"activation memory budget {args.activation_memory_budget:g}",
-        args.optimizer,
-    ]
-    mfu = f"{peak:,.0f} TFLOPS peak a GPU" if peak else "no MFU on a CPU"
-    if not peak and mesh.device_type == "cuda":
-        mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
-    lines = {
-        "model": f"{args.model} ({type(model).__name__.removeprefix('FSDP')}), {args.init} weights, "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops}, {mfu}",
-        "sharding": f"ZeRO-{args.zero_stage} on {world} x {where}, replicas x shards {world // shards} x {shards}"
-        + ", offloaded to the host" * args.cpu_offload,
-        "verified": verified,
-        "precision": precision[args.precision],
-        "technique": ", ".join(techniques),
-        "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} sequences x "
-        f"{args.sequence_length:,} = {tokens:,} tokens a step, {args.num_steps:,} steps",
-        "data": f"{args.dataset}, streamed"
-        if args.streaming
-        else f"{args.dataset}, {len(train_set) * args.sequence_length:,} tokens, "
-        f"{len(train_set) * args.sequence_length / tokens:,.1f} steps an epoch",
-    }
-    return columns(lines)
-
-
-def columns(lines: dict[str, str]) -> str:
-    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
-
-
-class Report:
-    """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
-
-    def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
-        self.accelerator, self.num_steps, self.file, self.failed = accelerator, args.num_steps, None, False
-        self.serves = accelerator.is_main_process and args.metrics_port
-        if accelerator.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock_folder(folder)
-            try:
-                self.file = open_metrics(folder / "metrics.jsonl", state.step)
-                (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
-            except OSError as error:
-                raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
-        if accelerator.log_with:
-            flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in vars(args).items()}
-            trackers = {"wandb": {"name": folder.name, "dir": str(folder), "id": state.run_id, "resume": "allow"}}
-            trackers["tensorboard"] = {"purge_step": state.step + 1}
-            accelerator.init_trackers(args.project_name, config=flags, init_kwargs=trackers)
-        places = {"run": str(folder)}
-        for tracker in accelerator.trackers if self.file else ():
-            if tracker.name == "wandb":
-                places["wandb"] = (
-                    tracker.run.url or f"offline; later: wandb sync {pathlib.Path(tracker.run.dir).parent}"
-                )
-        say(columns(places) + "\n")
-        shown = self.file and sys.stderr.isatty()
-        self.bar = tqdm(total=self.num_steps, initial=state.step, unit="step", disable=not shown)
-
-    def log(self, metrics: dict, speed: str) -> None:
-        if not self.file:
-            return
-        step = metrics["step"]
-        self.serve(metrics)
-        try:
-            print(json.dumps(metrics), file=self.file, flush=True)
-        except OSError as error:  # the line waits in Python's buffer and is written with a later one
-            self.failed = True
-            say(f"failed     metrics.jsonl, step {step}: {error.strerror}; the run goes on")
-        try:
-            self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
-        except OSError as error:
-            say(f"failed     trackers, from step {step} on: {error.strerror}; the run goes on without them")
-            self.accelerator.trackers = []
-        loss = f"loss {metrics['loss']:.4f}"
-        if "eval_loss" in metrics:
-            held_out = f"held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
-        if not self.bar.disable:
-            self.bar.set_postfix_str(f"{loss}  {speed}")
-            if "eval_loss" in metrics:
-                say(f"step {step}  {loss}  {held_out}")
-            return
-        parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", speed]
-        if "step_time_ms" in metrics:
-            parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
-        if "eval_loss" in metrics:
-            parts.append(held_out)
-        say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, parts)))
-
-    def serve(self, metrics: dict) -> None:
-        for key, value in metrics.items() if self.serves else ():
-            gauge(key).set(value)
-
-    def close(self, metrics: dict | None) -> None:
-        """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
-        self.bar.close()
-        self.serve(metrics or {})
-        if self.file:
-            try:
-                if metrics:
-                    print(json.dumps(metrics | {"final": True}), file=self.file)
-                self.file.close()
-            except OSError as error:
-                self.failed = True
-                say(f"failed     {self.file.name}: {error.strerror}")
-        for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
-            tracker.finish()
-
-
-def open_metrics(path: pathlib.Path, step: int):
-    """The metrics file, open for appending, without what an earlier start wrote after `step`."""
-    if path.exists():
-        lines = []
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that the kill cut off
-                entry = json.loads(line)
-                if entry["step"] <= step and "final" not in entry:
-                    lines.append(line + "\n")
-        path.with_suffix(".tmp").write_text("".join(lines))
-        path.with_suffix(".tmp").replace(path)
-    return path.open("a")
-
-
-def finish_metrics(path: pathlib.Path, tracker: utils.PerformanceTracker) -> None:
-    """Writes the last line of a run that was killed between its last checkpoint and that line."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    with contextlib.suppress(ValueError, IndexError):
-        last = json.loads(lines[-1])
-        if "final" not in last:
-            with path.open("a") as file:
-                print(json.dumps(last | tracker.summary() | {"final": True}), file=file)
-
-
-def describe_run(args: argparse.Namespace) -> dict:
-    """What it takes to repeat a run: flags, versions, commit, world size, GPU."""
-    versions = {"python": sys.version.split()[0]}
-    for package in ("torch", "transformers", "accelerate", "torchao", "datasets"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "flags": vars(args),
-        "versions": versions,
-        "commit": commit,
-        "world_size": dist.get_world_size(),
-        "gpu": gpu,
-    }
-
-
-def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
-    """The last words: what the averages after warmup are."""
-    elapsed = tqdm.format_interval(time.time() - started)
-    done = f"{metrics['step']:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
-    if "eval_loss" in metrics:
-        done += f", held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
-    speed = "not measured: no step after the --perf-warmup-steps"
-    if "tokens_per_sec" in metrics:
-        speed = (
-            f"{metrics['tokens_per_sec']:,.0f} tok/s, {metrics['tokens_per_sec_per_gpu']:,.0f} a rank, "
-            f"{metrics['step_time_ms']:,.1f} ms a step"
-        )
-    if "actual_tflops_per_sec" in metrics:
-        speed += f", {metrics['actual_tflops_per_sec']:,.3g} TFLOPS"
-    if "mfu_percent" in metrics:
-        speed += f" of {metrics['theoretical_tflops_total']:,.0f}, MFU {metrics['mfu_percent']:.2f} %"
-    if "goodput_percent" in metrics:
-        speed += f", goodput {metrics['goodput_percent']:.1f} %"
-    memory = [f"{key[12:]} {value:.2f} GiB" for key, value in metrics.items() if key.startswith("peak_memory_")]
-    lines = {"done": done, "speed": speed} | ({"memory": ", ".join(memory)} if memory else {})
-    if "predicted_step_time_ms" in metrics:
-        lines["planned"] = (
-            f"alloc {metrics['predicted_peak_memory_alloc']:.2f} GiB, reserved "
-            f"{metrics['predicted_peak_memory_reserved']:.2f} GiB, {metrics['predicted_step_time_ms']:,.1f} ms a step"
-        )
-    lines["files"] = str(folder)
-    return "\n" + columns(lines)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1214,23 +919,6 @@ def read_losses(losses: list[torch.Tensor], step: int) -> float:
             advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
             raise UserError(f"the loss became {value} at step {at}; {advice}", exit_code=1)
     return values[-1]
-
-
-def figures_of_all_ranks(speed: dict[str, float], state: TrainState, device: torch.device) -> dict[str, float]:
-    """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput."""
-    worst = utils.memory_figures(device)
-    if "step_time_ms" in speed:
-        worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
-    if worst:
-        values = torch.tensor(list(worst.values()), dtype=torch.float64, device=device)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        worst = dict(zip(worst, values.tolist(), strict=True))
-    if "step_time_ms" not in speed:
-        return worst
-    # what the steps so far take at the measured speed, as a share of the time since the run began: start-up,
-    # compilation, evaluation, waiting, and after a resume what was lost and the time between, are the rest
-    elapsed = time.time() - state.started
-    return speed | worst | {"goodput_percent": state.step * state.tracker.summary()["step_time_ms"] / 10 / elapsed}
 
 
 def export_only(args: argparse.Namespace, device: torch.device, is_main: bool) -> int:

@@ -13,7 +13,7 @@ from test_speed import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
-from harness import settings
+from harness import report, settings
 from utils import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
@@ -120,10 +120,10 @@ def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(t
 
 def test_a_gate_is_judged_by_the_figures_of_the_last_line():
     args = settings.parse_args(["--min-mfu", "50", "--max-memory-gib", "70"])
-    train_fsdp.check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
+    report.check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
     for mfu, memory, named in ((49.9, 60, "--min-mfu 50"), (51, 70.1, "--max-memory-gib 70")):
         with pytest.raises(UserError, match=named) as missed:
-            train_fsdp.check_gates(args, {"mfu_percent": mfu, "peak_memory_reserved": memory})
+            report.check_gates(args, {"mfu_percent": mfu, "peak_memory_reserved": memory})
         assert missed.value.exit_code == 3
 
 
@@ -172,7 +172,7 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: None)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    dump = train_fsdp.record_memory(tmp_path / "it")
+    dump = report.record_memory(tmp_path / "it")
     dump()
     (observer,) = observers
     observer(0, 2**30, 0, 0)  # device, wanted, allocated, free
