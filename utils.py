@@ -706,35 +706,3 @@ def memory_figures(device: torch.device) -> dict[str, float]:
     stats = torch.cuda.memory_stats(device)
     names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
     return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}
-
-
-def time_shares(events, seconds: float) -> dict[str, float]:
-    """Percent of `seconds` in which a device computed, communicated, did only the latter, and did nothing.
-
-    Args:
-        events: of a `torch.profiler.profile`. Where there are GPU kernels they alone count, NCCL's as communication;
-            on a CPU every operator counts, collectives and gloo's threads as communication.
-    """
-    events = [event for event in events if not event.is_user_annotation or event.name.startswith("gloo:")]
-    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    spans: dict[bool, list] = {False: [], True: []}
-    for event in kernels or events:
-        communicates = re.match("nccl|gloo:|c10d::|_c10d_functional::", event.name) is not None
-        spans[communicates].append((event.time_range.start, event.time_range.end))
-    compute, busy = covered(spans[False]), covered(spans[False] + spans[True])
-    microseconds = {
-        "compute": compute,
-        "communication": covered(spans[True]),
-        "exposed communication": busy - compute,
-        "idle": 1e6 * seconds - busy,
-    }
-    return {name: value / seconds / 1e4 for name, value in microseconds.items()}
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals (start, end)."""
-    total, reached = 0.0, -float("inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -94,14 +94,14 @@ def test_shares_of_a_gpu_by_hand():
         Event("ncclDevKernel_ReduceScatter", 60, 80, "CUDA"),
     ]
     expected = {"compute": 40, "communication": 40, "exposed communication": 30, "idle": 30}
-    assert utils.time_shares(events, 100e-6) == pytest.approx(expected)
+    assert report.time_shares(events, 100e-6) == pytest.approx(expected)
 
 
 def test_shares_of_a_cpu_by_hand():
     events = [Event("aten::mm", 0, 50), Event("aten::add", 10, 20), Event("c10d::allreduce_", 50, 75)]
     events += [Event("gloo:all_reduce", 40, 70, annotation=True), Event("FSDP::x", 0, 100, annotation=True)]
     expected = {"compute": 50, "communication": 35, "exposed communication": 25, "idle": 25}
-    assert utils.time_shares(events, 100e-6) == pytest.approx(expected)
+    assert report.time_shares(events, 100e-6) == pytest.approx(expected)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
