@@ -34,7 +34,6 @@ import json
 import math
 import pathlib
 import re
-import subprocess
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
@@ -74,6 +73,7 @@ from harness.models import (
     load_tokenizer,
     make_real,
 )
+from harness.own_plan import read_plan, resolve_batch_size, start_plan
 from harness.planning import predict_time
 from harness.processes import StopRequest, fail, say, start_processes, stop_processes
 from harness.recorder import KINDS, PHASES, StepRecorder, recording_backend
@@ -92,7 +92,7 @@ from harness.report import (
     serve_metrics,
     summarize,
 )
-from harness.settings import ASSETS, PROFILED_STEPS, ROOT, parse_args
+from harness.settings import ASSETS, PROFILED_STEPS, parse_args
 from harness.streaming import StreamedBatches, stream_dataset
 from utils import UserError
 
@@ -623,51 +623,6 @@ def plan(args: argparse.Namespace, recipe: Recipe) -> None:
         result["scaling"] = scaling(args, planned, worlds)
     result["assumptions"] = assumptions(args, config, rates, measured)
     print(json.dumps(result, indent=2) if args.json else describe_plan(args, result))
-
-
-def start_plan(args: argparse.Namespace) -> subprocess.Popen:
-    """Plans this run in another process, which sees no GPU and gives way to the training."""
-    gpu = args.plan_gpu or torch.cuda.get_device_name()
-    flags = ["--plan", "--json", "--plan-gpus", str(dist.get_world_size()), "--plan-gpu", gpu]
-    flags += ["--batch-size", str(args.batch_size), "--compile" if args.compile else "--no-compile"]
-    flags += ["--gradient-accumulation-steps", str(args.gradient_accumulation_steps)]  # a resume may have changed it
-    world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in world}
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train_fsdp.py"), *args.argv, *flags],
-        env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=functools.partial(os.nice, 19),
-    )
-
-
-def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
-    """(the plan, None where there is none; why there is none)."""
-    try:
-        output, errors = process.communicate(timeout=patience)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return None, f"no plan within {patience:.0f} s"
-    if process.returncode:
-        return None, (errors.strip() or "no plan").splitlines()[-1]
-    return json.loads(output), ""
-
-
-def resolve_batch_size(args: argparse.Namespace) -> int:
-    """--batch-size auto: the largest that fits by a plan of this run."""
-    if not (args.plan_gpu or torch.cuda.is_available()):
-        raise UserError("--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu")
-    result, problem = read_plan(start_plan(args), patience=600)
-    if not result:
-        raise UserError(f"--batch-size auto: {problem}")
-    if not result["largest_batch_size"]:
-        advice = f"; it fits with {result['fits_with']['flags']}" if result.get("fits_with") else ""
-        raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
-    return result["largest_batch_size"]
 
 
 def largest_batch(planned, rates: dict[str, float]) -> int:
