@@ -27,7 +27,6 @@ if __name__ == "__main__":  # before the heavy imports, which warn and can be in
 
 import argparse
 import contextlib
-import copy
 import functools
 import gc
 import json
@@ -36,10 +35,8 @@ import pathlib
 import re
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -47,11 +44,9 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -76,7 +71,7 @@ from harness.models import (
 from harness.own_plan import read_plan, resolve_batch_size, start_plan
 from harness.planning import predict_time
 from harness.processes import StopRequest, fail, say, start_processes, stop_processes
-from harness.recorder import KINDS, PHASES, StepRecorder, recording_backend
+from harness.recorder import KINDS, PHASES, Recipe, record_step
 from harness.report import (
     Report,
     check_gates,
@@ -417,89 +412,6 @@ def sample(args: argparse.Namespace, model: nn.Module, tokenizer, device: torch.
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Planning: the functions above on fake tensors, over a fake process group of the size that is planned
-
-
-class Recipe(NamedTuple):
-    """The program's own functions that a plan drives."""
-
-    build_mesh: Callable
-    build_model: Callable
-    build_optimizer: Callable
-    train_step: Callable
-
-
-def record_step(args: argparse.Namespace, recipe: Recipe, config, world: int, depth: int, edge: int) -> StepRecorder:
-    """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
-
-    The first and the last `edge` layers are told apart; of more than three microbatches the second stands for all but
-    the first and the last. Rank 0 is the fullest rank: fully_shard cuts dimension 0 as torch.chunk does.
-    """
-    microbatches = args.gradient_accumulation_steps
-    # with --document-mask a GPU's flex attention skips what is masked; it is planned as if nothing were
-    replaced = {"init": "random", "gradient_accumulation_steps": min(microbatches, 3), "document_mask": False}
-    args = argparse.Namespace(**vars(args) | replaced)
-    if args.attention not in ("auto", "eager"):
-        args.attention = "sdpa"  # the other kernels do not run here; they save and allocate the same
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:depth])
-    text.num_hidden_layers = depth
-    recorder = StepRecorder(args.gpus_per_node)
-    if args.optimizer == "adamw8bit" and find_spec("torchao"):  # its tables, cached, are computed from real tensors
-        from torchao.optim import subclass_8bit
-
-        subclass_8bit.get_qmap_signed(), subclass_8bit.get_qmap_unsigned()
-
-    def batches():
-        for index in range(args.gradient_accumulation_steps):
-            recorder.start_microbatch(index, args.gradient_accumulation_steps, microbatches)
-            shape = (args.batch_size, args.sequence_length)
-            yield {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
-
-    def watch(layer: nn.Module, key, last: bool) -> None:
-        def after(module, inputs, output):
-            hidden = output if torch.is_tensor(output) else output[0]
-            hidden.register_hook(lambda grad: recorder.mark("backward", key))
-            if last:
-                recorder.mark("head")
-
-        layer.register_forward_pre_hook(lambda *_: recorder.mark("forward", key))
-        layer.register_forward_hook(after)
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        mesh = recipe.build_mesh(args, torch.device("cpu"))
-        with (
-            mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
-            # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
-            mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
-            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
-            # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
-            mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            recorder,
-        ):
-            recorder.kind = "parameters"
-            model = recipe.build_model(args, config, mesh)
-            recorder.kind = "optimizer"
-            optimizer = recipe.build_optimizer(args, model)
-            for index, layer in enumerate(decoder_layers(model)):
-                key = index if index < edge else index - depth if index >= depth - edge else None
-                watch(layer, key, index == depth - 1)
-            optimizer.register_step_pre_hook(lambda *_: recorder.start_optimizer(model.parameters()))
-            recorder.kind = "activations"
-            if args.fp8_recipe == "tensorwise":  # as every step but the first finds it
-                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-                precompute_float8_dynamic_scale_for_fsdp(model)
-            recipe.train_step(args, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
-    finally:
-        dist.destroy_process_group()
-    if args.compile and not recorder.compiled_regions:
-        raise RuntimeError("the plan's step ran eagerly although the layers are compiled")
-    return recorder
 
 
 def layer_period(config) -> tuple[nn.Module, int]:
