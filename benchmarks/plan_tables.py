@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
-from harness import gpus, models, settings
+from harness import gpus, models, planning, settings
 
 LLAMA2_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -29,7 +29,7 @@ PLAIN = "--no-compile --no-fused-loss --plan-gpus 4"
 def planned(flags: str) -> dict:
     args = settings.parse_args(["--plan", *flags.split()])
     rates = gpus.find_rates(args.plan_gpu or "H100 SXM", {})
-    return train_fsdp.predict(args, train_fsdp.RECIPE, models.load_config(args), args.plan_gpus[0], rates)
+    return planning.predict(args, train_fsdp.RECIPE, models.load_config(args), args.plan_gpus[0], rates)
 
 
 def row(*cells) -> None:

@@ -4,10 +4,27 @@ Called by the script, which hands it the functions that it drives. What a step n
 GPU gives stands in `gpus`.
 """
 
+import argparse
 import collections
+import functools
+import json
 import math
+import os
+import pathlib
+import textwrap
+from importlib.util import find_spec
 
-from harness.gpus import HOST_LINK, HOST_MEMORY, LINK_HOP, NETWORK_HOP
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import utils
+from harness.gpus import CONTEXT_GIB, FRAGMENTATION, HOST_LINK, HOST_MEMORY, LINK_HOP, NCCL_GIB, NETWORK_HOP, find_rates
+from harness.models import decoder_layers, load_config
+from harness.recorder import KINDS, PHASES, Recipe, record_step
+from harness.report import columns, count_flops
+from utils import UserError
 
 
 def predict_time(counts: dict[tuple, float], rates: dict[str, float]) -> dict[str, float]:
@@ -50,3 +67,327 @@ def predict_time(counts: dict[tuple, float], rates: dict[str, float]) -> dict[st
     whole = sum(value for (what, _), value in communication.items() if what == "sent_bytes")
     named = {name: seconds[name] for name in ("matmul", "attention", "memory", "optimizer")}
     return named | {"communication": whole, "exposed": exposed, "step": total}
+
+
+def layer_period(config) -> tuple[nn.Module, int]:
+    """The model on the meta device, and after how many layers its pattern repeats (SmolLM3: 4, one in four has no RoPE;
+    the number of layers where nothing repeats)."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers, text = decoder_layers(model), config.get_text_config()
+    lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
+    shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
+    alike = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
+    periods = range(1, len(layers) // 3 + 1)
+    return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
+
+
+def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates: dict[str, float]) -> dict:
+    """What this configuration needs and gives on `world` GPUs, as the JSON object of --plan without its advice.
+
+    Two shallow models are recorded and extrapolated to the full depth, which is exact where layers are alike: memory
+    and counts are linear in depth, and a maximum over layers lies at the first or the last of a kind.
+    """
+    model, period = layer_period(config)
+    layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
+    depth = 2 * edge + (layers - 2 * edge) % period
+    depths = [depth, depth + period] if depth + period < layers else [layers]
+    records = [record_step(args, recipe, config, world, depth, edge) for depth in depths]
+    few, many = records[0], records[-1]
+    beyond = (layers - depths[-1]) / period if len(depths) == 2 else 0
+
+    def at_full_depth(few: dict, many: dict) -> dict:
+        return {key: value + beyond * (value - few[key]) for key, value in many.items() if key in few}
+
+    peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
+
+    on_host = np.zeros(len(KINDS))
+    if args.cpu_offload:
+        on_device = np.array([kind in ("activations", "communication") for kind in KINDS])
+        on_host = max((peak * ~on_device for peak in peaks.values()), key=np.sum)
+        peaks = {key: peak * on_device for key, peak in peaks.items()}
+        shards = on_host[KINDS.index("parameters")]
+        passes = args.gradient_accumulation_steps * (3 if args.zero_stage == 3 else 2)  # gathers, and gradients back
+        counts["host_link_bytes", "backward"] = shards * passes
+        counts["host_bytes", "optimizer"] = counts.pop(("memory_bytes", "optimizer"), 0)
+    at, peak = max(peaks.items(), key=lambda item: item[1].sum())
+    total = peak.sum() / utils.GIB
+    groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
+    communicators = len({key[1:] for key in groups})
+    reserved = total * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
+    of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / utils.GIB
+    memory = dict(zip(KINDS, of_the_step.tolist(), strict=True))
+    collectives = [
+        {
+            "collective": kind,
+            "ranks": size,
+            "per_node": near,
+            "calls": round(sum(counts.get(("calls", phase, kind, size, near), 0) for phase in PHASES)),
+            "gib": sum(counts.get(("sent_bytes", phase, kind, size, near), 0) for phase in PHASES) / utils.GIB,
+        }
+        for kind, size, near in sorted(groups)
+    ]
+    for entry in collectives:  # of a ring's hops one in per_node leaves the node
+        entry["gib_between_nodes"] = entry["gib"] / entry["per_node"] if entry["per_node"] < entry["ranks"] else 0.0
+    seconds = predict_time(counts, rates)
+    flops, _ = count_flops(args, model)
+    tokens = world * args.gradient_accumulation_steps * args.batch_size * args.sequence_length
+    speed = utils.estimate_mfu(flops, tokens, seconds["step"], world, rates["peak_tflops"])
+    hours = 1e9 / speed["tokens_per_sec"] / 3600
+    return {
+        "gpus": world,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "flops_per_token": flops,
+        "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
+        "at_peak_gib": dict(zip(KINDS, (peak / utils.GIB).tolist(), strict=True)),
+        "peak_at": at[-2] if len(at) == 3 else at[-1],
+        "peaks_gib": {
+            phase: dict(zip(KINDS, max(found, key=np.sum) / utils.GIB, strict=True))
+            for phase in ("build", "forward", "head", "backward", "optimizer")
+            if (found := [peak for key, peak in peaks.items() if phase in key])
+        },
+        "capacity_gib": rates["memory_gib"],
+        "fits": bool(reserved <= rates["memory_gib"]),
+        "communication_gib_per_step": sum(entry["gib"] for entry in collectives),
+        "collectives": collectives,
+        "flops_executed": sum(amount for key, amount in counts.items() if key[0].endswith("_flops")),
+        "step_time_ms": 1000 * seconds["step"],
+        "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
+        "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
+        "tokens_per_sec": speed["tokens_per_sec"],
+        "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
+        "mfu_percent": speed["mfu_percent"],
+        "hours_per_billion_tokens": hours,
+    } | ({"cost_per_billion_tokens": hours * world * args.gpu_hour_usd} if args.gpu_hour_usd else {})
+
+
+def plan(args: argparse.Namespace, recipe: Recipe) -> None:
+    """--plan: prints what `args` will need and give."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    gpu = args.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "H100 SXM")
+    try:
+        measured = json.loads(pathlib.Path(args.plan_rates).read_text()) if args.plan_rates else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plan-rates {args.plan_rates}: {utils.first_line(error)}") from error
+    rates = find_rates(gpu, measured.get("rates", measured))
+    if args.precision == "fp8" and not (rates["fp8_tflops"] or args.fp8_emulate):
+        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {gpu} has none; use bf16")
+    config = load_config(args)
+    worlds = args.plan_gpus or [args.gpus_per_node]
+
+    @functools.cache
+    def planned(world: int = worlds[0], **changed) -> dict:
+        return predict(argparse.Namespace(**vars(args) | changed), recipe, config, world, rates)
+
+    batch = largest_batch(planned, rates)
+    if args.batch_size == "auto":
+        args.batch_size = batch or 1
+    result = {"model": args.model, "gpu": gpu} | planned() | {"largest_batch_size": batch}
+    if not result["fits"]:
+        result["fits_with"] = what_fits(args, planned)
+    if len(worlds) > 1:
+        result["scaling"] = scaling(args, planned, worlds)
+    result["assumptions"] = assumptions(args, config, rates, measured)
+    print(json.dumps(result, indent=2) if args.json else describe_plan(args, result))
+
+
+def largest_batch(planned, rates: dict[str, float]) -> int:
+    """The largest --batch-size that fits (of more than 16, one within a sixteenth of it); 0 if none does.
+
+    Memory grows evenly with it where activations are the peak, so two plans tell about where it lies, and the next
+    ones make sure.
+    """
+
+    def left(size: int) -> float:
+        return rates["memory_gib"] - planned(batch_size=size)["memory_gib"]["reserved"]
+
+    fits, fails, probe = 0, math.inf, 1
+    while fails - fits > 1 + fits // 16:
+        if left(probe) >= 0:
+            fits = probe
+        else:
+            fails = probe
+        if fails < math.inf:
+            probe = (fits + fails) // 2
+        else:
+            other = fits if fits > 1 else 2
+            growth = max((left(1) - left(other)) / (other - 1), 1e-9)
+            probe = min(max(fits + int(left(fits) / growth), fits + 1 + fits // 16), 64 * fits)
+    return fits
+
+
+def what_fits(args: argparse.Namespace, planned) -> dict | None:
+    """The flags that make it fit at the least cost in speed, by planning them; None where nothing does.
+
+    They are tried one on top of the other, the cheapest in speed first, until it fits; then what is not needed is
+    taken out again.
+    """
+    batch, microbatches = args.batch_size, args.gradient_accumulation_steps
+    ways = [
+        ("--fused-loss", {"fused_loss": None}, args.fused_loss is False),
+        ("--zero-stage 3", {"zero_stage": 3}, args.zero_stage < 3),
+        (
+            "--activation-checkpointing selective",
+            {"activation_checkpointing": "selective"},
+            args.activation_checkpointing == "none",
+        ),
+        (
+            f"--batch-size 1 --gradient-accumulation-steps {batch * microbatches}",
+            {"batch_size": 1, "gradient_accumulation_steps": batch * microbatches},
+            batch > 1,
+        ),
+        (
+            "--activation-checkpointing full",
+            {"activation_checkpointing": "full"},
+            args.activation_checkpointing != "full",
+        ),
+        ("--optimizer adamw8bit", {"optimizer": "adamw8bit"}, args.optimizer == "adamw" and find_spec("torchao")),
+        ("--cpu-offload", {"cpu_offload": True}, not args.cpu_offload),
+    ]
+
+    def with_all(chosen: dict) -> dict:
+        return planned(**{name: value for changes in chosen.values() for name, value in changes.items()})
+
+    chosen: dict[str, dict] = {}
+    for flag, changes, possible in ways:
+        if not possible:
+            continue
+        if flag == "--activation-checkpointing full":
+            chosen.pop("--activation-checkpointing selective", None)
+        chosen[flag] = changes
+        if with_all(chosen)["fits"]:
+            break
+    else:
+        return None
+    for flag in list(chosen)[:-1]:
+        fewer = {other: changes for other, changes in chosen.items() if other != flag}
+        if with_all(fewer)["fits"]:
+            chosen = fewer
+    result = with_all(chosen)
+    return {
+        "flags": " ".join(chosen),
+        "reserved_gib": result["memory_gib"]["reserved"],
+        "tokens_per_sec": result["tokens_per_sec"],
+    }
+
+
+def scaling(args: argparse.Namespace, planned, worlds: list[int]) -> list[dict]:
+    """Plans at each world size; where it spans nodes also with one shard group a node, if that was not decided."""
+    rows = []
+    for world in worlds:
+        nodes = world // args.gpus_per_node
+        hybrid = [nodes] if nodes > 1 and not world % args.gpus_per_node and args.zero_stage else []
+        for replicas in [args.dp_replicate_size, *(hybrid if args.dp_replicate_size == 1 else [])]:
+            row = planned(world, dp_replicate_size=replicas)
+            rows.append({"gpus": world, "dp_replicate_size": replicas} | {name: row[name] for name in SCALING_COLUMNS})
+    return rows
+
+
+SCALING_COLUMNS = [
+    "fits",
+    "communication_gib_per_step",
+    "step_time_ms",
+    "tokens_per_sec",
+    "mfu_percent",
+    "exposed_communication_percent",
+]
+
+
+def assumptions(args: argparse.Namespace, config, rates: dict[str, float], measured: dict) -> dict[str, str]:
+    """What the plan takes for granted, in words."""
+    layers = config.get_text_config().num_hidden_layers
+    return {
+        "rates": ", ".join(f"{name} {value:,.4g}" for name, value in rates.items())
+        + (
+            f"; measured, from {args.plan_rates}"
+            if measured
+            else "; shares of the datasheets' figures, see docs/PLAN.md"
+        ),
+        "memory": f"rank 0, which holds most; {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA "
+        f"and its libraries, {NCCL_GIB} GiB a communicator: assumed, not measured",
+        "attention": "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
+        if args.attention != "eager"
+        else "the scores' matrix in memory",
+        "layers": (
+            "partitioned as inductor does; a compiled region allocates what its kernels have to write"
+            if args.compile
+            else "operator by operator"
+        )
+        + f"; shallow models, extrapolated to {layers} layers",
+        "time": "one operator after the other, each at what bounds it, no launch overhead; collectives beside their "
+        "pass's computation, but for the first gathers and the last reductions; data always there",
+    }
+
+
+def describe_plan(args: argparse.Namespace, result: dict) -> str:
+    """The plan as a table."""
+    world, memory, time_ms = result["gpus"], result["memory_gib"], result["time_ms"]
+    replicas = world if args.zero_stage == 0 else args.dp_replicate_size
+    tokens = args.gradient_accumulation_steps * args.batch_size * args.sequence_length * world
+    host = f", {memory['host']:,.1f} GiB a GPU on the host" if args.cpu_offload else ""
+    techniques = [
+        args.precision,
+        "compiled" if args.compile else "eager",
+        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
+        "loss from full logits" if args.fused_loss is False else "fused loss",
+        args.optimizer,
+    ]
+    places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
+    verdict = f"of {result['capacity_gib']:.1f}: " + ("fits" if result["fits"] else "DOES NOT FIT")
+    largest = result["largest_batch_size"]
+    verdict += f", largest --batch-size {largest}" if largest else ""
+    lines = [
+        columns(
+            {
+                "plan": f"{args.model} on {world} x {result['gpu']}, ZeRO-{args.zero_stage}, "
+                f"replicas x shards {replicas} x {world // replicas}",
+                "model": f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e9:,.3f} GFLOP a token",
+                "technique": ", ".join(techniques) + ", offloaded to the host" * args.cpu_offload,
+                "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} "
+                f"sequences x {args.sequence_length:,} = {tokens:,} tokens a step",
+            }
+        ),
+        f"\nmemory of the fullest GPU, GiB{'at most':>9}  {places.get(result['peak_at'], 'in ' + result['peak_at'])}"
+        + host,
+        *(f"  {kind:24}{memory[kind]:13,.2f}{result['at_peak_gib'][kind]:13,.2f}" for kind in KINDS),
+        f"  {'total':24}{'':13}{memory['total']:13,.2f}",
+        f"  {'reserved':24}{'':13}{memory['reserved']:13,.2f}   {verdict}",
+        "\nsent by each GPU in a step, GiB",
+        *(
+            f"  {entry['collective'].replace('_', '-'):15}{'x ' + str(entry['calls']):9}{entry['gib']:9,.2f}   "
+            + f"{entry['ranks']} ranks"
+            + f", {entry['gib_between_nodes']:,.2f} of it between nodes" * (entry["gib_between_nodes"] > 0)
+            for entry in result["collectives"]
+        ),
+        "\ntime of a step, ms",
+        f"  {'matmul':24}{time_ms['matmul']:9,.1f}",
+        f"  {'attention':24}{time_ms['attention']:9,.1f}",
+        f"  {'memory-bound':24}{time_ms['memory']:9,.1f}",
+        f"  {'optimizer':24}{time_ms['optimizer']:9,.1f}",
+        f"  {'exposed communication':24}{time_ms['exposed']:9,.1f}   of {time_ms['communication']:,.1f}",
+        f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
+        f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, MFU {result['mfu_percent']:.1f} %",
+        f"  {'a billion tokens':24}{result['hours_per_billion_tokens']:9,.2f} h"
+        + (f", ${result['cost_per_billion_tokens']:,.0f}" if args.gpu_hour_usd else ""),
+    ]
+    if fitting := result.get("fits_with"):
+        lines.append(
+            f"\nit fits with {fitting['flags']}\n  {fitting['reserved_gib']:.1f} GiB reserved, "
+            f"{fitting['tokens_per_sec']:,.0f} tok/s"
+        )
+    elif not result["fits"]:
+        lines.append("\nno set of flags makes it fit: more GPUs, a shorter --sequence-length or a smaller --model")
+    if rows := result.get("scaling"):
+        lines.append("\n    GPUs  replicas   GiB sent   ms a step          tok/s   MFU %   exposed %")
+        lines += [
+            f"{row['gpus']:8,}{row['dp_replicate_size']:10}{row['communication_gib_per_step']:11.2f}"
+            f"{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:15,.0f}{row['mfu_percent']:8.1f}"
+            f"{row['exposed_communication_percent']:12.1f}" + "   does not fit" * (not row["fits"])
+            for row in rows
+        ]
+    wrapped = [
+        textwrap.fill(f"{name}: {text}", 110, initial_indent="  ", subsequent_indent="    ")
+        for name, text in result["assumptions"].items()
+    ]
+    return "\n".join([*lines, "\nassumptions", *wrapped])

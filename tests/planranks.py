@@ -13,7 +13,7 @@ import weakref
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from harness import gpus, models, processes, settings
+from harness import gpus, models, planning, processes, settings
 
 CASES = {
     "stage 3": "",
@@ -100,7 +100,7 @@ def measure(args, train_fsdp, device) -> dict:
 def plan(args, train_fsdp, ranks: int) -> dict:
     args.plan = True
     rates = gpus.find_rates("H100 SXM", {})
-    return train_fsdp.predict(args, train_fsdp.RECIPE, models.load_config(args), ranks, rates)
+    return planning.predict(args, train_fsdp.RECIPE, models.load_config(args), ranks, rates)
 
 
 def main(workspace: pathlib.Path) -> None:
@@ -126,7 +126,7 @@ def main(workspace: pathlib.Path) -> None:
             name: plan(parsed(flags + " --precision fp32"), train_fsdp, 4) for name, flags in COUNTED.items()
         }
         result["extrapolated"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)
-        train_fsdp.layer_period = lambda config, full=train_fsdp.layer_period: (full(config)[0], 12)
+        planning.layer_period = lambda config, full=planning.layer_period: (full(config)[0], 12)
         result["whole"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)
         (workspace / "planned.json").write_text(json.dumps(result))
         return
