@@ -465,7 +465,7 @@ def table(entry: dict) -> str:
     title = figure.replace("_per_sec", "/s").replace("_per_gpu", "/GPU").replace("_", " ")
     rows = [["", title, *["predicted"] * predicted, *columns, "runs"]]
     for name, config in entry["configs"].items():
-        of = lambda key: [run[key] for run in config["runs"] if key in run]
+        of = lambda key: [run[key] for run in config["runs"] if key in run]  # noqa: B023, E731
         cells = [median_and_spread(of(figure)) if of(figure) else config.get("error", "-")]
         cells += [f"{config['predicted']['tokens_per_sec_per_gpu']:,}" if config["predicted"] else ""] * predicted
         cells += [f"{statistics.median(of(key)):,.4g}" if of(key) else "" for key in columns.values()]

@@ -70,7 +70,7 @@ def tokenize_ours(stories, tokenizer) -> int:
 
 def tokenize_map(stories, tokenizer) -> int:
     end = [tokenizer.eos_token_id]
-    encode = lambda batch: {"input_ids": [ids + end for ids in tokenizer(batch["text"])["input_ids"]]}
+    encode = lambda batch: {"input_ids": [ids + end for ids in tokenizer(batch["text"])["input_ids"]]}  # noqa: E731
     return sum(map(len, stories.map(encode, batched=True, remove_columns="text")["input_ids"]))
 
 

@@ -25,6 +25,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness import processes, settings
+
 torch.set_num_threads(1)
 
 

@@ -86,7 +86,7 @@ def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypat
 
 
 def test_ratios_are_taken_within_a_round():
-    runs = lambda *pairs: {"runs": [{"round": name, "speed": speed} for name, speed in pairs]}
+    runs = lambda *pairs: {"runs": [{"round": name, "speed": speed} for name, speed in pairs]}  # noqa: E731
     configs = {"a": runs(("1", 10.0), ("2", 30.0)), "b": runs(("2", 15.0), ("3", 1.0)), "c": runs(("4", 5.0))}
     entry = {"figure": "speed", "configs": configs}
     assert bench.ratios(entry, "a", "b", "goal") == [2.0]

@@ -465,7 +465,7 @@ def logits_of(model) -> torch.Tensor:
 def test_an_export_is_the_trained_model(run, tmp_path, monkeypatch, name, size):
     """transformers loads it with the trained model's logits, and it is the next run's start."""
     trained, build_model = [], train_fsdp.build_model
-    keep = lambda *args, **options: trained.append(build_model(*args, **options)) or trained[-1]
+    keep = lambda *args, **options: trained.append(build_model(*args, **options)) or trained[-1]  # noqa: E731
     monkeypatch.setattr(train_fsdp, "build_model", keep)
     monkeypatch.setattr(train_fsdp, "EXPORT_SHARD", size)
     model = write_model(tmp_path / "model", MODELS[name][0], **MODELS[name][1])
