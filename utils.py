@@ -21,7 +21,7 @@ import traceback
 import urllib.parse
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -434,49 +434,77 @@ def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------------------
 # FLOPs and MFU
 
-# Dense bf16 tensor-core TFLOPS of one device, without sparsity, with fp32 accumulation: the vendors' datasheets. The
-# first pattern found in the device's name counts. A bare "H100" is not listed: its three forms differ.
-GPU_PEAK_TFLOPS = (
-    (r"GB[23]00", 2500.0),  # GB200/GB300 NVL72 datasheets: 180 PFLOPS for 72 GPUs
-    (r"B[23]00", 2250.0),  # DGX B200, DGX B300 datasheets: 18 PFLOPS for 8 GPUs
-    (r"GH200", 989.0),  # GH200 datasheet
-    (r"H200 NVL", 835.0),  # H200 datasheet, NVL column (1,671 with sparsity)
-    (r"H200", 989.0),  # H200 datasheet, SXM column (1,979 with sparsity)
-    (r"H[18]00 NVL", 835.0),  # H100 datasheet, NVL column (1,671 with sparsity)
-    (r"H[18]00 PCIE", 756.0),  # H100 PCIe datasheet (1,513 with sparsity)
-    (r"H[18]00.*(SXM|HBM3)", 989.0),  # H100 datasheet, SXM column (1,979 with sparsity)
-    (r"H20\b", 148.0),  # H20 datasheet
-    (r"A[18]00\b", 312.0),  # A100 datasheet, SXM and PCIe alike
-    (r"A40\b", 149.7),  # A40 datasheet
-    (r"A30\b", 165.0),  # A30 datasheet
-    (r"A10G", 70.0),  # A10G datasheet (140 with sparsity)
-    (r"A10\b", 125.0),  # A10 datasheet
-    (r"RTX A6000", 154.8),  # NVIDIA Ampere GA102 white paper
-    (r"L40S", 362.0),  # L40S datasheet (733 with sparsity)
-    (r"L40\b", 181.0),  # L40 datasheet
-    (r"L20\b", 119.5),  # L20 datasheet
-    (r"L4\b", 121.0),  # L4 datasheet (242 with sparsity)
-    (r"RTX 5090(?! D)", 209.5),  # NVIDIA RTX Blackwell white paper
-    (r"RTX 4090(?! D)", 165.2),  # NVIDIA Ada white paper
-    (r"RTX 3090(?! TI)", 71.0),  # NVIDIA Ampere GA102 white paper
-    (r"MI355X", 2516.6),  # AMD Instinct MI355X datasheet
-    (r"MI3(00|25)X", 1307.4),  # AMD Instinct MI300X, MI325X datasheets
-    (r"MI250X", 191.5),  # AMD Instinct MI250X datasheet: 383 a module, which shows as two devices
+
+class Gpu(NamedTuple):
+    """One kind of GPU by its vendor's datasheet. Bandwidths are in GB/s, per GPU and direction."""
+
+    name: str  # a pattern; the first of the table that is found in the device's name counts
+    peak_tflops: float  # dense bf16 on the tensor cores, without sparsity, with fp32 accumulation
+    # for plans; 0 where nobody has looked it up
+    memory_gib: float = 0  # torch.cuda.get_device_properties().total_memory, less than the name says
+    memory: float = 0
+    link: float = 0  # to the GPUs of its node: NVLink, or PCIe where there is none
+    network: float = 0  # its share of the node's network cards, in the vendor's reference system
+    fp8: int = 2  # float8 matmul rate over that of bf16; 0 without float8
+
+
+# A bare "H100" or "H800" is not listed: their forms differ.
+GPUS = (
+    Gpu(r"GB200", 2500.0, 184.0, 8000, 900, 50),  # GB200 NVL72: 180 PFLOPS for 72 GPUs
+    Gpu(r"GB300", 2500.0),  # GB300 NVL72
+    Gpu(
+        r"B200", 2250.0, 178.3, 7700, 900, 50
+    ),  # DGX B200: 18 PFLOPS for 8; memory as its driver says (pytorch/ao#4002)
+    Gpu(r"B300", 2250.0),  # DGX B300
+    Gpu(r"GH200", 989.0, 94.5, 4000, 450, 50),
+    Gpu(r"H200 NVL", 835.0, 139.7, 4800, 450, 50),  # H200, NVL column (1,671 with sparsity)
+    Gpu(r"H200", 989.0, 139.7, 4800, 450, 50),  # H200, SXM column (1,979 with sparsity); DGX H200
+    Gpu(r"H100 NVL", 835.0, 93.1, 3938, 300, 50),  # H100, NVL column (1,671 with sparsity)
+    Gpu(r"H100 PCIE", 756.0, 79.1, 2039, 64, 25),  # H100 PCIe (1,513 with sparsity)
+    Gpu(r"H100.*(SXM|HBM3)", 989.0, 79.1, 3350, 450, 50),  # H100, SXM column (1,979 with sparsity); DGX H100
+    Gpu(r"H800 NVL", 835.0),  # the H800's links are slower than the H100's
+    Gpu(r"H800 PCIE", 756.0),
+    Gpu(r"H800.*(SXM|HBM3)", 989.0),
+    Gpu(r"H20\b", 148.0, 95.0, 4000, 450, 50),
+    Gpu(r"A100.*40GB", 312.0, 39.4, 1555, 300, 25, fp8=0),  # A100, SXM and PCIe alike; DGX A100
+    Gpu(r"A100.*80GB", 312.0, 79.1, 2039, 300, 25, fp8=0),
+    Gpu(r"A[18]00\b", 312.0, fp8=0),
+    Gpu(r"A40\b", 149.7, fp8=0),
+    Gpu(r"A30\b", 165.0, fp8=0),
+    Gpu(r"A10G", 70.0, fp8=0),  # 140 with sparsity
+    Gpu(r"A10\b", 125.0, fp8=0),
+    Gpu(r"RTX A6000", 154.8, 47.4, 768, 32, 12.5, fp8=0),  # NVIDIA Ampere GA102 white paper
+    Gpu(r"L40S", 362.0, 44.4, 864, 32, 12.5),  # 733 with sparsity
+    Gpu(r"L40\b", 181.0),
+    Gpu(r"L20\b", 119.5),
+    Gpu(r"L4\b", 121.0),  # 242 with sparsity
+    Gpu(r"RTX 5090(?! D)", 209.5, 31.3, 1792, 64, 12.5),  # NVIDIA RTX Blackwell white paper
+    Gpu(r"RTX 4090(?! D)", 165.2, 23.5, 1008, 32, 12.5),  # NVIDIA Ada white paper
+    Gpu(r"RTX 3090(?! TI)", 71.0, 23.6, 936, 32, 12.5, fp8=0),  # NVIDIA Ampere GA102 white paper
+    Gpu(r"MI355X", 2516.6),  # AMD Instinct MI355X
+    Gpu(r"MI3(00|25)X", 1307.4),  # AMD Instinct MI300X, MI325X
+    Gpu(r"MI250X", 191.5, fp8=0),  # AMD Instinct MI250X: 383 a module, which shows as two devices
 )
 
 
-def get_gpu_peak_tflops(name: str | None = None) -> float | None:
-    """Dense bf16 peak of one GPU in TFLOPS, by the device name that the driver gives (default: the current device).
+def find_gpu(name: str) -> Gpu | None:
+    """The kind of a GPU by the device name that the driver gives.
 
-    None, never a guess, for a CPU, a GPU that is not in the table, a laptop's namesake, or a slice of a GPU.
+    None, never a guess, for one that is not in the table, a laptop's namesake, or a slice of a GPU.
     """
+    if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
+        return None
+    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}", name, re.IGNORECASE)), None)
+
+
+def get_gpu_peak_tflops(name: str | None = None) -> float | None:
+    """Dense bf16 peak of one GPU in TFLOPS, by `find_gpu` (default: the current device); None for a CPU too."""
     if name is None:
         if not torch.cuda.is_available():
             return None
         name = torch.cuda.get_device_name()
-    if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
-        return None
-    return next((peak for gpu, peak in GPU_PEAK_TFLOPS if re.search(rf"\b{gpu}", name, re.IGNORECASE)), None)
+    gpu = find_gpu(name)
+    return gpu and gpu.peak_tflops
 
 
 def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:

@@ -3,7 +3,6 @@
 Called by the script. It does not know how a model is built or trained, only its parameters, buffers and optimizer.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -15,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -28,14 +27,14 @@ from torch.distributed.tensor import DTensor
 
 import utils
 from harness.processes import say
-from harness.settings import MANIFEST, checkpoint_folder
+from harness.settings import MANIFEST, Settings, checkpoint_folder
 from utils import UserError
 
 # What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is
 # not among them: DCP would unpickle such an entry without restriction, and a state of tensors has none.
 INDEX_RECORDS = {
-    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata "
-    "ChunkStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.serialization": "_get_layout",
     "torch": "Size float64 float32 float16 bfloat16 uint8 int8 int16 int32 int64 bool",
@@ -109,30 +108,27 @@ class TrainState:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What goes into the shards, under names that no number of ranks changes; loading writes into these tensors.
 
-        float8 weights are saved as the master weights that they wrap. An 8-bit optimizer state is saved twice: in fp32
-        for any other sharding, and its codes and scales, which are exact, for the same one.
+        An 8-bit optimizer state is saved twice: in fp32 for any other sharding, and its codes and scales, which are
+        exact, for the same one.
         """
-        parameters = dict(self.model.named_parameters())
-        kept = self.model.state_dict().keys()  # leaves out the buffers that are not persistent
-        tensors = parameters | {name: b for name, b in self.model.named_buffers() if name in kept}
-        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        for name, parameter in parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items() if self.optimizer else ():
-                tensors[f"optimizer.{name}.{key}"] = value
-        for name, tensor in list(tensors.items()):
-            local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-            if hasattr(local, "_tensor"):
-                tensors[name] = like(tensor, local._tensor)
-            elif hasattr(local, "codes"):
-                mesh = tensor.device_mesh
+        tensors = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
+        for name, state in self.optimizer_states():
+            tensors[name], local = unwrapped(state), local_part(state)
+            if hasattr(local, "codes"):
+                mesh = state.device_mesh
                 shard = f"{mesh.get_local_rank('shard')}of{mesh['shard'].size()}"
-                tensors[name] = like(tensor, local.dequantize())
+                tensors[name] = like(state, local.dequantize())
                 tensors |= {f"{name}.{part}.{shard}": getattr(local, part) for part in ("codes", "scale")}
         rng = f"rng.{dist.get_rank()}of{dist.get_world_size()}"
         tensors[f"{rng}.cpu"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors[f"{rng}.cuda"] = torch.cuda.get_rng_state()
         return tensors
+
+    def optimizer_states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters() if self.optimizer else ():
+            for key, state in self.optimizer.state.get(parameter, {}).items():
+                yield f"optimizer.{name}.{key}", state
 
     def load(self, path: pathlib.Path, numbers: dict) -> None:
         """Takes over a checkpoint that was saved on any number of ranks, in any stage."""
@@ -144,12 +140,10 @@ class TrainState:
             dcp.load(tensors, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
-        for parameter_name, parameter in self.model.named_parameters() if self.optimizer else ():
-            for key, state in self.optimizer.state.get(parameter, {}).items():
-                name = f"optimizer.{parameter_name}.{key}"
-                local = state.to_local() if isinstance(state, DTensor) else state
-                if hasattr(local, "codes") and not any(other.startswith(f"{name}.codes.") for other in tensors):
-                    local.copy_(tensors[name].to_local())
+        for name, state in self.optimizer_states():
+            local = local_part(state)
+            if hasattr(local, "codes") and not any(other.startswith(f"{name}.codes.") for other in tensors):
+                local.copy_(tensors[name].to_local())
         for name, tensor in tensors.items():
             if name.startswith("rng."):
                 (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
@@ -160,6 +154,23 @@ class TrainState:
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
             self.scheduler.step()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The master weight that a float8 weight wraps; any other tensor as it is."""
+    local = local_part(tensor)
+    return like(tensor, local._tensor) if hasattr(local, "_tensor") else tensor
+
+
+def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, a tied one once."""
+    kept = model.state_dict().keys()  # leaves out the buffers that are not persistent
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: unwrapped(tensor) for name, tensor in named if name in kept}
 
 
 def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -185,8 +196,8 @@ class Checkpoints:
     manifest, the folder gets its final name, and only then old ones go.
     """
 
-    def __init__(self, args: argparse.Namespace, folder: pathlib.Path, identity: dict, device: torch.device):
-        self.args, self.folder, self.identity, self.device = args, folder / "checkpoints", identity, device
+    def __init__(self, settings: Settings, folder: pathlib.Path, identity: dict, device: torch.device):
+        self.settings, self.folder, self.identity, self.device = settings, folder / "checkpoints", identity, device
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
         cuda = device.type == "cuda"
         self.stager = DefaultStager(
@@ -203,7 +214,7 @@ class Checkpoints:
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Saves `state`; returns after the copy, or with `wait` when all is on disk. Every rank calls this."""
         start = time.perf_counter()
-        wait = wait or not self.args.async_checkpoint
+        wait = wait or not self.settings.async_checkpoint
         if wait:
             self.finish()
         busy = torch.tensor(int(self.thread is not None and self.thread.is_alive()), device=self.device)
@@ -213,7 +224,8 @@ class Checkpoints:
             return
         staged = self.stager.stage(state.tensors())
         stall = time.perf_counter() - start
-        manifest = state.numbers() | self.identity | {"world_size": dist.get_world_size(), "flags": vars(self.args)}
+        run = {"world_size": dist.get_world_size(), "flags": dataclasses.asdict(self.settings)}
+        manifest = state.numbers() | self.identity | run
         self.thread = threading.Thread(target=self._write, args=(staged, manifest, None if wait else stall))
         self.thread.start()
         if wait:
@@ -267,7 +279,7 @@ class Checkpoints:
             temporary.rename(final)
             sync_folder(self.folder)
             older = sorted(path for path in self.folder.glob("step-*") if path.name < final.name)
-            for path in older[: len(older) - self.args.keep_checkpoints + 1]:
+            for path in older[: len(older) - self.settings.keep_checkpoints + 1]:
                 gone = path.rename(path.with_name(f".{path.name}.deleting"))
                 shutil.rmtree(gone, ignore_errors=True)
 
@@ -318,7 +330,7 @@ def damage(path: pathlib.Path, every: Callable[[Any], list]) -> tuple[dict, str]
     return manifest, next(filter(None, every(wrong)), "")
 
 
-def find_checkpoint(args: argparse.Namespace, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | None:
+def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | None:
     """The checkpoint to resume from and its manifest, checked; None to start fresh.
 
     Raises:
@@ -330,15 +342,15 @@ def find_checkpoint(args: argparse.Namespace, folder: pathlib.Path) -> tuple[pat
         dist.all_gather_object(everyone, value)
         return everyone
 
-    if args.resume == "none":
+    if resume == "none":
         return None
-    if args.resume != "auto":
-        path = checkpoint_folder(args.resume)
+    if resume != "auto":
+        path = checkpoint_folder(resume)
         if not path.is_dir():
-            raise UserError(f"--resume {args.resume}: no such folder")
+            raise UserError(f"--resume {resume}: no such folder")
         manifest, wrong = damage(path, every)
         if wrong:
-            raise UserError(f"--resume {args.resume}: {path.name} is damaged ({wrong}); choose another, or auto")
+            raise UserError(f"--resume {resume}: {path.name} is damaged ({wrong}); choose another, or auto")
         return path, manifest
     # all ranks look at the same list, so that they stay together
     for path in every(sorted((folder / "checkpoints").glob("step-*"), reverse=True))[0]:
@@ -349,7 +361,7 @@ def find_checkpoint(args: argparse.Namespace, folder: pathlib.Path) -> tuple[pat
     return None
 
 
-def describe_identity(args: argparse.Namespace, config, tokenizer=None, train_set=None) -> dict:
+def describe_identity(settings: Settings, config, tokenizer=None, train_set=None) -> dict:
     """What a resumed run must have in common with the run that saved the checkpoint; of an export only the model."""
     architecture = config.to_dict()
     for passing in ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"):
@@ -358,15 +370,15 @@ def describe_identity(args: argparse.Namespace, config, tokenizer=None, train_se
     if train_set is not None:
         identity |= {
             "tokenizer": tokenizer and hashlib.sha256(utils.vocabulary_of(tokenizer).encode()).hexdigest(),
-            "streaming": args.streaming,
+            "streaming": settings.streaming,
             "dataset": train_set.fingerprint(),
-            "sequence_length": args.sequence_length,
-            "seed": args.seed,
+            "sequence_length": settings.sequence_length,
+            "seed": settings.seed,
         }
     return json.loads(json.dumps(identity, default=str))
 
 
-def compare(args: argparse.Namespace, identity: dict, manifest: dict) -> str:
+def compare(settings: Settings, identity: dict, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words.
 
     Raises:
@@ -385,13 +397,14 @@ def compare(args: argparse.Namespace, identity: dict, manifest: dict) -> str:
                 before, now = (text and text[:12] for text in (before, now))
             raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {other}")
     flags = manifest["flags"]
-    if flags["optimizer"] != args.optimizer:
-        raise UserError(f"--optimizer was {flags['optimizer']} in the checkpoint and is {args.optimizer} now; {other}")
+    if flags["optimizer"] != settings.optimizer:
+        before, now = flags["optimizer"], settings.optimizer
+        raise UserError(f"--optimizer was {before} in the checkpoint and is {now} now; {other}")
     told = (
         "num_steps batch_size gradient_accumulation_steps zero_stage dp_replicate_size precision fp8_recipe lr "
         "lr_scheduler warmup_steps weight_decay betas max_grad_norm document_mask"
     )
-    now = json.loads(json.dumps(vars(args), default=str)) | {"world_size": dist.get_world_size()}
+    now = json.loads(json.dumps(dataclasses.asdict(settings), default=str)) | {"world_size": dist.get_world_size()}
     before = flags | {"world_size": manifest["world_size"]}
     return ", ".join(
         f"{key.replace('_', ' ')} {before[key]} -> {now[key]}"
@@ -400,15 +413,22 @@ def compare(args: argparse.Namespace, identity: dict, manifest: dict) -> str:
     )
 
 
-def keep_global_batch(args: argparse.Namespace, manifest: dict) -> None:
-    """On another number of ranks, and with the batch flags unchanged, accumulates so that the global batch stays."""
-    flags = manifest["flags"]
-    if (args.batch_size, args.gradient_accumulation_steps) != (flags["batch_size"], flags["given_accumulation"]):
-        return  # the user asks for another batch, and is told
+def keep_global_batch(settings: Settings, manifest: dict) -> int:
+    """The gradient accumulation with which this number of ranks has the run's global batch.
+
+    Where the batch flags are not those of the checkpoint, the user asks for another batch, and is told.
+
+    Raises:
+        UserError: these ranks cannot share the batch evenly.
+    """
+    flags, world = manifest["flags"], dist.get_world_size()
+    before = flags["batch_size"], flags["given_accumulation"]
+    if (settings.batch_size, settings.given_accumulation) != before:
+        return settings.gradient_accumulation_steps
     sequences = manifest["world_size"] * flags["batch_size"] * flags["gradient_accumulation_steps"]
-    if sequences % (dist.get_world_size() * args.batch_size):
+    if sequences % (world * settings.batch_size):
         raise UserError(
-            f"--batch-size {args.batch_size}: {dist.get_world_size()} ranks cannot share the run's global batch of "
-            f"{sequences} sequences; choose another number of ranks, or another batch size"
+            f"--batch-size {settings.batch_size}: {world} ranks cannot share the run's global batch of {sequences} "
+            "sequences; choose another number of ranks, or another batch size"
         )
-    args.gradient_accumulation_steps = sequences // (dist.get_world_size() * args.batch_size)
+    return sequences // (world * settings.batch_size)

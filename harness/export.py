@@ -3,7 +3,6 @@
 Called by the script at the end of a run.
 """
 
-import argparse
 import copy
 import functools
 import json
@@ -18,23 +17,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import utils
-from harness.checkpoints import like
+from harness.checkpoints import persistent_tensors
 from harness.processes import say
 from utils import UserError
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
 
 
-def export(args: argparse.Namespace, model: nn.Module, tokenizer) -> None:
-    """Writes a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
+def export(path: str, model: nn.Module, tokenizer) -> None:
+    """Writes a folder `path` that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
 
     Parameters are gathered one decoder layer at a time and rank 0 writes a file whenever it holds 5 GB, so no rank
-    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure.
+    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls this.
+
+    Raises:
+        UserError: it cannot be written; nothing is left of it.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    main, final = dist.get_rank() == 0, pathlib.Path(args.export).expanduser()
+    main, final = dist.get_rank() == 0, pathlib.Path(path).expanduser()
     temporary = final.with_name(f".{final.name}.writing")
     error = ""
     files: list[list[str]] = []
@@ -84,17 +86,13 @@ def export(args: argparse.Namespace, model: nn.Module, tokenizer) -> None:
         temporary.mkdir(parents=True)
 
     attempt(make_folder)
-    kept, total = model.state_dict().keys(), 0
+    total = 0
     groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in kept:
-            groups.setdefault((re.match(r".*?\.\d+\.", name) or [""])[0], {})[name] = tensor
+    for name, tensor in persistent_tensors(model).items():
+        groups.setdefault((re.match(r".*?\.\d+\.", name) or [""])[0], {})[name] = tensor
     for group in groups.values():
         whole = {}
         for name, tensor in group.items():
-            local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-            if hasattr(local, "_tensor"):
-                tensor = like(tensor, local._tensor)
             full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
             total += full.nbytes
             if main:
@@ -105,5 +103,5 @@ def export(args: argparse.Namespace, model: nn.Module, tokenizer) -> None:
     if error:
         if main:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"--export {args.export}: cannot be written ({error})", exit_code=1)
+        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
     say(f"exported   {final}" + ", without a tokenizer" * (tokenizer is None))

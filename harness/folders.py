@@ -3,7 +3,6 @@
 Called by the script before anything is loaded. It does not know what lies in the folder but for a run's marks.
 """
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -11,27 +10,28 @@ import pathlib
 import tempfile
 import time
 
+from harness.settings import Settings
 from utils import UserError
 
 
-def choose_folder(args: argparse.Namespace) -> pathlib.Path:
+def choose_folder(settings: Settings) -> pathlib.Path:
     """The run's folder, checked: it can be written, and it holds no run unless that one is resumed."""
-    path = pathlib.Path(args.resume).expanduser()
+    path = pathlib.Path(settings.resume).expanduser()
     own = next((p for p in (path, *path.parents[:2]) if (p / "checkpoints").is_dir()), None)  # the run of PATH
-    name = args.run_name or pathlib.Path(args.model).name
-    if args.resume == "none":
-        name = args.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = pathlib.Path(args.output_dir).expanduser() / name
-    if args.resume not in ("none", "auto"):
-        if own and not args.run_name:
+    name = settings.run_name or pathlib.Path(settings.model).name
+    if settings.resume == "none":
+        name = settings.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = pathlib.Path(settings.output_dir).expanduser() / name
+    if settings.resume not in ("none", "auto"):
+        if own and not settings.run_name:
             folder = own
         newer = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="") > path.name
         if own and folder.resolve() == own.resolve() and path != own and newer:
             raise UserError(
-                f"--resume {args.resume}: {folder} holds newer checkpoints, which the run would write over; "
+                f"--resume {settings.resume}: {folder} holds newer checkpoints, which the run would write over; "
                 "give another --run-name to branch off, or remove them"
             )
-    resumes = args.resume == "auto" or (own and folder.resolve() == own.resolve())
+    resumes = settings.resume == "auto" or (own and folder.resolve() == own.resolve())
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and not resumes:
         raise UserError(
@@ -39,13 +39,13 @@ def choose_folder(args: argparse.Namespace) -> pathlib.Path:
             "choose another name, remove it, or go on with it by --resume auto"
         )
     finished = metrics.exists() and '"final": true' in metrics.read_text()
-    if args.resume == "auto" and finished and not any((folder / "checkpoints").glob("step-*")):
+    if settings.resume == "auto" and finished and not any((folder / "checkpoints").glob("step-*")):
         raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
     if folder.exists():
         lock_folder(folder)
-    check_writable(f"--output-dir {args.output_dir}", folder)
-    if args.export:
-        check_writable(f"--export {args.export}", pathlib.Path(args.export).expanduser())
+    check_writable(f"--output-dir {settings.output_dir}", folder)
+    if settings.export:
+        check_writable(f"--export {settings.export}", pathlib.Path(settings.export).expanduser())
     return folder
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import utils
+from harness import models
 from utils import IGNORE_INDEX, UserError
 
 # Tokens whose logits exist at one time: 0.5 GiB in bf16 for a vocabulary of 128 k. Each chunk adds to the weight's
@@ -51,9 +51,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + LOSS_CHUNK)
             inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
             share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
-            logits = nn.functional.linear(inputs, weight, bias)
+            logits = F.linear(inputs, weight, bias)
             if not train:
-                loss += nn.functional.cross_entropy(logits.float(), labels[chunk], reduction="sum") / count
+                loss += F.cross_entropy(logits.float(), labels[chunk], reduction="sum") / count
                 continue
             picked, gradient = loss_and_gradient(logits, target)
             loss -= (picked * share).sum()
@@ -75,23 +75,32 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
     """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=utils.IGNORE_INDEX, reduction="sum"
-    )
-    return total / (labels != utils.IGNORE_INDEX).sum().clamp(min=1)
+    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
-def fuse_loss(model: nn.Module, required: bool | None, compiled: bool) -> bool:
+def choose_loss(fused: bool | None, config) -> bool:
+    """Whether the head can be fused into the loss, for `--fused-loss`.
+
+    Raises:
+        UserError: it was asked for, and the logits are more than a linear of the hidden states.
+    """
+    if fused is False:
+        return False
+    head = models.on_meta(config).get_output_embeddings()
+    linear = isinstance(head, nn.Linear) and not getattr(config.get_text_config(), "final_logit_softcapping", None)
+    if fused and not linear:
+        raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
+    return linear
+
+
+def fuse_loss(model: nn.Module, compiled: bool) -> None:
     """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
 
     transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
     happens; it only has to be linear in the logits.
     """
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
-        if required:
-            raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
-        return False
     project = head.forward
     chunk = torch.compile(loss_and_gradient) if compiled else loss_and_gradient
 
@@ -104,4 +113,3 @@ def fuse_loss(model: nn.Module, required: bool | None, compiled: bool) -> bool:
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)
     model.loss_function = loss
-    return True

@@ -3,7 +3,6 @@
 Called by the script while it prepares and builds. It does not know meshes, optimizers or checkpoints.
 """
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -11,6 +10,7 @@ import math
 import os
 import pathlib
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils, modeling_flash_attention_utils
 
 import utils
-from harness.settings import ASSETS, PRESETS
-from utils import UserError, first_line
+from harness.settings import ASSETS, PRESETS, Settings
+from utils import UserError
 
 
 def find_source(model: str) -> tuple[str, str]:
@@ -38,53 +38,50 @@ def find_source(model: str) -> tuple[str, str]:
     return model, model
 
 
-def load_config(args: argparse.Namespace):
-    """The model's config, checked against the sequence length."""
-    source, _ = find_source(args.model)
+def load_config(model: str, sequence_length: int):
+    """The config of a preset, a local folder or a hub id, checked against the sequence length."""
+    source, _ = find_source(model)
     if not os.path.exists(source):
         utils.answer_from_cache_without_network()
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"--model {args.model}: not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from "
-            f"the hub ({utils.first_line(error)})"
-            if source == args.model and not os.path.isdir(source)
-            else f"--model {args.model}: its config.json cannot be used ({utils.first_line(error)})"
-        ) from error
+        what = "its config.json cannot be used"
+        if source == model and not os.path.isdir(source):
+            what = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
+        raise UserError(f"--model {model}: {what} ({utils.first_line(error)})") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UserError(f"--model {args.model}: {config.model_type} is no causal language model of transformers")
+        raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions and args.sequence_length > positions:
-        raise UserError(f"--sequence-length {args.sequence_length}: {args.model} has {positions} positions")
+    if positions and sequence_length > positions:
+        raise UserError(f"--sequence-length {sequence_length}: {model} has {positions} positions")
     config.use_cache = False
     return config
 
 
-def load_tokenizer(args: argparse.Namespace, config):
+def load_tokenizer(settings: Settings, config):
     """The tokenizer, its vocabulary checked against the model's; None where only synthetic tokens are read."""
-    if args.dataset == "synthetic" and not args.sample_prompt:
+    if settings.dataset == "synthetic" and not settings.sample_prompt:
         return None
-    source = args.tokenizer or find_source(args.model)[1]
+    source = settings.tokenizer or find_source(settings.model)[1]
     if not os.path.exists(source):
         utils.answer_from_cache_without_network()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers raises many kinds
-        where = (
-            "the folder has no usable tokenizer"
-            if os.path.isdir(source)
-            else "not a folder, and not to be had from the hub"
-        )
+        here = os.path.isdir(source)
+        where = "the folder has no usable tokenizer" if here else "not a folder, and not to be had from the hub"
         raise UserError(
             f"--tokenizer {source}: {where} ({utils.first_line(error)}); give --tokenizer a folder "
             f"({ASSETS / 'demo'} has one), or use --dataset synthetic, which needs none"
         ) from error
     text_config = config.get_text_config()
     vocabulary, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", math.inf)
-    if args.sample_prompt and len(tokenizer(args.sample_prompt)["input_ids"]) + args.sample_tokens > positions:
+    prompt = tokenizer(settings.sample_prompt)["input_ids"] if settings.sample_prompt else ()
+    if prompt and len(prompt) + settings.sample_tokens > positions:
         raise UserError(
-            f"--sample-tokens {args.sample_tokens}: with the prompt more than {args.model}'s {positions} positions"
+            f"--sample-tokens {settings.sample_tokens}: with the prompt more than {settings.model}'s "
+            f"{positions} positions"
         )
     if len(tokenizer) > vocabulary:
         raise UserError(
@@ -93,56 +90,80 @@ def load_tokenizer(args: argparse.Namespace, config):
     return tokenizer
 
 
-def choose_attention(args: argparse.Namespace, config) -> str:
-    """The name of transformers' attention implementation for `--attention`."""
-    if args.attention == "cudnn":
-        if not (args.plan or torch.cuda.is_available()):
+def choose_attention(settings: Settings, config) -> str:
+    """The kernel for `--attention`, `auto` decided; torch's switches are set for it.
+
+    Raises:
+        UserError: it does not run here.
+    """
+    attention, cuda = settings.attention, torch.cuda.is_available()
+    if attention == "cudnn":
+        if not (settings.plan or cuda):
             raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_math_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(True)
-    if args.attention == "flash_attention_2" and not (find_spec("flash_attn") and torch.cuda.is_available()):
+    if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
         raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
-    if args.attention == "flex_attention" and not torch.cuda.is_available():
+    if attention == "flex_attention" and not cuda:
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
-    if args.attention == "auto":
-        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-        if hopper and find_spec("flash_attn_interface") and "FA3" in torch.nn.attention.list_flash_attention_impls():
-            torch.nn.attention.activate_flash_attention_impl("FA3")  # in the place of torch's own flash attention
-            torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
-        supported = AutoModelForCausalLM._model_mapping[type(config)]
-        if args.document_mask and torch.cuda.is_available() and supported._supports_flex_attn:
-            return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
-        return "sdpa" if supported._supports_sdpa else "eager"
-    return "sdpa" if args.attention == "cudnn" else args.attention
+    if attention != "auto":
+        return attention
+    hopper = cuda and torch.cuda.get_device_capability()[0] == 9
+    if hopper and find_spec("flash_attn_interface") and "FA3" in torch.nn.attention.list_flash_attention_impls():
+        torch.nn.attention.activate_flash_attention_impl("FA3")  # in the place of torch's own flash attention
+        torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
+    supported = AutoModelForCausalLM._model_mapping[type(config)]
+    if settings.document_mask and cuda and supported._supports_flex_attn:
+        return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
+    return "sdpa" if supported._supports_sdpa else "eager"
 
 
-def describe_attention(args: argparse.Namespace, config, device: str) -> str:
+def describe_attention(settings: Settings, config, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device."""
     if config._attn_implementation != "sdpa":
         return f"{config._attn_implementation} attention"
-    text, dtype = config.get_text_config(), torch.float32 if args.precision == "fp32" else torch.bfloat16
+    text, dtype = config.get_text_config(), torch.float32 if settings.precision == "fp32" else torch.bfloat16
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    length, mask = args.sequence_length, None
+    length, mask = settings.sequence_length, None
     query = torch.empty(1, 1, length, head_dim, dtype=dtype, device=device, requires_grad=True)
-    if args.document_mask:
+    if settings.document_mask:
         mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
     kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, mask, is_causal=mask is None)).name.lower()
     return f"sdpa attention ({torch.nn.attention.current_flash_attention_impl() or kernel})"
 
 
-def know_documents(args: argparse.Namespace, model: nn.Module) -> None:
+def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model without storage, with one of `--attention`'s kernels; by default with what transformers chooses."""
+    implementation = "sdpa" if attention == "cudnn" else attention
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"--attention {attention}: {utils.first_line(error)}") from error
+
+
+def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
     """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
     sync in every forward, or in every layer with flash_attention_2."""
     masking_utils.find_packed_sequence_indices = lambda positions: (
-        (positions == 0).cumsum(-1) if args.document_mask else None
+        (positions == 0).cumsum(-1) if document_mask else None
     )
     modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    if args.document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
-        raise UserError(f"--document-mask: {args.model} is more than attention over positions; leave the flag out")
+    if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
+        raise UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
+
+
+def count_flops(model: nn.Module, sequence_length: int) -> tuple[int, str]:
+    """FLOPs per token, 0 where no formula holds for the model, and what to say of them."""
+    try:
+        flops = utils.get_model_flops_per_token(model, sequence_length)
+        return flops, f"{flops / 1e9:,.3f} GFLOP a token"
+    except ValueError as error:
+        return 0, f"FLOPs not known, so no MFU ({error})"
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -174,22 +195,25 @@ def make_real(
         model._init_weights(module)
 
 
-def fp8_converter(args: argparse.Namespace):
-    """A function that swaps a module's linears for torchao's float8 ones, in place."""
-    hopper = args.plan or (
-        torch.cuda.is_available() and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
-    )
-    if not hopper and not args.fp8_emulate:
-        here = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+def fp8_converter(recipe: str, emulate: bool, planned: bool = False) -> Callable[[nn.Module], None]:
+    """A function that swaps a module's linears for torchao's float8 ones, in place.
+
+    Raises:
+        UserError: neither is there a GPU with float8 (Ada, Hopper or newer, CDNA 3) nor is it emulated or planned.
+    """
+    cuda = torch.cuda.is_available()
+    has_float8 = cuda and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    if not (has_float8 or emulate or planned):
+        here = torch.cuda.get_device_name() if cuda else "a CPU"
         raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {here}; use bf16")
     if not find_spec("torchao"):
         raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    if args.fp8_recipe == "tensorwise":
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=args.fp8_emulate)
+    if recipe == "tensorwise":
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
     else:
-        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(args.fp8_recipe), emulate=args.fp8_emulate)
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
 
     def convertible(module: nn.Module, path: str) -> bool:  # the tensor cores want multiples of 16
         return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
@@ -211,13 +235,13 @@ class PretrainedWeights:
     one by one, say) loads as it does with from_pretrained.
 
     Args:
-        layers: path of the list of decoder layers in `model`, such as "model.layers".
+        layers: the list of decoder layers in `model`.
 
     Raises:
         UserError: there are no safetensors, they cannot be read, or a weight of the model is not among them.
     """
 
-    def __init__(self, model: nn.Module, layers: str, source: str, dtype: torch.dtype):
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, source: str, dtype: torch.dtype):
         from huggingface_hub import snapshot_download
         from safetensors import safe_open
         from transformers import conversion_mapping, core_model_loading
@@ -229,6 +253,7 @@ class PretrainedWeights:
         kinds = (core_model_loading.WeightRenaming, core_model_loading.WeightConverter)
         renamings, converters = ([rule for rule in self.rules if isinstance(rule, kind)] for kind in kinds)
         names = model.state_dict()
+        path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
         try:
             if not os.path.isdir(source):
@@ -241,10 +266,10 @@ class PretrainedWeights:
                     name, _ = core_model_loading.rename_source_key(
                         key, renamings, converters, model.base_model_prefix, names
                     )
-                    layer = re.match(rf"{re.escape(layers)}\.(\d+)\.", name)
+                    layer = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
                     self.slices.setdefault(layer and int(layer[1]), {})[key] = tensors.get_slice(key)
         except Exception as error:
-            raise UserError(f"--init pretrained: no weights from {source} ({first_line(error)})") from error
+            raise UserError(f"--init pretrained: no weights from {source} ({utils.first_line(error)})") from error
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""

@@ -4,26 +4,32 @@ Called by the script, which hands it the functions that it drives. What a step n
 GPU gives stands in `gpus`.
 """
 
-import argparse
 import collections
+import contextlib
+import dataclasses
 import functools
 import json
 import math
 import os
 import pathlib
+import subprocess
+import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import utils
+from harness import models
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, HOST_LINK, HOST_MEMORY, LINK_HOP, NCCL_GIB, NETWORK_HOP, find_rates
-from harness.models import decoder_layers, load_config
-from harness.recorder import KINDS, PHASES, Recipe, record_step
-from harness.report import columns, count_flops
+from harness.loss import choose_loss
+from harness.processes import columns, say
+from harness.settings import ROOT, Settings
 from utils import UserError
 
 
@@ -69,12 +75,21 @@ def predict_time(counts: dict[tuple, float], rates: dict[str, float]) -> dict[st
     return named | {"communication": whole, "exposed": exposed, "step": total}
 
 
+class Recipe(NamedTuple):
+    """The program's own functions, which a plan drives."""
+
+    resolve: Callable
+    build_mesh: Callable
+    build_model: Callable
+    build_optimizer: Callable
+    train_step: Callable
+
+
 def layer_period(config) -> tuple[nn.Module, int]:
     """The model on the meta device, and after how many layers its pattern repeats (SmolLM3: 4, one in four has no RoPE;
     the number of layers where nothing repeats)."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layers, text = decoder_layers(model), config.get_text_config()
+    model, text = models.on_meta(config), config.get_text_config()
+    layers = models.decoder_layers(model)
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
     shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
     alike = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
@@ -82,17 +97,19 @@ def layer_period(config) -> tuple[nn.Module, int]:
     return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
 
 
-def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates: dict[str, float]) -> dict:
+def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[str, float]) -> dict:
     """What this configuration needs and gives on `world` GPUs, as the JSON object of --plan without its advice.
 
     Two shallow models are recorded and extrapolated to the full depth, which is exact where layers are alike: memory
     and counts are linear in depth, and a maximum over layers lies at the first or the last of a kind.
     """
+    from harness.recorder import KINDS, PHASES, record_step  # loads what only a plan needs
+
     model, period = layer_period(config)
     layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
     depth = 2 * edge + (layers - 2 * edge) % period
     depths = [depth, depth + period] if depth + period < layers else [layers]
-    records = [record_step(args, recipe, config, world, depth, edge) for depth in depths]
+    records = [record_step(settings, recipe, config, world, depth, edge) for depth in depths]
     few, many = records[0], records[-1]
     beyond = (layers - depths[-1]) / period if len(depths) == 2 else 0
 
@@ -102,13 +119,13 @@ def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates:
     peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
 
     on_host = np.zeros(len(KINDS))
-    if args.cpu_offload:
+    if settings.cpu_offload:
         on_device = np.array([kind in ("activations", "communication") for kind in KINDS])
         on_host = max((peak * ~on_device for peak in peaks.values()), key=np.sum)
         peaks = {key: peak * on_device for key, peak in peaks.items()}
         shards = on_host[KINDS.index("parameters")]
-        passes = args.gradient_accumulation_steps * (3 if args.zero_stage == 3 else 2)  # gathers, and gradients back
-        counts["host_link_bytes", "backward"] = shards * passes
+        passes = 3 if settings.zero_stage == 3 else 2  # gathers, and gradients back
+        counts["host_link_bytes", "backward"] = shards * passes * settings.gradient_accumulation_steps
         counts["host_bytes", "optimizer"] = counts.pop(("memory_bytes", "optimizer"), 0)
     at, peak = max(peaks.items(), key=lambda item: item[1].sum())
     total = peak.sum() / utils.GIB
@@ -130,8 +147,8 @@ def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates:
     for entry in collectives:  # of a ring's hops one in per_node leaves the node
         entry["gib_between_nodes"] = entry["gib"] / entry["per_node"] if entry["per_node"] < entry["ranks"] else 0.0
     seconds = predict_time(counts, rates)
-    flops, _ = count_flops(args, model)
-    tokens = world * args.gradient_accumulation_steps * args.batch_size * args.sequence_length
+    flops, _ = models.count_flops(model, settings.sequence_length)
+    tokens = world * settings.gradient_accumulation_steps * settings.batch_size * settings.sequence_length
     speed = utils.estimate_mfu(flops, tokens, seconds["step"], world, rates["peak_tflops"])
     hours = 1e9 / speed["tokens_per_sec"] / 3600
     return {
@@ -158,38 +175,38 @@ def predict(args: argparse.Namespace, recipe: Recipe, config, world: int, rates:
         "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
         "mfu_percent": speed["mfu_percent"],
         "hours_per_billion_tokens": hours,
-    } | ({"cost_per_billion_tokens": hours * world * args.gpu_hour_usd} if args.gpu_hour_usd else {})
+    } | ({"cost_per_billion_tokens": hours * world * settings.gpu_hour_usd} if settings.gpu_hour_usd else {})
 
 
-def plan(args: argparse.Namespace, recipe: Recipe) -> None:
-    """--plan: prints what `args` will need and give."""
+def plan(settings: Settings, recipe: Recipe) -> None:
+    """--plan: prints what `settings` will need and give."""
     if int(os.environ.get("RANK", 0)):
         return
-    gpu = args.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "H100 SXM")
+    gpu = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "H100 SXM")
     try:
-        measured = json.loads(pathlib.Path(args.plan_rates).read_text()) if args.plan_rates else {}
+        measured = json.loads(pathlib.Path(settings.plan_rates).read_text()) if settings.plan_rates else {}
     except (OSError, ValueError) as error:
-        raise UserError(f"--plan-rates {args.plan_rates}: {utils.first_line(error)}") from error
+        raise UserError(f"--plan-rates {settings.plan_rates}: {utils.first_line(error)}") from error
     rates = find_rates(gpu, measured.get("rates", measured))
-    if args.precision == "fp8" and not (rates["fp8_tflops"] or args.fp8_emulate):
+    if settings.precision == "fp8" and not (rates["fp8_tflops"] or settings.fp8_emulate):
         raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {gpu} has none; use bf16")
-    config = load_config(args)
-    worlds = args.plan_gpus or [args.gpus_per_node]
+    config = models.load_config(settings.model, settings.sequence_length)
+    settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
+    predicted = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates))
 
-    @functools.cache
     def planned(world: int = worlds[0], **changed) -> dict:
-        return predict(argparse.Namespace(**vars(args) | changed), recipe, config, world, rates)
+        return predicted(dataclasses.replace(settings, **changed), world)
 
     batch = largest_batch(planned, rates)
-    if args.batch_size == "auto":
-        args.batch_size = batch or 1
-    result = {"model": args.model, "gpu": gpu} | planned() | {"largest_batch_size": batch}
+    if settings.batch_size == "auto":
+        settings = dataclasses.replace(settings, batch_size=batch or 1)
+    result = {"model": settings.model, "gpu": gpu} | planned() | {"largest_batch_size": batch}
     if not result["fits"]:
-        result["fits_with"] = what_fits(args, planned)
+        result["fits_with"] = what_fits(settings, config, planned)
     if len(worlds) > 1:
-        result["scaling"] = scaling(args, planned, worlds)
-    result["assumptions"] = assumptions(args, config, rates, measured)
-    print(json.dumps(result, indent=2) if args.json else describe_plan(args, result))
+        result["scaling"] = scaling(settings, planned, worlds)
+    result["assumptions"] = assumptions(settings, config, rates, measured)
+    print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))
 
 
 def largest_batch(planned, rates: dict[str, float]) -> int:
@@ -217,101 +234,88 @@ def largest_batch(planned, rates: dict[str, float]) -> int:
     return fits
 
 
-def what_fits(args: argparse.Namespace, planned) -> dict | None:
+def memory_savers(settings: Settings) -> list[dict]:
+    """Changes that lower memory, the cheapest in speed first, less what is so already."""
+    batch, checkpointing = settings.batch_size, settings.activation_checkpointing
+    steps = settings.gradient_accumulation_steps * (1 if batch == "auto" else batch)
+    ways = [
+        ({"fused_loss": True}, settings.fused_loss is False),
+        ({"zero_stage": 3}, settings.zero_stage < 3),
+        ({"activation_checkpointing": "selective"}, checkpointing == "none"),
+        ({"batch_size": 1, "gradient_accumulation_steps": steps}, batch != 1),
+        ({"activation_checkpointing": "full"}, checkpointing != "full"),
+        ({"optimizer": "adamw8bit"}, settings.optimizer == "adamw" and find_spec("torchao")),
+        ({"cpu_offload": True}, not settings.cpu_offload),
+    ]
+    return [changes for changes, possible in ways if possible]
+
+
+def as_flags(changes: dict) -> str:
+    return " ".join(f"--{name.replace('_', '-')}" + f" {v}" * (v is not True) for name, v in changes.items())
+
+
+def what_fits(settings: Settings, config, planned) -> dict | None:
     """The flags that make it fit at the least cost in speed, by planning them; None where nothing does.
 
     They are tried one on top of the other, the cheapest in speed first, until it fits; then what is not needed is
     taken out again.
     """
-    batch, microbatches = args.batch_size, args.gradient_accumulation_steps
-    ways = [
-        ("--fused-loss", {"fused_loss": None}, args.fused_loss is False),
-        ("--zero-stage 3", {"zero_stage": 3}, args.zero_stage < 3),
-        (
-            "--activation-checkpointing selective",
-            {"activation_checkpointing": "selective"},
-            args.activation_checkpointing == "none",
-        ),
-        (
-            f"--batch-size 1 --gradient-accumulation-steps {batch * microbatches}",
-            {"batch_size": 1, "gradient_accumulation_steps": batch * microbatches},
-            batch > 1,
-        ),
-        (
-            "--activation-checkpointing full",
-            {"activation_checkpointing": "full"},
-            args.activation_checkpointing != "full",
-        ),
-        ("--optimizer adamw8bit", {"optimizer": "adamw8bit"}, args.optimizer == "adamw" and find_spec("torchao")),
-        ("--cpu-offload", {"cpu_offload": True}, not args.cpu_offload),
-    ]
 
-    def with_all(chosen: dict) -> dict:
-        return planned(**{name: value for changes in chosen.values() for name, value in changes.items()})
+    def with_all(chosen: list[dict]) -> dict:
+        return planned(**{name: value for changes in chosen for name, value in changes.items()})
 
-    chosen: dict[str, dict] = {}
-    for flag, changes, possible in ways:
-        if not possible:
+    chosen: list[dict] = []
+    for changes in memory_savers(settings):
+        if "fused_loss" in changes and not choose_loss(None, config):
             continue
-        if flag == "--activation-checkpointing full":
-            chosen.pop("--activation-checkpointing selective", None)
-        chosen[flag] = changes
+        chosen = [one for one in chosen if one.keys() != changes.keys()] + [changes]  # full in place of selective
         if with_all(chosen)["fits"]:
             break
     else:
         return None
-    for flag in list(chosen)[:-1]:
-        fewer = {other: changes for other, changes in chosen.items() if other != flag}
+    for changes in chosen[:-1]:
+        fewer = [one for one in chosen if one is not changes]
         if with_all(fewer)["fits"]:
             chosen = fewer
     result = with_all(chosen)
     return {
-        "flags": " ".join(chosen),
+        "flags": " ".join(map(as_flags, chosen)),
         "reserved_gib": result["memory_gib"]["reserved"],
         "tokens_per_sec": result["tokens_per_sec"],
     }
 
 
-def scaling(args: argparse.Namespace, planned, worlds: list[int]) -> list[dict]:
+def scaling(settings: Settings, planned, worlds: tuple[int, ...]) -> list[dict]:
     """Plans at each world size; where it spans nodes also with one shard group a node, if that was not decided."""
-    rows = []
+    rows, told = [], ["fits", "communication_gib_per_step", "step_time_ms", "tokens_per_sec", "mfu_percent"]
+    told.append("exposed_communication_percent")
     for world in worlds:
-        nodes = world // args.gpus_per_node
-        hybrid = [nodes] if nodes > 1 and not world % args.gpus_per_node and args.zero_stage else []
-        for replicas in [args.dp_replicate_size, *(hybrid if args.dp_replicate_size == 1 else [])]:
+        nodes = world // settings.gpus_per_node
+        hybrid = [nodes] if nodes > 1 and not world % settings.gpus_per_node and settings.zero_stage else []
+        for replicas in [settings.dp_replicate_size, *(hybrid if settings.dp_replicate_size == 1 else [])]:
             row = planned(world, dp_replicate_size=replicas)
-            rows.append({"gpus": world, "dp_replicate_size": replicas} | {name: row[name] for name in SCALING_COLUMNS})
+            rows.append({"gpus": world, "dp_replicate_size": replicas} | {name: row[name] for name in told})
     return rows
 
 
-SCALING_COLUMNS = [
-    "fits",
-    "communication_gib_per_step",
-    "step_time_ms",
-    "tokens_per_sec",
-    "mfu_percent",
-    "exposed_communication_percent",
-]
-
-
-def assumptions(args: argparse.Namespace, config, rates: dict[str, float], measured: dict) -> dict[str, str]:
+def assumptions(settings: Settings, config, rates: dict[str, float], measured: dict) -> dict[str, str]:
     """What the plan takes for granted, in words."""
     layers = config.get_text_config().num_hidden_layers
     return {
         "rates": ", ".join(f"{name} {value:,.4g}" for name, value in rates.items())
         + (
-            f"; measured, from {args.plan_rates}"
+            f"; measured, from {settings.plan_rates}"
             if measured
             else "; shares of the datasheets' figures, see docs/PLAN.md"
         ),
         "memory": f"rank 0, which holds most; {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA "
         f"and its libraries, {NCCL_GIB} GiB a communicator: assumed, not measured",
         "attention": "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
-        if args.attention != "eager"
+        if settings.attention != "eager"
         else "the scores' matrix in memory",
         "layers": (
             "partitioned as inductor does; a compiled region allocates what its kernels have to write"
-            if args.compile
+            if settings.compile
             else "operator by operator"
         )
         + f"; shallow models, extrapolated to {layers} layers",
@@ -320,18 +324,18 @@ def assumptions(args: argparse.Namespace, config, rates: dict[str, float], measu
     }
 
 
-def describe_plan(args: argparse.Namespace, result: dict) -> str:
+def describe_plan(settings: Settings, result: dict) -> str:
     """The plan as a table."""
     world, memory, time_ms = result["gpus"], result["memory_gib"], result["time_ms"]
-    replicas = world if args.zero_stage == 0 else args.dp_replicate_size
-    tokens = args.gradient_accumulation_steps * args.batch_size * args.sequence_length * world
-    host = f", {memory['host']:,.1f} GiB a GPU on the host" if args.cpu_offload else ""
+    replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
+    tokens = settings.gradient_accumulation_steps * settings.batch_size * settings.sequence_length * world
+    host = f", {memory['host']:,.1f} GiB a GPU on the host" if settings.cpu_offload else ""
     techniques = [
-        args.precision,
-        "compiled" if args.compile else "eager",
-        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing",
-        "loss from full logits" if args.fused_loss is False else "fused loss",
-        args.optimizer,
+        settings.precision,
+        "compiled" if settings.compile else "eager",
+        f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing",
+        "fused loss" if settings.fused_loss else "loss from full logits",
+        settings.optimizer,
     ]
     places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
     verdict = f"of {result['capacity_gib']:.1f}: " + ("fits" if result["fits"] else "DOES NOT FIT")
@@ -340,17 +344,17 @@ def describe_plan(args: argparse.Namespace, result: dict) -> str:
     lines = [
         columns(
             {
-                "plan": f"{args.model} on {world} x {result['gpu']}, ZeRO-{args.zero_stage}, "
+                "plan": f"{settings.model} on {world} x {result['gpu']}, ZeRO-{settings.zero_stage}, "
                 f"replicas x shards {replicas} x {world // replicas}",
                 "model": f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e9:,.3f} GFLOP a token",
-                "technique": ", ".join(techniques) + ", offloaded to the host" * args.cpu_offload,
-                "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} "
-                f"sequences x {args.sequence_length:,} = {tokens:,} tokens a step",
+                "technique": ", ".join(techniques) + ", offloaded to the host" * settings.cpu_offload,
+                "batch": f"{world} ranks x {settings.gradient_accumulation_steps} microbatches x {settings.batch_size} "
+                f"sequences x {settings.sequence_length:,} = {tokens:,} tokens a step",
             }
         ),
         f"\nmemory of the fullest GPU, GiB{'at most':>9}  {places.get(result['peak_at'], 'in ' + result['peak_at'])}"
         + host,
-        *(f"  {kind:24}{memory[kind]:13,.2f}{result['at_peak_gib'][kind]:13,.2f}" for kind in KINDS),
+        *(f"  {kind:24}{memory[kind]:13,.2f}{result['at_peak_gib'][kind]:13,.2f}" for kind in result["at_peak_gib"]),
         f"  {'total':24}{'':13}{memory['total']:13,.2f}",
         f"  {'reserved':24}{'':13}{memory['reserved']:13,.2f}   {verdict}",
         "\nsent by each GPU in a step, GiB",
@@ -369,7 +373,7 @@ def describe_plan(args: argparse.Namespace, result: dict) -> str:
         f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
         f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, MFU {result['mfu_percent']:.1f} %",
         f"  {'a billion tokens':24}{result['hours_per_billion_tokens']:9,.2f} h"
-        + (f", ${result['cost_per_billion_tokens']:,.0f}" if args.gpu_hour_usd else ""),
+        + (f", ${result['cost_per_billion_tokens']:,.0f}" if settings.gpu_hour_usd else ""),
     ]
     if fitting := result.get("fits_with"):
         lines.append(
@@ -391,3 +395,79 @@ def describe_plan(args: argparse.Namespace, result: dict) -> str:
         for name, text in result["assumptions"].items()
     ]
     return "\n".join([*lines, "\nassumptions", *wrapped])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run's own plan, made by a process beside the training
+
+
+def start_plan(settings: Settings) -> subprocess.Popen:
+    """Plans this run in another process, which sees no GPU and gives way to the training."""
+    gpu = settings.plan_gpu or torch.cuda.get_device_name()
+    batch = {"--batch-size": settings.batch_size, "--gradient-accumulation-steps": settings.gradient_accumulation_steps}
+    world_and_batch = {"--plan-gpus": dist.get_world_size(), "--plan-gpu": gpu} | batch  # as they were resolved
+    flags = ["--plan", "--json", "--compile" if settings.compile else "--no-compile"]
+    flags += [str(word) for item in world_and_batch.items() for word in item]
+    world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in world}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags],
+        env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=functools.partial(os.nice, 19),
+    )
+
+
+def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
+    """(the plan, None where there is none; why there is none)."""
+    try:
+        output, errors = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None, f"no plan within {patience:.0f} s"
+    if process.returncode:
+        return None, (errors.strip() or "no plan").splitlines()[-1]
+    return json.loads(output), ""
+
+
+def choose_batch_size(settings: Settings) -> int:
+    """--batch-size auto: the largest that fits by a plan of this run, on rank 0."""
+    if not (settings.plan_gpu or torch.cuda.is_available()):
+        raise UserError("--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu")
+    result, problem = read_plan(start_plan(settings), patience=600)
+    if not result:
+        raise UserError(f"--batch-size auto: {problem}")
+    if not result["largest_batch_size"]:
+        advice = f"; it fits with {result['fits_with']['flags']}" if result.get("fits_with") else ""
+        raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
+    say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
+    return result["largest_batch_size"]
+
+
+@contextlib.contextmanager
+def own_plan(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
+    """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run."""
+    planned = dist.get_rank() == 0 and (settings.plan_gpu or device.type == "cuda")
+    process = start_plan(settings) if planned else None
+    try:
+        yield process
+    finally:
+        if process:
+            process.kill()
+
+
+def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
+    """What a run's own plan adds to its last line."""
+    predicted, problem = read_plan(process, patience=300)
+    if not predicted:
+        say(f"planned    nothing: {problem}")
+        return {}
+    return {
+        "predicted_peak_memory_alloc": predicted["memory_gib"]["total"],
+        "predicted_peak_memory_reserved": predicted["memory_gib"]["reserved"],
+        "predicted_step_time_ms": predicted["step_time_ms"],
+    }

@@ -42,9 +42,9 @@ def start_processes() -> torch.device:
     return device
 
 
-def stop_processes(stop: "StopRequest") -> None:
+def stop_processes(stop: "StopRequest | None" = None) -> None:
     """Leaves the world; a gloo rank that leaves before the others are done can abort them, hence the barrier."""
-    if stop.round:
+    if stop and stop.round:
         stop.round[0].wait()
     dist.barrier()
     dist.destroy_process_group()
@@ -128,3 +128,8 @@ def say(*message) -> None:
     if dist.get_rank() == 0:
         tqdm.write(" ".join(map(str, message)))
         sys.stdout.flush()
+
+
+def columns(lines: dict[str, str]) -> str:
+    """One line for each name, the texts below each other."""
+    return "\n".join(f"{name:10} {text}" for name, text in lines.items())

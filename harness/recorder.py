@@ -3,17 +3,16 @@
 Called by `planning`, which makes memory and time of it. It does not know any GPU.
 """
 
-import argparse
 import collections
 import contextlib
 import copy
+import dataclasses
 import functools
 import operator
 import re
 import weakref
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -31,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import utils
 from harness.models import decoder_layers
+from harness.settings import Settings
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
@@ -370,43 +370,37 @@ def _graph_bytes(node) -> int:
     return sum(-(-tensor.numel() * tensor.element_size() // 512) * 512 for tensor in tensors)
 
 
-class Recipe(NamedTuple):
-    """The program's own functions that a plan drives."""
-
-    build_mesh: Callable
-    build_model: Callable
-    build_optimizer: Callable
-    train_step: Callable
-
-
-def record_step(args: argparse.Namespace, recipe: Recipe, config, world: int, depth: int, edge: int) -> StepRecorder:
+def record_step(settings: Settings, recipe, config, world: int, depth: int, edge: int) -> StepRecorder:
     """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
 
     The first and the last `edge` layers are told apart; of more than three microbatches the second stands for all but
-    the first and the last. Rank 0 is the fullest rank: fully_shard cuts dimension 0 as torch.chunk does.
+    the first and the last. Rank 0 is the fullest rank: fully_shard cuts dimension 0 as torch.chunk does. `recipe` is a
+    `planning.Recipe`.
     """
-    microbatches = args.gradient_accumulation_steps
-    # with --document-mask a GPU's flex attention skips what is masked; it is planned as if nothing were
-    replaced = {"init": "random", "gradient_accumulation_steps": min(microbatches, 3), "document_mask": False}
-    args = argparse.Namespace(**vars(args) | replaced)
-    if args.attention not in ("auto", "eager"):
-        args.attention = "sdpa"  # the other kernels do not run here; they save and allocate the same
+    microbatches, eager = settings.gradient_accumulation_steps, settings.attention == "eager"
+    settings = dataclasses.replace(
+        settings,
+        init="random",
+        gradient_accumulation_steps=min(microbatches, 3),
+        attention="eager" if eager else "sdpa",  # other kernels do not run here; they save and allocate the same
+        document_mask=False,  # a GPU's flex attention skips what is masked; it is planned as if nothing were
+    )
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == text.num_hidden_layers:
             setattr(text, name, value[:depth])
     text.num_hidden_layers = depth
-    recorder = StepRecorder(args.gpus_per_node)
-    if args.optimizer == "adamw8bit" and find_spec("torchao"):  # its tables, cached, are computed from real tensors
+    recorder = StepRecorder(settings.gpus_per_node)
+    if settings.optimizer == "adamw8bit" and find_spec("torchao"):  # its tables, cached, are computed from real tensors
         from torchao.optim import subclass_8bit
 
         subclass_8bit.get_qmap_signed(), subclass_8bit.get_qmap_unsigned()
 
     def batches():
-        for index in range(args.gradient_accumulation_steps):
-            recorder.start_microbatch(index, args.gradient_accumulation_steps, microbatches)
-            shape = (args.batch_size, args.sequence_length)
+        for index in range(settings.gradient_accumulation_steps):
+            recorder.start_microbatch(index, settings.gradient_accumulation_steps, microbatches)
+            shape = (settings.batch_size, settings.sequence_length)
             yield {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
 
     def watch(layer: nn.Module, key, last: bool) -> None:
@@ -421,7 +415,7 @@ def record_step(args: argparse.Namespace, recipe: Recipe, config, world: int, de
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        mesh = recipe.build_mesh(args, torch.device("cpu"))
+        mesh = recipe.build_mesh(settings, torch.device("cpu"))
         with (
             mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
             # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
@@ -433,21 +427,21 @@ def record_step(args: argparse.Namespace, recipe: Recipe, config, world: int, de
             recorder,
         ):
             recorder.kind = "parameters"
-            model = recipe.build_model(args, config, mesh)
+            model = recipe.build_model(settings, config, mesh)
             recorder.kind = "optimizer"
-            optimizer = recipe.build_optimizer(args, model)
+            optimizer = recipe.build_optimizer(settings, model)
             for index, layer in enumerate(decoder_layers(model)):
                 key = index if index < edge else index - depth if index >= depth - edge else None
                 watch(layer, key, index == depth - 1)
             optimizer.register_step_pre_hook(lambda *_: recorder.start_optimizer(model.parameters()))
             recorder.kind = "activations"
-            if args.fp8_recipe == "tensorwise":  # as every step but the first finds it
+            if settings.fp8_recipe == "tensorwise":  # as every step but the first finds it
                 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
                 precompute_float8_dynamic_scale_for_fsdp(model)
-            recipe.train_step(args, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
+            recipe.train_step(settings, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
     finally:
         dist.destroy_process_group()
-    if args.compile and not recorder.compiled_regions:
+    if settings.compile and not recorder.compiled_regions:
         raise RuntimeError("the plan's step ran eagerly although the layers are compiled")
     return recorder

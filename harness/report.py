@@ -3,8 +3,8 @@
 Called by the script, which hands it figures; it computes none of the speed figures itself (see `utils`).
 """
 
-import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -19,46 +19,44 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
 from tqdm import tqdm
 
 import utils
+from harness import models
 from harness.checkpoints import TrainState
 from harness.folders import lock_folder
-from harness.models import describe_attention
-from harness.processes import say
-from harness.settings import PROFILED_STEPS, ROOT
+from harness.processes import columns, say
+from harness.settings import ROOT, Settings
 from utils import UserError
 
 
-def choose_trackers(args: argparse.Namespace) -> list[str]:
+def choose_trackers(log_with: str) -> list[str]:
     """accelerate's names of the trackers; one that cannot work is an error now, not at the first log line."""
-    trackers = {"none": [], "all": ["wandb", "tensorboard"]}.get(args.log_with, [args.log_with])
+    trackers = {"none": [], "all": ["wandb", "tensorboard"]}.get(log_with, [log_with])
     for package in trackers:
         if not find_spec(package):
-            raise UserError(f"--log-with {args.log_with}: needs the package {package} (pip install {package})")
+            raise UserError(f"--log-with {log_with}: needs the package {package} (pip install {package})")
     if "wandb" in trackers:
         import wandb
 
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             advice = "run `wandb login`, or set WANDB_MODE=offline"
-            raise UserError(f"--log-with {args.log_with}: not logged in to wandb; {advice}")
+            raise UserError(f"--log-with {log_with}: not logged in to wandb; {advice}")
     return trackers
 
 
-def serve_metrics(args: argparse.Namespace) -> None:
-    """Opens the Prometheus endpoint."""
-    if not args.metrics_port:
+def serve_metrics(host: str, port: int | None) -> None:
+    """Opens the Prometheus endpoint, if one is wanted."""
+    if not port:
         return
     if not find_spec("prometheus_client"):
         raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
     from prometheus_client import start_http_server
 
     try:
-        start_http_server(args.metrics_port, args.metrics_host)
+        start_http_server(port, host)
     except OSError as error:
-        where = f"{args.metrics_host}:{args.metrics_port}"
-        raise UserError(f"--metrics-port: cannot listen on {where} ({error.strerror}); choose another") from error
+        raise UserError(f"--metrics-port: cannot listen on {host}:{port} ({error.strerror}); choose another") from error
 
 
 @functools.cache
@@ -69,142 +67,128 @@ def gauge(key: str):
     return Gauge(f"training_{key}", f"{key} of metrics.jsonl")
 
 
-def check_that_figures_will_exist(args: argparse.Namespace, device: torch.device) -> None:
+def check_that_figures_will_exist(settings: Settings, device: torch.device) -> None:
     """Raises UserError for a gate or a record of something that this machine does not measure."""
-    if args.min_mfu and not (args.peak_tflops or utils.get_gpu_peak_tflops()):
+    if settings.min_mfu and not (settings.peak_tflops or utils.get_gpu_peak_tflops()):
         raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
-    for flag, given in {"--max-memory-gib": args.max_memory_gib, "--memory-snapshot": args.memory_snapshot}.items():
-        if given and device.type != "cuda":
-            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out")
+    of_memory = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
+    if device.type != "cuda" and (given := [flag for flag, value in of_memory.items() if value]):
+        raise UserError(f"{given[0]}: memory is measured on a GPU only; leave it out")
 
 
-def check_gates(args: argparse.Namespace, metrics: dict) -> None:
+def check_gates(settings: Settings, metrics: dict) -> None:
     """Raises UserError with exit code 3 when a figure missed its gate."""
     missed = []
     mfu = metrics.get("mfu_percent", 0.0)  # a resumed run may end within its warmup
-    if args.min_mfu and mfu < args.min_mfu:
-        missed.append(f"--min-mfu {args.min_mfu:g}: the MFU was {mfu:.2f} %")
-    if args.max_memory_gib and metrics["peak_memory_reserved"] > args.max_memory_gib:
+    if settings.min_mfu and mfu < settings.min_mfu:
+        missed.append(f"--min-mfu {settings.min_mfu:g}: the MFU was {mfu:.2f} %")
+    if settings.max_memory_gib and metrics["peak_memory_reserved"] > settings.max_memory_gib:
         reserved = metrics["peak_memory_reserved"]
-        missed.append(f"--max-memory-gib {args.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
+        missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
     if missed:
         raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
 
 
 @contextlib.contextmanager
-def profiling(folder: pathlib.Path, tracker):
+def profiling(folder: pathlib.Path, state: TrainState):
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
-    with tracker.excluded():
+    with state.tracker.excluded():
         if dist.get_rank():
             yield
         else:
-            start = time.perf_counter()
+            before, start = state.step, time.perf_counter()
             with torch.profiler.profile() as profile:
                 yield
                 utils.wait_for_device()
                 seconds = time.perf_counter() - start
             (folder / "profile").mkdir(exist_ok=True)
             profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
-            shares = utils.time_shares(profile.events(), seconds)
+            steps, shares = state.step - before, time_shares(profile.events(), seconds)
             table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
-            say(columns({"profile": f"{PROFILED_STEPS} steps of {1000 * seconds / PROFILED_STEPS:,.1f} ms: {table}"}))
+            say(columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
         dist.barrier()  # until rank 0 has written: the others' clocks must not count that either
 
 
-def record_memory(folder: pathlib.Path):
-    """Records allocations from now on; returns what writes them down, which running out of memory does by itself."""
+def record_memory(folder: pathlib.Path) -> None:
+    """Records allocations from now on; running out of memory writes them down."""
     torch.cuda.memory._record_memory_history(max_entries=200_000)
-
-    def dump(*_) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
-
-    torch._C._cuda_attach_out_of_memory_observer(dump)
-    return dump
+    torch._C._cuda_attach_out_of_memory_observer(lambda *_: dump_memory(folder))
 
 
-def count_flops(args: argparse.Namespace, model: nn.Module) -> tuple[int, str]:
-    """FLOPs per token, 0 where no formula holds for the model, and what to say of them."""
-    try:
-        flops = utils.get_model_flops_per_token(model, args.sequence_length)
-        return flops, f"{flops / 1e9:,.3f} GFLOP a token"
-    except ValueError as error:
-        return 0, f"FLOPs not known, so no MFU ({error})"
+def dump_memory(folder: pathlib.Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
 
 
-def describe_setup(args, model, mesh, train_set, tokens: int, flops: str, peak: float | None, verified: str) -> str:
+def describe_setup(settings, model, mesh, train_set, tokens: int, flops: str, peak: float | None, verified: str) -> str:
     """The header: what will run, in figures that can be checked by hand."""
     world, shards = dist.get_world_size(), mesh["shard"].size()
     where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
     master = ", fp32 master weights and gradient reduction"
     precision = {
         "bf16": "bf16 compute and all-gather" + master,
-        "fp8": f"{'emulated ' * args.fp8_emulate}float8 linears ({args.fp8_recipe}), bf16 elsewhere" + master,
+        "fp8": f"{'emulated ' * settings.fp8_emulate}float8 linears ({settings.fp8_recipe}), bf16 elsewhere" + master,
         "fp32": "fp32 throughout",
         "bf16-pure": "bf16 throughout, optimizer included",
     }
+    run = "compiled" if settings.compile else "eager"
     techniques = [
-        describe_attention(args, model.config, mesh.device_type)
-        + " inside documents (FLOPs counted as if across them)" * args.document_mask,
-        "compiled layers" if args.compile else "eager layers",
-        f"fused loss ({'compiled' if args.compile else 'eager'} chunks)"
-        if args.fused_loss
-        else "loss from full logits",
-        f"{args.activation_checkpointing.replace('none', 'no')} activation checkpointing"
-        if args.activation_memory_budget is None
-        else f"activation memory budget {args.activation_memory_budget:g}",
-        args.optimizer,
+        models.describe_attention(settings, model.config, mesh.device_type)
+        + " inside documents (FLOPs counted as if across them)" * settings.document_mask,
+        f"{run} layers",
+        f"fused loss ({run} chunks)" if settings.fused_loss else "loss from full logits",
+        f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
+        if settings.activation_memory_budget is None
+        else f"activation memory budget {settings.activation_memory_budget:g}",
+        settings.optimizer,
     ]
     mfu = f"{peak:,.0f} TFLOPS peak a GPU" if peak else "no MFU on a CPU"
     if not peak and mesh.device_type == "cuda":
         mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
+    data = f"{settings.dataset}, streamed"
+    if not settings.streaming:
+        size = len(train_set) * settings.sequence_length
+        data = f"{settings.dataset}, {size:,} tokens, {size / tokens:,.1f} steps an epoch"
     lines = {
-        "model": f"{args.model} ({type(model).__name__.removeprefix('FSDP')}), {args.init} weights, "
+        "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops}, {mfu}",
-        "sharding": f"ZeRO-{args.zero_stage} on {world} x {where}, replicas x shards {world // shards} x {shards}"
-        + ", offloaded to the host" * args.cpu_offload,
+        "sharding": f"ZeRO-{settings.zero_stage} on {world} x {where}, replicas x shards {world // shards} x {shards}"
+        + ", offloaded to the host" * settings.cpu_offload,
         "verified": verified,
-        "precision": precision[args.precision],
+        "precision": precision[settings.precision],
         "technique": ", ".join(techniques),
-        "batch": f"{world} ranks x {args.gradient_accumulation_steps} microbatches x {args.batch_size} sequences x "
-        f"{args.sequence_length:,} = {tokens:,} tokens a step, {args.num_steps:,} steps",
-        "data": f"{args.dataset}, streamed"
-        if args.streaming
-        else f"{args.dataset}, {len(train_set) * args.sequence_length:,} tokens, "
-        f"{len(train_set) * args.sequence_length / tokens:,.1f} steps an epoch",
+        "batch": f"{world} ranks x {settings.gradient_accumulation_steps} microbatches x {settings.batch_size} "
+        f"sequences x {settings.sequence_length:,} = {tokens:,} tokens a step, {settings.num_steps:,} steps",
+        "data": data,
     }
     return columns(lines)
-
-
-def columns(lines: dict[str, str]) -> str:
-    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
 
 
 class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
-    def __init__(self, args: argparse.Namespace, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
-        self.accelerator, self.num_steps, self.file, self.failed = accelerator, args.num_steps, None, False
-        self.serves = accelerator.is_main_process and args.metrics_port
+    def __init__(self, settings: Settings, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
+        self.accelerator, self.num_steps, self.file, self.failed = accelerator, settings.num_steps, None, False
+        self.serves = accelerator.is_main_process and settings.metrics_port
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             lock_folder(folder)
             try:
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
-                (folder / "config.json").write_text(json.dumps(describe_run(args), indent=2) + "\n")
+                (folder / "config.json").write_text(json.dumps(describe_run(settings), indent=2) + "\n")
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         if accelerator.log_with:
-            flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in vars(args).items()}
+            flags = dataclasses.asdict(settings)
+            flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flags.items()}
             trackers = {"wandb": {"name": folder.name, "dir": str(folder), "id": state.run_id, "resume": "allow"}}
             trackers["tensorboard"] = {"purge_step": state.step + 1}
-            accelerator.init_trackers(args.project_name, config=flags, init_kwargs=trackers)
+            accelerator.init_trackers(settings.project_name, config=flags, init_kwargs=trackers)
         places = {"run": str(folder)}
         for tracker in accelerator.trackers if self.file else ():
             if tracker.name == "wandb":
-                places["wandb"] = (
-                    tracker.run.url or f"offline; later: wandb sync {pathlib.Path(tracker.run.dir).parent}"
-                )
+                offline = f"offline; later: wandb sync {pathlib.Path(tracker.run.dir).parent}"
+                places["wandb"] = tracker.run.url or offline
         say(columns(places) + "\n")
         shown = self.file and sys.stderr.isatty()
         self.bar = tqdm(total=self.num_steps, initial=state.step, unit="step", disable=not shown)
@@ -214,49 +198,54 @@ class Report:
             return
         step = metrics["step"]
         self.serve(metrics)
-        try:
-            print(json.dumps(metrics), file=self.file, flush=True)
-        except OSError as error:  # the line waits in Python's buffer and is written with a later one
-            self.failed = True
-            say(f"failed     metrics.jsonl, step {step}: {error.strerror}; the run goes on")
+        self.write(metrics)
         try:
             self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
         except OSError as error:
             say(f"failed     trackers, from step {step} on: {error.strerror}; the run goes on without them")
             self.accelerator.trackers = []
-        loss = f"loss {metrics['loss']:.4f}"
-        if "eval_loss" in metrics:
-            held_out = f"held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
+        loss, held_out = f"loss {metrics['loss']:.4f}", describe_held_out(metrics)
         if not self.bar.disable:
             self.bar.set_postfix_str(f"{loss}  {speed}")
-            if "eval_loss" in metrics:
+            if held_out:
                 say(f"step {step}  {loss}  {held_out}")
             return
         parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", speed]
         if "step_time_ms" in metrics:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
-        if "eval_loss" in metrics:
-            parts.append(held_out)
-        say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, parts)))
+        say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, [*parts, held_out])))
+
+    def write(self, metrics: dict) -> None:
+        try:
+            print(json.dumps(metrics), file=self.file, flush=True)
+        except OSError as error:  # the line waits in Python's buffer and is written with a later one
+            self.failed = True
+            say(f"failed     metrics.jsonl, step {metrics['step']}: {error.strerror}; the run goes on")
 
     def serve(self, metrics: dict) -> None:
         for key, value in metrics.items() if self.serves else ():
             gauge(key).set(value)
 
-    def close(self, metrics: dict | None) -> None:
+    def end(self, metrics: dict | None) -> None:
         """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
-        self.bar.close()
         self.serve(metrics or {})
-        if self.file:
-            try:
-                if metrics:
-                    print(json.dumps(metrics | {"final": True}), file=self.file)
-                self.file.close()
-            except OSError as error:
-                self.failed = True
-                say(f"failed     {self.file.name}: {error.strerror}")
+        if self.file and metrics:
+            self.write(metrics | {"final": True})
+        self.close()
         for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
             tracker.finish()
+
+    def close(self) -> None:
+        """Gives back the terminal and the file, however the run ended."""
+        self.bar.close()
+        with contextlib.suppress(OSError):  # said when the line was written
+            if self.file:
+                self.file.close()
+
+
+def describe_held_out(metrics: dict) -> str:
+    loss = metrics.get("eval_loss")
+    return "" if loss is None else f"held-out loss {loss:.4f} (perplexity {math.exp(loss):,.2f})"
 
 
 def open_metrics(path: pathlib.Path, step: int):
@@ -283,7 +272,7 @@ def finish_metrics(path: pathlib.Path, tracker: utils.PerformanceTracker) -> Non
                 print(json.dumps(last | tracker.summary() | {"final": True}), file=file)
 
 
-def describe_run(args: argparse.Namespace) -> dict:
+def describe_run(settings: Settings) -> dict:
     """What it takes to repeat a run: flags, versions, commit, world size, GPU."""
     versions = {"python": sys.version.split()[0]}
     for package in ("torch", "transformers", "accelerate", "torchao", "datasets"):
@@ -295,21 +284,15 @@ def describe_run(args: argparse.Namespace) -> dict:
     except (OSError, subprocess.CalledProcessError):
         commit = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "flags": vars(args),
-        "versions": versions,
-        "commit": commit,
-        "world_size": dist.get_world_size(),
-        "gpu": gpu,
-    }
+    run = {"flags": dataclasses.asdict(settings), "versions": versions, "commit": commit}
+    return run | {"world_size": dist.get_world_size(), "gpu": gpu}
 
 
 def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
     """The last words: what the averages after warmup are."""
     elapsed = tqdm.format_interval(time.time() - started)
     done = f"{metrics['step']:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
-    if "eval_loss" in metrics:
-        done += f", held-out loss {metrics['eval_loss']:.4f} (perplexity {math.exp(metrics['eval_loss']):,.2f})"
+    done = ", ".join(filter(None, [done, describe_held_out(metrics)]))
     speed = "not measured: no step after the --perf-warmup-steps"
     if "tokens_per_sec" in metrics:
         speed = (
