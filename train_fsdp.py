@@ -504,6 +504,7 @@ def train(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: St
                 trace.enter_context(report.profiling(job.folder, state))
             learning_rate = float(state.scheduler.get_last_lr()[0])
             loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
+            state.scheduler.step()
             state.count(job.tokens_per_step // settings.sequence_length, job.tokens_per_step)
             step = state.step
             unread_losses.append(loss)

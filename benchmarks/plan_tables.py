@@ -13,7 +13,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
-from harness import gpus, models, planning, settings
+from harness import gpus, models, planning
+from harness.settings import parse_args
 
 LLAMA2_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -27,9 +28,11 @@ PLAIN = "--no-compile --no-fused-loss --plan-gpus 4"
 
 
 def planned(flags: str) -> dict:
-    args = settings.parse_args(["--plan", *flags.split()])
-    rates = gpus.find_rates(args.plan_gpu or "H100 SXM", {})
-    return planning.predict(args, train_fsdp.RECIPE, models.load_config(args), args.plan_gpus[0], rates)
+    settings = parse_args(["--plan", *flags.split()])
+    config = models.load_config(settings.model, settings.sequence_length)
+    settings = train_fsdp.resolve(settings, config)
+    rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", {})
+    return planning.predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates)
 
 
 def row(*cells) -> None:

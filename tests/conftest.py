@@ -3,7 +3,9 @@
 Everything runs on the CPU, whatever the machine has, with one thread a process.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -25,7 +27,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness import processes, settings
+from harness import processes
+from harness.settings import Settings, parse_args
+from utils import UserError
 
 torch.set_num_threads(1)
 
@@ -140,8 +144,18 @@ class Stop:
         return self.steps == 0
 
 
+def parse(arguments: list) -> Settings:
+    """The settings of a command line; a wrong one is a UserError, as other mistakes in this process are."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse_args([*map(str, arguments)])
+    except SystemExit as left:
+        raise UserError(said.getvalue().removeprefix("train_fsdp.py: error: ").removesuffix("\n"), left.code) from None
+
+
 def train(arguments: list, device, stop: Stop | None = None) -> int:
     """Trains in this process, a world of one; the exit code."""
     import train_fsdp
 
-    return train_fsdp.run(settings.parse_args([*map(str, arguments)]), device, stop or Stop())
+    return train_fsdp.run(parse(arguments), device, stop or Stop())

@@ -142,6 +142,17 @@ COUNTED = {
 }
 
 
+def resolved(argv: list):
+    """(the settings of a command line as a run resolves them, the model's config)."""
+    import train_fsdp
+    from harness import models
+    from harness.settings import parse_args
+
+    settings = parse_args([*map(str, argv)])
+    config = models.load_config(settings.model, settings.sequence_length)
+    return train_fsdp.resolve(settings, config), config
+
+
 def round_trip_inputs():
     import torch
 
@@ -163,11 +174,11 @@ def main(workspace: pathlib.Path) -> None:
 
     import train_fsdp
     import utils
-    from harness import models, processes, settings
+    from harness import models, processes
+    from harness.settings import parse_args
 
     device, stop = processes.start_processes(), processes.StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
-    processes.say = lambda *message: None
     observed: dict = {"errors": {}}
     built: dict = {}
 
@@ -226,8 +237,8 @@ def main(workspace: pathlib.Path) -> None:
     def train(name: str, flags: str, model: str = "smollm3", **options) -> dict:
         built.clear()
         run_name = name.replace(" ", "-")
-        args = settings.parse_args([*arguments(model, flags, **options), "--run-name", run_name])
-        train_fsdp.run(args, device, stop)
+        settings = parse_args([*arguments(model, flags, **options), "--run-name", run_name])
+        train_fsdp.run(settings, device, stop)
         lines = (workspace / f"runs-{world}" / run_name / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
         logged = [line for line in map(json.loads, lines) if not line.get("final")]
         parameters = list(built["build_model"].parameters())
@@ -259,9 +270,8 @@ def main(workspace: pathlib.Path) -> None:
         return local.numel() * local.element_size() if torch.is_tensor(local) else 0
 
     def build(name: str, flags: str, **options):
-        args = settings.parse_args(arguments(name, flags, **options))
-        mesh = train_fsdp.build_mesh(args, device)
-        return args, train_fsdp.build_model(args, models.load_config(args), mesh)
+        settings, config = resolved(arguments(name, flags, **options))
+        return settings, train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
 
     def round_trip(name: str) -> float:
         """Largest difference of logits to those that transformers computed with the same weights."""

@@ -8,12 +8,14 @@ import itertools
 import json
 import pathlib
 import sys
-import types
 import weakref
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from harness import gpus, models, planning, processes, settings
+from multirank import resolved
+
+import utils
+from harness import gpus, planning, processes
 
 CASES = {
     "stage 3": "",
@@ -40,7 +42,7 @@ def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[
     return ["--model", str(workspace / "models" / model), "--sequence-length", "256", "--no-compile", *flags.split()]
 
 
-def measure(args, train_fsdp, device) -> dict:
+def measure(argv, train_fsdp, device) -> dict:
     """One step: every storage that an operator gave out is asked for its size after every operator."""
     import torch
     import torch.distributed as dist
@@ -64,7 +66,7 @@ def measure(args, train_fsdp, device) -> dict:
             if DTensor in types:
                 return NotImplemented
             result = op(*args, **(kwargs or {}))
-            for leaf in tree_leaves((args, kwargs, result)):
+            for leaf in tree_leaves((settings, kwargs, result)):
                 if isinstance(leaf, torch.Tensor):
                     storage = leaf.untyped_storage()
                     self.storages[id(storage)] = weakref.ref(storage)
@@ -78,12 +80,12 @@ def measure(args, train_fsdp, device) -> dict:
                     self.sent[kind] = calls + 1, total + size
             return result
 
-    mesh = train_fsdp.build_mesh(args, device)
-    model = train_fsdp.build_model(args, models.load_config(args), mesh)
-    optimizer = train_fsdp.build_optimizer(args, model)
+    settings, config = resolved(argv)
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    optimizer = train_fsdp.build_optimizer(settings, model)
     seen = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update(gradients=of([p.grad for p in model.parameters()])))
-    tokens = torch.zeros(args.batch_size, args.sequence_length, dtype=torch.int64)
+    tokens = torch.zeros(settings.batch_size, settings.sequence_length, dtype=torch.int64)
     batches = ({"input_ids": tokens.clone(), "labels": tokens.clone()} for _ in itertools.count())
     parameters = list(itertools.chain(model.parameters(), model.buffers()))
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
@@ -92,15 +94,14 @@ def measure(args, train_fsdp, device) -> dict:
         for tensor in itertools.chain(parameters, states):  # what was there before
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
-        train_fsdp.train_step(args, model, optimizer, batches, train_fsdp.utils.PerformanceTracker(0, 1, 0))
+        train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
     dist.barrier()
     return held | seen | {"total": live.peak, "sent": live.sent}
 
 
-def plan(args, train_fsdp, ranks: int) -> dict:
-    args.plan = True
-    rates = gpus.find_rates("H100 SXM", {})
-    return planning.predict(args, train_fsdp.RECIPE, models.load_config(args), ranks, rates)
+def plan(argv, train_fsdp, ranks: int) -> dict:
+    settings, config = resolved(["--plan", *argv])
+    return planning.predict(settings, train_fsdp.RECIPE, config, ranks, gpus.find_rates("H100 SXM", {}))
 
 
 def main(workspace: pathlib.Path) -> None:
@@ -114,8 +115,8 @@ def main(workspace: pathlib.Path) -> None:
 
     import train_fsdp
 
-    def parsed(flags: str, model: str = "deep"):
-        return settings.parse_args(arguments(workspace, flags, model))
+    def parsed(flags: str, model: str = "deep") -> list[str]:
+        return arguments(workspace, flags, model)
 
     if sys.argv[2:] == ["plan"]:
         result = {
@@ -135,7 +136,7 @@ def main(workspace: pathlib.Path) -> None:
     result = {name: measure(parsed(flags), train_fsdp, device) for name, flags in cases(ranks).items()}
     if torch.distributed.get_rank() == 0:
         (workspace / f"measured-{ranks}.json").write_text(json.dumps(result))
-    processes.stop_processes(types.SimpleNamespace(round=None))
+    processes.stop_processes()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, start, torchrun
+from conftest import ROOT, parse, start, torchrun
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench
-
-from harness import settings
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -32,7 +30,7 @@ def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
     for config in configs:
         if config.program == "train_fsdp.py":
             bench.set_steps(config.flags)
-            args = vars(settings.parse_args(config.words()[1:]))
+            args = vars(parse(config.words()[1:]))
             assert {key: str(args[key]) for key in config.flags} == {k: str(v) for k, v in config.flags.items()}
             assert args["num_steps"] > args["perf_warmup_steps"] or args["eval_interval"] or args["num_steps"] == 1
 

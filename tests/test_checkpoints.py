@@ -17,7 +17,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import PROGRAM, ROOT, Stop, metrics_of, start, torchrun_command, train, words, write_model
+from conftest import PROGRAM, ROOT, Stop, metrics_of, parse, start, torchrun_command, train, words, write_model
 from multirank import MODELS, SIZES
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import checkpoints, processes, settings
+from harness import checkpoints, export, processes
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -236,14 +236,13 @@ def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
 
 
 def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flags):
-    args = settings.parse_args(flags)
-    manifest = {"world_size": 3, "flags": vars(args) | {"given_accumulation": 1}}
-    monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 2)
+    settings = parse(flags)
+    manifest = {"world_size": 3, "flags": vars(settings) | {"given_accumulation": 1}}
+    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 2)
     with pytest.raises(utils.UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12"):
-        checkpoints.keep_global_batch(args, manifest)
-    monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 1)
-    checkpoints.keep_global_batch(args, manifest)
-    assert args.gradient_accumulation_steps == 3
+        checkpoints.keep_global_batch(settings, manifest)
+    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 1)
+    assert checkpoints.keep_global_batch(settings, manifest) == 3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -438,8 +437,8 @@ def test_a_stop_that_could_not_be_saved_is_a_failure(run, capsys, tmp_path):
 
 
 def test_a_slow_disk_skips_checkpoints_and_says_so(run, monkeypatch, tmp_path, capsys):
-    save = train_fsdp.dcp.save
-    monkeypatch.setattr(train_fsdp.dcp, "save", lambda *args, **options: (time.sleep(1), save(*args, **options)))
+    save = checkpoints.dcp.save
+    monkeypatch.setattr(checkpoints.dcp, "save", lambda *args, **options: (time.sleep(1), save(*args, **options)))
     assert run("r", "--checkpoint-interval", 1) == 0
     assert "skipped    checkpoint at step 2" in capsys.readouterr().out
     assert names(tmp_path / "r") == checkpoint_names(1, STEPS)
@@ -467,7 +466,7 @@ def test_an_export_is_the_trained_model(run, tmp_path, monkeypatch, name, size):
     trained, build_model = [], train_fsdp.build_model
     keep = lambda *args, **options: trained.append(build_model(*args, **options)) or trained[-1]  # noqa: E731
     monkeypatch.setattr(train_fsdp, "build_model", keep)
-    monkeypatch.setattr(train_fsdp, "EXPORT_SHARD", size)
+    monkeypatch.setattr(export, "EXPORT_SHARD", size)
     model = write_model(tmp_path / "model", MODELS[name][0], **MODELS[name][1])
     assert run("r", "--model", model, "--num-steps", 2, "--export", tmp_path / "export") == 0
     files = sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))

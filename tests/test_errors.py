@@ -1,7 +1,6 @@
 """A mistake is one line that names the flag or file; nothing is trained and nothing is lost."""
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -9,13 +8,12 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PROGRAM, ROOT, STORIES, python, start, torchrun, train, words, write_model
-from multirank import SIZES
+from conftest import PROGRAM, ROOT, STORIES, parse, python, start, torchrun, train, words, write_model
+from multirank import SIZES, resolved
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
-from harness import models, settings
 
 PREFIX = "train_fsdp.py: error: "
 SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32")
@@ -96,7 +94,7 @@ def test_the_run_that_the_mistakes_are_made_in_works(device, arguments, tmp_path
 )
 def test_a_bad_flag_is_named(flags):
     with pytest.raises(utils.UserError) as raised:
-        settings.parse_args(flags.split())
+        parse(flags.split())
     assert raised.value.exit_code == 2
     assert flags.split()[0] in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -104,13 +102,13 @@ def test_a_bad_flag_is_named(flags):
 
 def test_flags_beside_demo_win_wherever_they_stand():
     for argv in (["--demo", "--num-steps", "3", "--lr", "1"], ["--num-steps", "3", "--lr", "1", "--demo"]):
-        args = settings.parse_args(argv)
+        args = parse(argv)
         assert (args.num_steps, args.lr, args.model, args.dataset) == (3, 1, "demo", "demo")
 
 
 @pytest.mark.parametrize("flags", ["--lr-scheduler constant", "--num-steps 5", "--dataset synthetic", "--zero-stage 0"])
 def test_what_demo_sets_is_no_mistake_of_the_user(flags):
-    args = settings.parse_args(["--demo", *flags.split()])
+    args = parse(["--demo", *flags.split()])
     assert args.warmup_steps < args.num_steps
     assert args.lr_scheduler != "constant" or args.warmup_steps == 0
 
@@ -308,10 +306,9 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
 
 
 def built(device, arguments, *flags):
-    args = settings.parse_args([*arguments, *flags])
-    mesh = train_fsdp.build_mesh(args, device)
-    model = train_fsdp.build_model(args, models.load_config(args), mesh)
-    return args, mesh, model
+    settings, config = resolved([*arguments, *flags])
+    mesh = train_fsdp.build_mesh(settings, device)
+    return settings, mesh, train_fsdp.build_model(settings, config, mesh)
 
 
 def test_sharding_is_verified_parameter_by_parameter(device, arguments):
@@ -335,7 +332,7 @@ def test_an_optimizer_of_other_parameters_is_found(device, arguments):
 
 def test_a_model_on_another_mesh_is_found(device, arguments):
     args, _, model = built(device, arguments)
-    other = train_fsdp.build_mesh(settings.parse_args([*arguments, "--zero-stage", "0"]), device)
+    other = train_fsdp.build_mesh(parse([*arguments, "--zero-stage", "0"]), device)
     if other.ndim == 1:  # in a world of one
         other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(RuntimeError, match="not sharded"):
@@ -411,7 +408,8 @@ def test_a_bug_keeps_its_traceback(arguments, tmp_path):
     broken.mkdir()
     for name in ("train_fsdp.py", "utils.py"):
         shutil.copy(ROOT / name, broken)
-    os.symlink(ROOT / "assets", broken / "assets")
+    for name in ("assets", "harness"):
+        shutil.copytree(ROOT / name, broken / name)
     source = (broken / "utils.py").read_text()
     (broken / "utils.py").write_text(source + "\n\ndef get_model_flops_per_token(*_, **__):\n    return 1 // 0\n")
     process = start([sys.executable, broken / "train_fsdp.py", *arguments])

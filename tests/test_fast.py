@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from conftest import write_model
+from conftest import parse, write_model
+from multirank import resolved
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
-from harness import checkpoints, models, settings
+from harness import checkpoints, models
 from harness.loss import LinearCrossEntropy, loss_and_gradient
 from utils import UserError
 
@@ -36,8 +37,7 @@ def trainer(device, tmp_path):
     def make(name: str, *flags):
         source = name if name == "demo" else write_model(tmp_path / name, name, **MODELS[name])
         sizes = ["--sequence-length", "32", "--batch-size", "2", "--num-workers", "0", "--num-steps", "9"]
-        args = settings.parse_args(["--model", source, "--dataset", "demo", *sizes, *flags])
-        config = models.load_config(args)
+        args, config = resolved(["--model", source, "--dataset", "demo", *sizes, *flags])
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)
         data = utils.SyntheticDataset(config.vocab_size, args.sequence_length)
@@ -124,7 +124,7 @@ def test_a_smaller_memory_budget_keeps_fewer_activations_and_gives_the_same_loss
 @pytest.mark.parametrize("flags", ["--no-compile", "--compile --activation-checkpointing full"])
 def test_a_memory_budget_that_could_not_apply_is_refused(flags):
     with pytest.raises(UserError, match="--activation-memory-budget: needs --compile"):
-        settings.parse_args(["--activation-memory-budget", "0.5", *flags.split()])
+        parse(["--activation-memory-budget", "0.5", *flags.split()])
 
 
 def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_gather(trainer):
@@ -199,14 +199,14 @@ def test_positions_begin_again_after_each_end_of_text():
 def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_path, name, attention):
     flags = ["--model", write_model(tmp_path / name, name.removesuffix("_sliding"), **MODELS[name])]
     flags += ["--attention", attention, "--precision", "fp32", "--sequence-length", "48", "--dataset", "demo"]
-    plain, masked = settings.parse_args(flags), settings.parse_args([*flags, "--document-mask"])
-    model = train_fsdp.build_model(masked, models.load_config(masked), train_fsdp.build_mesh(masked, device))
+    masked, config = resolved([*flags, "--document-mask"])
+    model = train_fsdp.build_model(masked, config, train_fsdp.build_mesh(masked, device))
     batch = utils.create_collate_fn(END)(windows(2, 48))
     together = model(**batch, use_cache=False).loss.item()
     batch["position_ids"] = torch.arange(48).expand(2, -1)
     across = model(**batch, use_cache=False).loss.item()
 
-    models.know_documents(plain, model)
+    models.know_documents(model, name, document_mask=False)
     total, documents = 0.0, 0
     for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         lengths = np.diff([0, *(np.flatnonzero(row[:-1] == END) + 1), len(row)]).tolist()
@@ -223,19 +223,19 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
-    models = {}
+    variants = {}
     for attention in ("sdpa", "flex_attention"):
         torch.manual_seed(0)
         config = AutoConfig.for_model("smollm3", **MODELS["smollm3"])
-        models[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    models.know_documents(settings.parse_args(["--document-mask"]), models["sdpa"])
-    for layer in models.decoder_layers(models["flex_attention"]):
+        variants[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    models.know_documents(variants["sdpa"], "smollm3", document_mask=True)
+    for layer in models.decoder_layers(variants["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
     collate, all_windows = utils.create_collate_fn(END), windows(6, 128)
     for start in (0, 2, 4):
         batch = collate(all_windows[start : start + 2])
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=start > 0):
-            logits = [model(**batch, use_cache=False).logits for model in models.values()]
+            logits = [model(**batch, use_cache=False).logits for model in variants.values()]
         torch.testing.assert_close(*logits)
     assert counters["stats"]["unique_graphs"] <= 3  # two kinds of layer, and what makes the mask
     assert not counters["graph_break"]
@@ -244,11 +244,11 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
 @pytest.mark.parametrize("flags", ["--dataset synthetic", "--attention flash_attention_2"])
 def test_a_document_mask_that_could_not_work_is_refused(flags):
     with pytest.raises(UserError, match="--document-mask"):
-        settings.parse_args(["--document-mask", *flags.split()])
+        parse(["--document-mask", *flags.split()])
 
 
 def test_a_document_mask_is_refused_for_layers_that_are_no_attention(device, tmp_path):
     source = write_model(tmp_path / "hybrid", "qwen3_next", **MODELS["qwen3_moe"])
-    args = settings.parse_args(["--model", source, "--document-mask", "--sequence-length", "32"])
+    args, config = resolved(["--model", source, "--document-mask", "--sequence-length", "32"])
     with pytest.raises(UserError, match=r"--document-mask: .* is more than attention over positions"):
-        train_fsdp.build_model(args, models.load_config(args), train_fsdp.build_mesh(args, device))
+        train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))

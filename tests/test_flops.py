@@ -86,9 +86,7 @@ PARAMETERS = {
 
 
 def preset(name: str, sequence_length: int = 8192):
-    return models.load_config(
-        settings.parse_args(["--model", name, "--sequence-length", str(sequence_length), "--dataset", "synthetic"])
-    )
+    return models.load_config(name, sequence_length)
 
 
 @pytest.mark.parametrize("name, parameters", PARAMETERS.items())

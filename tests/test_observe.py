@@ -8,10 +8,9 @@ import urllib.request
 
 import pytest
 import torch
-from conftest import metrics_of, python, train
+from conftest import metrics_of, parse, python, train
 from test_speed import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
-import train_fsdp
 import utils
 from harness import report, settings
 from utils import UserError
@@ -119,7 +118,7 @@ def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(t
 
 
 def test_a_gate_is_judged_by_the_figures_of_the_last_line():
-    args = settings.parse_args(["--min-mfu", "50", "--max-memory-gib", "70"])
+    args = parse(["--min-mfu", "50", "--max-memory-gib", "70"])
     report.check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
     for mfu, memory, named in ((49.9, 60, "--min-mfu 50"), (51, 70.1, "--max-memory-gib 70")):
         with pytest.raises(UserError, match=named) as missed:
@@ -144,8 +143,8 @@ def test_what_cannot_be_measured_here_is_refused_before_anything_begins(run, fla
 @pytest.mark.parametrize("flags, enough", [("--min-mfu 40 --peak-tflops 1", 11), ("--profile", 14)])
 def test_no_step_left_to_measure_is_refused(flags, enough):
     with pytest.raises(UserError, match=f"give --num-steps at least {enough}"):
-        settings.parse_args([*flags.split(), "--num-steps", "10"])
-    settings.parse_args([*flags.split(), "--num-steps", str(enough)])
+        parse([*flags.split(), "--num-steps", "10"])
+    parse([*flags.split(), "--num-steps", str(enough)])
 
 
 def test_a_port_in_use_is_refused_before_training(run):
@@ -157,7 +156,7 @@ def test_a_port_in_use_is_refused_before_training(run):
 
 
 def test_the_endpoint_without_its_package_is_refused(run, monkeypatch):
-    monkeypatch.setattr(train_fsdp, "find_spec", lambda package: None)
+    monkeypatch.setattr(report, "find_spec", lambda package: None)
     with pytest.raises(UserError, match="needs the package prometheus_client"):
         run("--metrics-port", "9100")
 
@@ -172,8 +171,8 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: None)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    dump = report.record_memory(tmp_path / "it")
-    dump()
+    report.record_memory(tmp_path / "it")
+    report.dump_memory(tmp_path / "it")
     (observer,) = observers
     observer(0, 2**30, 0, 0)  # device, wanted, allocated, free
     assert written == [str(tmp_path / "it" / "memory-rank-0.pickle")] * 2

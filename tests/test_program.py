@@ -9,13 +9,12 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, STORIES, losses_of, metrics_of, python, start, torchrun, train, words, write_model
-from multirank import SIZES
+from conftest import ROOT, STORIES, losses_of, metrics_of, parse, python, start, torchrun, train, words, write_model
+from multirank import SIZES, resolved
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import models, settings
 from harness.loss import LinearCrossEntropy
 
 PROMPT = "Once upon a time"
@@ -34,7 +33,7 @@ def test_help_names_every_flag_with_its_default():
             described[flag[1].rstrip(",")] = ""
         if described:
             described[list(described)[-1]] += line.strip() + " "
-    args = vars(settings.parse_args([]))
+    args = vars(parse([]))
     for name in args.keys() - {"argv", "given_accumulation"}:  # what was given, before a resume changes it
         assert "--" + name.replace("_", "-") in described, name
     without_default = {"-h", "--demo", "--sample-prompt", "--peak-tflops"}  # off unless given
@@ -125,7 +124,7 @@ def test_config_json_says_what_it_takes_to_repeat_the_run(demo):
     config = json.loads((folder / "config.json").read_text())
     assert config["flags"]["num_steps"] == 12
     assert config["flags"]["model"] == "demo"
-    assert set(config["flags"]) == set(vars(settings.parse_args([])))
+    assert set(config["flags"]) == set(vars(parse([])))
     assert config["versions"]["torch"] == torch.__version__
     assert {"python", "transformers", "accelerate", "datasets"} <= set(config["versions"])
     if (ROOT / ".git").exists():
@@ -260,8 +259,7 @@ def in_process(device, folder, *flags) -> list[dict]:
 def initial_model(device, folder, *flags):
     """The model as the program builds it, as a plain module of transformers."""
     argv = ["--model", str(folder / "model"), "--precision", "fp32", "--sequence-length", "32", *flags]
-    args = settings.parse_args(argv)
-    config = models.load_config(args)
+    args, config = resolved(argv)
     sharded = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict({name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()})

@@ -6,13 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import PROGRAM, ROOT, STORIES, Stop, losses_of, metrics_of, start, torchrun_command, train, words
+from conftest import PROGRAM, ROOT, STORIES, Stop, losses_of, metrics_of, parse, start, torchrun_command, train, words
 from multirank import SIZES
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import utils
-from harness import processes, settings, streaming
+from harness import processes, streaming
 
 SEQ_LEN = 16
 DOCUMENTS = 3 * streaming.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
@@ -189,7 +189,7 @@ def whole(device, flags, tmp_path_factory):
 
 def test_a_stopped_run_goes_on_bit_for_bit_and_leaves_no_cache(device, flags, whole, tmp_path, monkeypatch):
     begun, batches = [], streaming.StreamedBatches
-    monkeypatch.setattr(utils, "StreamedBatches", lambda *share: begun.append(share[-1]) or batches(*share))
+    monkeypatch.setattr(streaming, "StreamedBatches", lambda *share: begun.append(share[-1]) or batches(*share))
     run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto"]
     for stop_after in (4, 5):
         assert train(run, device, Stop(stop_after)) == processes.StopRequest.EXIT_CODE
@@ -243,13 +243,13 @@ def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus,
 )
 def test_flags_that_a_stream_cannot_take_are_refused(more, says):
     with pytest.raises(utils.UserError) as raised:
-        settings.parse_args(["--streaming", *words(more)])
+        parse(["--streaming", *words(more)])
     assert says in str(raised.value)
 
 
 def test_the_default_split_of_a_stream_is_whole():
-    assert settings.parse_args(["--streaming"]).dataset_split == "train"
-    assert settings.parse_args([]).dataset_split == "train[:5%]"
+    assert parse(["--streaming"]).dataset_split == "train"
+    assert parse([]).dataset_split == "train[:5%]"
 
 
 @pytest.mark.parametrize("first", ["--streaming", ""])
