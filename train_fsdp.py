@@ -57,8 +57,8 @@ from harness import checkpoints, folders, models, planning, report, streaming
 from harness.checkpoints import TrainState
 from harness.export import export
 from harness.loss import choose_loss, full_loss, fuse_loss
-from harness.processes import StopRequest, columns, fail, say, start_processes, stop_processes
-from utils import UserError, from_main_process
+from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
+from utils import UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Model
@@ -76,7 +76,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     attention, fused_loss = models.choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, compile=compiled, attention=attention, fused_loss=fused_loss)
     if settings.batch_size == "auto" and not settings.plan:  # a plan looks for it itself
-        batch_size = from_main_process(lambda: planning.choose_batch_size(settings), dist.get_rank() == 0)
+        batch_size = on_main_rank(lambda: planning.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=batch_size)
     if manifest:
         accumulation = checkpoints.keep_global_batch(settings, manifest)
@@ -166,49 +166,37 @@ def selective_contexts():
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW over the sharded parameters, weight decay on matrices only, its states made already."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
+    options = {"lr": 0.0, "betas": settings.betas}
     if settings.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), fused=True)
+        optimizer = torch.optim.AdamW(groups, **options, fused=True)
     else:
         if not find_spec("torchao"):
             raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
         from torchao.optim import AdamW8bit
 
-        optimizer = AdamW8bit(groups, lr=settings.lr, betas=tuple(settings.betas))
+        optimizer = AdamW8bit(groups, **options)
     # One step with zero gradients and zero learning rate makes the states, so that they can be checked, counted in
     # memory and loaded into before training; it changes no parameter.
-    for group in optimizer.param_groups:
-        set_learning_rate(group, 0.0)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for group in optimizer.param_groups:
-        set_learning_rate(group, settings.lr)
     for state in optimizer.state.values():
         state["step"].zero_()
+    for group in optimizer.param_groups:  # torchao keeps it as a tensor
+        group["lr"] = group["lr"].fill_(settings.lr) if torch.is_tensor(group["lr"]) else settings.lr
     return optimizer
-
-
-def set_learning_rate(group: dict, rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
     """The schedule of transformers by that name; the decay of warmup_stable_decay takes the last fifth."""
-    decay = max(1, settings.num_steps // 5)
-    specific = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": decay}}
-    steps = (settings.warmup_steps, settings.num_steps)
-    return transformers.get_scheduler(
-        settings.lr_scheduler, optimizer, *steps, scheduler_specific_kwargs=specific.get(settings.lr_scheduler)
-    )
+    name, steps = settings.lr_scheduler, (settings.warmup_steps, settings.num_steps)
+    decay = {"num_decay_steps": max(1, settings.num_steps // 5)}
+    own = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": decay}.get(name)
+    return transformers.get_scheduler(name, optimizer, *steps, scheduler_specific_kwargs=own)
 
 
 def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str:
@@ -258,17 +246,16 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
         train = load(split=settings.dataset_split)
         if settings.eval_interval:
             stream, windows = load(split=settings.eval_split), settings.eval_steps * per_microbatch
-            held_out = from_main_process(lambda: stream.head(windows), dist.get_rank() == 0)
+            held_out = on_main_rank(lambda: stream.head(windows))
     else:
         load = functools.partial(utils.get_dataset, *corpus, vocab_size=vocab_size, cache_dir=settings.cache_dir)
         train = load(split=settings.dataset_split, log=functools.partial(say, "data      "))
         needed = per_microbatch * settings.gradient_accumulation_steps
         if len(train) < needed:
-            raise UserError(
-                f"--dataset {settings.dataset}, split {settings.dataset_split!r}: {len(train):,} windows of "
-                f"{settings.sequence_length} tokens do not fill one global batch of {needed}; use a smaller batch, a "
-                "shorter sequence or more text"
-            )
+            windows = f"{len(train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
+            advice = "use a smaller batch, a shorter sequence or more text"
+            data = f"--dataset {settings.dataset}, split {settings.dataset_split!r}"
+            raise UserError(f"{data}: {windows} of {needed}; {advice}")
         held_out = load(split=settings.eval_split) if settings.eval_interval else None
     if settings.document_mask:
         if tokenizer.eos_token_id is None:
@@ -420,12 +407,13 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
 
 
 def read_losses(losses: list[torch.Tensor], step: int) -> float:
-    """The global loss of `step`; `losses` are this rank's of the steps up to it that were not read yet.
+    """The global loss of `step`. `losses` are this rank's of the steps up to it that were not read yet, emptied here.
 
     Raises:
         UserError: one of them is NaN or infinite; the first such step is named.
     """
     values = torch.stack(losses)
+    losses.clear()
     dist.all_reduce(values)
     values = (values / dist.get_world_size()).tolist()
     for at, value in enumerate(values, step - len(values) + 1):
@@ -437,9 +425,9 @@ def read_losses(losses: list[torch.Tensor], step: int) -> float:
 
 @dataclasses.dataclass
 class Job:
-    """A run that is ready for its first step; `settings` are the resolved ones."""
+    """A run that is ready for its first step."""
 
-    settings: Settings
+    settings: Settings  # resolved
     device: torch.device
     folder: pathlib.Path
     accelerator: Accelerator
@@ -448,21 +436,21 @@ class Job:
     eval_set: Any
     identity: dict  # what a resumed run must have in common with it
     flops_per_token: int
-    tokens_per_step: int  # of every rank and microbatch
     state: TrainState
 
 
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
-    on_main = functools.partial(from_main_process, is_main=dist.get_rank() == 0)
-    folder, trackers = on_main(lambda: (folders.choose_folder(settings), report.choose_trackers(settings.log_with)))
+    folder, trackers = on_main_rank(
+        lambda: (folders.choose_folder(settings), report.choose_trackers(settings.log_with))
+    )
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
     report.check_that_figures_will_exist(settings, device)
-    on_main(lambda: report.serve_metrics(settings.metrics_host, settings.metrics_port))
+    on_main_rank(lambda: report.serve_metrics(settings.metrics_host, settings.metrics_port))
     if settings.memory_snapshot:
         report.record_memory(folder)
-    config = on_main(lambda: models.load_config(settings.model, settings.sequence_length))
-    tokenizer = on_main(lambda: models.load_tokenizer(settings, config))
+    config = on_main_rank(lambda: models.load_config(settings.model, settings.sequence_length))
+    tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
     train_set, eval_set = load_data(settings, tokenizer, config, accelerator)
@@ -478,21 +466,21 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if settings.min_mfu and not flops:
         raise UserError(f"--min-mfu: {counted}")
     peak, world = settings.peak_tflops or utils.get_gpu_peak_tflops(), dist.get_world_size()
-    tokens = world * settings.gradient_accumulation_steps * settings.batch_size * settings.sequence_length
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, world, peak or 0)
     state = TrainState(model, optimizer, scheduler, tracker)
     if found:
         state.load(*found)
-    say(report.describe_setup(settings, model, mesh, train_set, tokens, counted, peak, verified))
+    say(report.describe_setup(settings, model, mesh, train_set, counted, peak, verified))
     if found:
         say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
     data = (tokenizer, train_set, eval_set)
-    return Job(settings, device, folder, accelerator, *data, identity, flops, tokens, state)
+    return Job(settings, device, folder, accelerator, *data, identity, flops, state)
 
 
 def train(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
     """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
+    tokens = settings.tokens_per_step(dist.get_world_size())
     batches = training_batches(settings, job.train_set, state, job.device)
     first = state.step + max(settings.perf_warmup_steps, 1) + 1
     profiled = range(first, first + PROFILED_STEPS) if settings.profile else range(0)
@@ -505,7 +493,7 @@ def train(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: St
             learning_rate = float(state.scheduler.get_last_lr()[0])
             loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
             state.scheduler.step()
-            state.count(job.tokens_per_step // settings.sequence_length, job.tokens_per_step)
+            state.count(tokens // settings.sequence_length, tokens)
             step = state.step
             unread_losses.append(loss)
             if step in profiled[-1:]:
@@ -515,15 +503,12 @@ def train(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: St
             last = step == settings.num_steps
             evaluates = job.eval_set is not None and (last or step % settings.eval_interval == 0)
             logs = evaluates or last or step == 1 or step % settings.log_interval == 0
-            speed = {}
-            if step not in profiled:
-                speed = tracker.step(job.tokens_per_step, job.flops_per_token, synchronize=logs)
+            speed = {} if step in profiled else tracker.step(tokens, job.flops_per_token, synchronize=logs)
             stop.can_save = True
             stopped = stop.agreed() and not last
             saves = stopped or (settings.checkpoint_interval and (last or step % settings.checkpoint_interval == 0))
             if saves or logs:
                 latest = read_losses(unread_losses, step)  # what is saved or said is finite
-                unread_losses.clear()
             if logs:
                 gc.collect()
                 metrics = {"step": step, "loss": latest, "grad_norm": grad_norm.full_tensor().item()}
@@ -564,7 +549,7 @@ def finish(job: Job, log: report.Report, saver: checkpoints.Checkpoints, own_pla
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
     if log.failed:
         raise UserError(f"--output-dir: {job.folder / 'metrics.jsonl'} could not be written, see above", 1)
-    from_main_process(lambda: report.check_gates(settings, metrics), dist.get_rank() == 0)
+    on_main_rank(lambda: report.check_gates(settings, metrics))
     return 0
 
 
@@ -589,10 +574,9 @@ def nothing_to_train(job: Job) -> int:
 
 def export_only(settings: Settings, device: torch.device) -> int:
     """--num-steps 0: from a checkpoint, or from --init pretrained, to --export; no data, no optimizer."""
-    on_main = functools.partial(from_main_process, is_main=dist.get_rank() == 0)
-    on_main(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
-    config = on_main(lambda: models.load_config(settings.model, settings.sequence_length))
-    tokenizer = on_main(lambda: models.load_tokenizer(settings, config))
+    on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
+    config = on_main_rank(lambda: models.load_config(settings.model, settings.sequence_length))
+    tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, pathlib.Path())
     settings = resolve(settings, config)
     if found:
@@ -613,24 +597,16 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)
     with contextlib.ExitStack() as cleanup:
-        log = cleanup.enter_context(
-            contextlib.closing(report.Report(job.settings, job.accelerator, job.folder, job.state))
-        )
+        log = report.Report(job.settings, job.accelerator, job.folder, job.state)
+        cleanup.callback(log.close)
         saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device)
         own_plan = cleanup.enter_context(planning.own_plan(job.settings, device))
-        cleanup.enter_context(collecting_at_log_lines())
+        gc.collect()
+        gc.freeze()  # what is here now stays; cycles are collected at log lines, as a collection in the middle of a
+        gc.disable()  # step stops one rank while all wait for it
+        cleanup.callback(gc.enable)
         metrics, stopped = train(job, log, saver, stop)
         return leave_early(job, log, saver, stop) if stopped else finish(job, log, saver, own_plan, metrics)
-
-
-@contextlib.contextmanager
-def collecting_at_log_lines():
-    """No garbage collection in the middle of a step, which would stop one rank while all wait for it."""
-    gc.collect()
-    gc.freeze()  # what is here now stays
-    gc.disable()
-    yield
-    gc.enable()
 
 
 RECIPE = planning.Recipe(resolve, build_mesh, build_model, build_optimizer, train_step)

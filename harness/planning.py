@@ -55,16 +55,16 @@ def predict_time(counts: dict[tuple, float], rates: dict[str, float]) -> dict[st
             latency = (size - nodes) * LINK_HOP + (nodes - 1) * NETWORK_HOP
             communication["sent_bytes" if what == "calls" else "end_bytes", phase] += amount * latency * steps
         else:
-            rate, unit = {
-                "matmul_flops": ("matmul_tflops", 1e12),
-                "fp8_flops": ("fp8_tflops", 1e12),
-                "attention_flops": ("attention_tflops", 1e12),
-                "memory_bytes": ("memory_gb_per_s", 1e9),
-            }.get(what, (None, 1e9))
-            rate = rates[rate] if rate else {"host_bytes": HOST_MEMORY, "host_link_bytes": HOST_LINK}[what]
-            name = {"matmul_flops": "matmul", "fp8_flops": "matmul", "attention_flops": "attention"}.get(what, "memory")
-            seconds["optimizer" if phase == "optimizer" else name] += amount / rate / unit
-            seconds[phase, "compute"] += amount / rate / unit
+            name, rate = {
+                "matmul_flops": ("matmul", rates["matmul_tflops"] * 1e12),
+                "fp8_flops": ("matmul", rates["fp8_tflops"] * 1e12),
+                "attention_flops": ("attention", rates["attention_tflops"] * 1e12),
+                "memory_bytes": ("memory", rates["memory_gb_per_s"] * 1e9),
+                "host_bytes": ("memory", HOST_MEMORY * 1e9),
+                "host_link_bytes": ("memory", HOST_LINK * 1e9),
+            }[what]
+            seconds["optimizer" if phase == "optimizer" else name] += amount / rate
+            seconds[phase, "compute"] += amount / rate
     exposed = communication["sent_bytes", "optimizer"]
     for phase in ("forward", "backward"):
         ends = communication["end_bytes", phase]
@@ -148,8 +148,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
         entry["gib_between_nodes"] = entry["gib"] / entry["per_node"] if entry["per_node"] < entry["ranks"] else 0.0
     seconds = predict_time(counts, rates)
     flops, _ = models.count_flops(model, settings.sequence_length)
-    tokens = world * settings.gradient_accumulation_steps * settings.batch_size * settings.sequence_length
-    speed = utils.estimate_mfu(flops, tokens, seconds["step"], world, rates["peak_tflops"])
+    speed = utils.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates["peak_tflops"])
     hours = 1e9 / speed["tokens_per_sec"] / 3600
     return {
         "gpus": world,
@@ -287,8 +286,8 @@ def what_fits(settings: Settings, config, planned) -> dict | None:
 
 def scaling(settings: Settings, planned, worlds: tuple[int, ...]) -> list[dict]:
     """Plans at each world size; where it spans nodes also with one shard group a node, if that was not decided."""
-    rows, told = [], ["fits", "communication_gib_per_step", "step_time_ms", "tokens_per_sec", "mfu_percent"]
-    told.append("exposed_communication_percent")
+    speed = ("step_time_ms", "tokens_per_sec", "mfu_percent", "exposed_communication_percent")
+    rows, told = [], ("fits", "communication_gib_per_step", *speed)
     for world in worlds:
         nodes = world // settings.gpus_per_node
         hybrid = [nodes] if nodes > 1 and not world % settings.gpus_per_node and settings.zero_stage else []
@@ -300,25 +299,20 @@ def scaling(settings: Settings, planned, worlds: tuple[int, ...]) -> list[dict]:
 
 def assumptions(settings: Settings, config, rates: dict[str, float], measured: dict) -> dict[str, str]:
     """What the plan takes for granted, in words."""
-    layers = config.get_text_config().num_hidden_layers
+    layers, attention = "operator by operator", "the scores' matrix in memory"
+    if settings.compile:
+        layers = "partitioned as inductor does; a compiled region allocates what its kernels have to write"
+    if settings.attention != "eager":
+        attention = "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
+    source = (
+        f"measured, from {settings.plan_rates}" if measured else "shares of the datasheets' figures, see docs/PLAN.md"
+    )
     return {
-        "rates": ", ".join(f"{name} {value:,.4g}" for name, value in rates.items())
-        + (
-            f"; measured, from {settings.plan_rates}"
-            if measured
-            else "; shares of the datasheets' figures, see docs/PLAN.md"
-        ),
+        "rates": ", ".join(f"{name} {value:,.4g}" for name, value in rates.items()) + f"; {source}",
         "memory": f"rank 0, which holds most; {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA "
         f"and its libraries, {NCCL_GIB} GiB a communicator: assumed, not measured",
-        "attention": "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
-        if settings.attention != "eager"
-        else "the scores' matrix in memory",
-        "layers": (
-            "partitioned as inductor does; a compiled region allocates what its kernels have to write"
-            if settings.compile
-            else "operator by operator"
-        )
-        + f"; shallow models, extrapolated to {layers} layers",
+        "attention": attention,
+        "layers": f"{layers}; shallow models, extrapolated to {config.get_text_config().num_hidden_layers} layers",
         "time": "one operator after the other, each at what bounds it, no launch overhead; collectives beside their "
         "pass's computation, but for the first gathers and the last reductions; data always there",
     }
@@ -328,33 +322,30 @@ def describe_plan(settings: Settings, result: dict) -> str:
     """The plan as a table."""
     world, memory, time_ms = result["gpus"], result["memory_gib"], result["time_ms"]
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
-    tokens = settings.gradient_accumulation_steps * settings.batch_size * settings.sequence_length * world
-    host = f", {memory['host']:,.1f} GiB a GPU on the host" if settings.cpu_offload else ""
     techniques = [
         settings.precision,
         "compiled" if settings.compile else "eager",
         f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing",
         "fused loss" if settings.fused_loss else "loss from full logits",
-        settings.optimizer,
+        settings.optimizer + ", offloaded to the host" * settings.cpu_offload,
     ]
+    setup = {
+        "plan": f"{settings.model} on {world} x {result['gpu']}, ZeRO-{settings.zero_stage}, "
+        f"replicas x shards {replicas} x {world // replicas}",
+        "model": f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e9:,.3f} GFLOP a token",
+        "technique": ", ".join(techniques),
+        "batch": settings.describe_batch(world),
+    }
     places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
+    place = places.get(result["peak_at"], f"in {result['peak_at']}")
+    place += f", {memory['host']:,.1f} GiB a GPU on the host" * settings.cpu_offload
     verdict = f"of {result['capacity_gib']:.1f}: " + ("fits" if result["fits"] else "DOES NOT FIT")
-    largest = result["largest_batch_size"]
-    verdict += f", largest --batch-size {largest}" if largest else ""
+    verdict += f", largest --batch-size {result['largest_batch_size']}" * (result["largest_batch_size"] > 0)
+    kinds = {"matmul": "matmul", "attention": "attention", "memory": "memory-bound", "optimizer": "optimizer"}
     lines = [
-        columns(
-            {
-                "plan": f"{settings.model} on {world} x {result['gpu']}, ZeRO-{settings.zero_stage}, "
-                f"replicas x shards {replicas} x {world // replicas}",
-                "model": f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e9:,.3f} GFLOP a token",
-                "technique": ", ".join(techniques) + ", offloaded to the host" * settings.cpu_offload,
-                "batch": f"{world} ranks x {settings.gradient_accumulation_steps} microbatches x {settings.batch_size} "
-                f"sequences x {settings.sequence_length:,} = {tokens:,} tokens a step",
-            }
-        ),
-        f"\nmemory of the fullest GPU, GiB{'at most':>9}  {places.get(result['peak_at'], 'in ' + result['peak_at'])}"
-        + host,
-        *(f"  {kind:24}{memory[kind]:13,.2f}{result['at_peak_gib'][kind]:13,.2f}" for kind in result["at_peak_gib"]),
+        columns(setup),
+        f"\nmemory of the fullest GPU, GiB{'at most':>9}  {place}",
+        *(f"  {kind:24}{memory[kind]:13,.2f}{gib:13,.2f}" for kind, gib in result["at_peak_gib"].items()),
         f"  {'total':24}{'':13}{memory['total']:13,.2f}",
         f"  {'reserved':24}{'':13}{memory['reserved']:13,.2f}   {verdict}",
         "\nsent by each GPU in a step, GiB",
@@ -365,10 +356,7 @@ def describe_plan(settings: Settings, result: dict) -> str:
             for entry in result["collectives"]
         ),
         "\ntime of a step, ms",
-        f"  {'matmul':24}{time_ms['matmul']:9,.1f}",
-        f"  {'attention':24}{time_ms['attention']:9,.1f}",
-        f"  {'memory-bound':24}{time_ms['memory']:9,.1f}",
-        f"  {'optimizer':24}{time_ms['optimizer']:9,.1f}",
+        *(f"  {name:24}{time_ms[kind]:9,.1f}" for kind, name in kinds.items()),
         f"  {'exposed communication':24}{time_ms['exposed']:9,.1f}   of {time_ms['communication']:,.1f}",
         f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
         f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, MFU {result['mfu_percent']:.1f} %",
@@ -376,10 +364,8 @@ def describe_plan(settings: Settings, result: dict) -> str:
         + (f", ${result['cost_per_billion_tokens']:,.0f}" if settings.gpu_hour_usd else ""),
     ]
     if fitting := result.get("fits_with"):
-        lines.append(
-            f"\nit fits with {fitting['flags']}\n  {fitting['reserved_gib']:.1f} GiB reserved, "
-            f"{fitting['tokens_per_sec']:,.0f} tok/s"
-        )
+        reached = f"{fitting['reserved_gib']:.1f} GiB reserved, {fitting['tokens_per_sec']:,.0f} tok/s"
+        lines.append(f"\nit fits with {fitting['flags']}\n  {reached}")
     elif not result["fits"]:
         lines.append("\nno set of flags makes it fit: more GPUs, a shorter --sequence-length or a smaller --model")
     if rows := result.get("scaling"):
@@ -390,11 +376,9 @@ def describe_plan(settings: Settings, result: dict) -> str:
             f"{row['exposed_communication_percent']:12.1f}" + "   does not fit" * (not row["fits"])
             for row in rows
         ]
-    wrapped = [
-        textwrap.fill(f"{name}: {text}", 110, initial_indent="  ", subsequent_indent="    ")
-        for name, text in result["assumptions"].items()
-    ]
-    return "\n".join([*lines, "\nassumptions", *wrapped])
+    wrap = textwrap.TextWrapper(110, initial_indent="  ", subsequent_indent="    ")
+    assumed = [wrap.fill(f"{name}: {text}") for name, text in result["assumptions"].items()]
+    return "\n".join([*lines, "\nassumptions", *assumed])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -403,21 +387,22 @@ def describe_plan(settings: Settings, result: dict) -> str:
 
 def start_plan(settings: Settings) -> subprocess.Popen:
     """Plans this run in another process, which sees no GPU and gives way to the training."""
-    gpu = settings.plan_gpu or torch.cuda.get_device_name()
-    batch = {"--batch-size": settings.batch_size, "--gradient-accumulation-steps": settings.gradient_accumulation_steps}
-    world_and_batch = {"--plan-gpus": dist.get_world_size(), "--plan-gpu": gpu} | batch  # as they were resolved
-    flags = ["--plan", "--json", "--compile" if settings.compile else "--no-compile"]
-    flags += [str(word) for item in world_and_batch.items() for word in item]
+    resolved = {
+        "--plan-gpus": dist.get_world_size(),
+        "--plan-gpu": settings.plan_gpu or torch.cuda.get_device_name(),
+        "--batch-size": settings.batch_size,
+        "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
+    }
+    flags = [str(word) for item in resolved.items() for word in item]
+    flags += ["--plan", "--json", "--compile" if settings.compile else "--no-compile"]
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags],
         env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
         preexec_fn=functools.partial(os.nice, 19),
+        **pipes,
     )
 
 

@@ -8,12 +8,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from utils import UserError
+from utils import UserError, from_main_process
 
 
 def start_processes() -> torch.device:
@@ -121,6 +123,11 @@ def fail(message: str, exit_code: int) -> None:
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(exit_code)  # no clean-up: it would wait for ranks and workers that do not answer any more
+
+
+def on_main_rank(make: Callable[[], Any]) -> Any:
+    """What `make` returns on rank 0, on every rank; what it raises, too."""
+    return from_main_process(make, dist.get_rank() == 0)
 
 
 def say(*message) -> None:

@@ -120,7 +120,7 @@ def dump_memory(folder: pathlib.Path) -> None:
     torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
 
 
-def describe_setup(settings, model, mesh, train_set, tokens: int, flops: str, peak: float | None, verified: str) -> str:
+def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | None, verified: str) -> str:
     """The header: what will run, in figures that can be checked by hand."""
     world, shards = dist.get_world_size(), mesh["shard"].size()
     where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
@@ -148,7 +148,7 @@ def describe_setup(settings, model, mesh, train_set, tokens: int, flops: str, pe
     data = f"{settings.dataset}, streamed"
     if not settings.streaming:
         size = len(train_set) * settings.sequence_length
-        data = f"{settings.dataset}, {size:,} tokens, {size / tokens:,.1f} steps an epoch"
+        data = f"{settings.dataset}, {size:,} tokens, {size / settings.tokens_per_step(world):,.1f} steps an epoch"
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops}, {mfu}",
@@ -157,8 +157,7 @@ def describe_setup(settings, model, mesh, train_set, tokens: int, flops: str, pe
         "verified": verified,
         "precision": precision[settings.precision],
         "technique": ", ".join(techniques),
-        "batch": f"{world} ranks x {settings.gradient_accumulation_steps} microbatches x {settings.batch_size} "
-        f"sequences x {settings.sequence_length:,} = {tokens:,} tokens a step, {settings.num_steps:,} steps",
+        "batch": f"{settings.describe_batch(world)}, {settings.num_steps:,} steps",
         "data": data,
     }
     return columns(lines)

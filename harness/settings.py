@@ -139,6 +139,14 @@ class Settings:
     # no flags
     given_accumulation: int = 1  # --gradient-accumulation-steps as given; a resume on other ranks may need another
     argv: tuple[str, ...] = ()  # the command line, for a plan of the run in a process of its own
+
+    def tokens_per_step(self, world: int) -> int:
+        """Tokens of one optimizer step: every rank, every microbatch."""
+        return world * self.gradient_accumulation_steps * self.batch_size * self.sequence_length
+
+    def describe_batch(self, world: int) -> str:
+        sequences = f"{self.gradient_accumulation_steps} microbatches x {self.batch_size} sequences"
+        return f"{world} ranks x {sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 # fmt: on
 
 
