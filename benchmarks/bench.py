@@ -34,6 +34,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+from ratios import ratios
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -476,16 +477,6 @@ def table(entry: dict) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
-
-
-def ratios(entry: dict, above: str, below: str, goal: str, key: str = "") -> list[float]:
-    """One configuration's figure divided by another's in each round, or once their medians if they had no round in
-    common; `key` where it is not the part's figure."""
-    key = key or entry["figure"]
-    runs = [entry["configs"].get(name, {"runs": []})["runs"] for name in (above, below)]
-    a, b = ({run["round"]: run[key] for run in side} for side in runs)
-    common = [a[name] / b[name] for name in a if name in b]
-    return common or ([statistics.median(a.values()) / statistics.median(b.values())] if a and b else [])
 
 
 def main() -> None:
