@@ -1,9 +1,6 @@
 """MFU, peak TFLOPS and the tracker's clock, in numbers that can be checked by hand."""
 
-import sys
-
 import pytest
-from conftest import ROOT, start
 
 import utils
 
@@ -237,12 +234,3 @@ def test_the_message_has_the_global_speed_and_mfu_and_is_empty_in_warmup(clock):
     assert "1,000 tok/s" in message
     assert "MFU 50.0 %" in message
     assert "\n" not in message
-
-
-def test_importing_utils_imports_no_optional_package_and_starts_nothing():
-    code = (
-        "import sys, utils, torch.distributed as dist;"
-        "print(sorted({'datasets', 'wandb', 'torchao', 'tensorboard'} & set(sys.modules)), dist.is_initialized())"
-    )
-    process = start([sys.executable, "-c", code], PYTHONPATH=str(ROOT))
-    assert (process.returncode, process.stdout.strip()) == (0, "[] False")

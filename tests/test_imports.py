@@ -1,0 +1,147 @@
+"""The layout: imports go one way, without a cycle, and importing loads and starts no more than it should."""
+
+import ast
+import graphlib
+import json
+import pathlib
+import re
+import sys
+
+import pytest
+from conftest import ROOT, start
+
+LAYERS = ("tests/*.py", "benchmarks/**/*.py", "train_fsdp.py", "harness/*.py", "utils.py")  # each may import the later
+OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "liger_kernel", "matplotlib"}
+
+
+def modules_of(root: pathlib.Path) -> dict[str, tuple[int, pathlib.Path]]:
+    """The project's modules by the name under which they are imported, with their layer."""
+    found = {}
+    for layer, pattern in enumerate(LAYERS):
+        for path in sorted(root.glob(pattern)):
+            name = f"harness.{path.stem}".removesuffix(".__init__") if path.parent.name == "harness" else path.stem
+            assert name not in found, f"{path} and {found[name][1]} have one name"
+            found[name] = (layer, path)
+    return found
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """Every dotted name that a file imports, functions included; of `from a import b` that is a and a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = ".".join(filter(None, [path.parent.name * bool(node.level), node.module]))
+            names |= {f"{origin}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in names]
+    return {".".join(name[:depth]) for name in parts for depth in range(1, len(name) + 1)}
+
+
+def problems(root: pathlib.Path) -> list[str]:
+    """Imports in the wrong direction, and the first cycle."""
+    modules = modules_of(root)
+    edges = {name: imported(path) & modules.keys() - {name} for name, (_, path) in modules.items()}
+    found = [
+        f"{name} imports {other}"
+        for name, others in edges.items()
+        for other in sorted(others)
+        if modules[other][0] < modules[name][0]
+    ]
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        found.append(f"cycle of {', '.join(sorted(set(error.args[1])))}")
+    return found
+
+
+MODULES = modules_of(ROOT)
+HARNESS = [name for name in MODULES if name.startswith("harness.")]
+
+
+def test_imports_go_one_way_without_a_cycle():
+    assert {"train_fsdp", "utils", "harness", "harness.settings", "bench", "common", "conftest"} <= MODULES.keys()
+    assert problems(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "file, source, said",
+    [
+        ("utils.py", "", []),
+        ("utils.py", "def late():\n    from train_fsdp import run", ["utils imports train_fsdp"]),
+        ("utils.py", "def late():\n    import harness.a", ["utils imports harness", "utils imports harness.a"]),
+        ("harness/b.py", "if False:\n    import train_fsdp as script", ["harness.b imports train_fsdp"]),
+        ("harness/b.py", "from bench import main", ["harness.b imports bench"]),
+        ("harness/b.py", "def late():\n    from harness.a import name", ["cycle of harness.a, harness.b"]),
+        ("harness/b.py", "from harness import a", ["cycle of harness.a, harness.b"]),
+        ("harness/b.py", "from . import a", ["cycle of harness.a, harness.b"]),
+        ("harness/__init__.py", "from harness.a import name", ["cycle of harness, harness.a"]),
+        ("benchmarks/plots.py", "def late():\n    import bench", ["cycle of bench, plots"]),
+        ("benchmarks/peers/common.py", "from bench import main", ["cycle of bench, common, plots"]),
+    ],
+)
+def test_a_wrong_direction_and_a_cycle_are_seen(tmp_path, file, source, said):
+    sources = {"utils.py": "", "harness/__init__.py": "", "harness/a.py": "from harness import b", "harness/b.py": ""}
+    sources |= {"train_fsdp.py": "import utils\nfrom harness.a import name", "benchmarks/bench.py": "import plots"}
+    sources |= {"benchmarks/plots.py": "import common", "benchmarks/peers/common.py": "from train_fsdp import run"}
+    for name, text in (sources | {file: source}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = problems(tmp_path)
+    assert found[: len(said)] == said
+    assert bool(found) == bool(said)
+
+
+def test_what_is_made_for_torchs_own_tests_is_imported_by_the_recorder_alone():
+    users = {name for name, (_, path) in MODULES.items() if "torch.testing._internal" in imported(path)}
+    assert users == {"harness.recorder"}
+
+
+@pytest.mark.parametrize("name", ["train_fsdp", "utils", "harness", *HARNESS])
+def test_a_module_begins_with_what_it_is_for(name):
+    sentences = re.findall(r"[.?!](?=\s|$)", ast.get_docstring(ast.parse(MODULES[name][1].read_text())) or "")
+    assert len(sentences) > (name != "harness")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One fresh interpreter, which imports one module after the other
+
+IMPORT_ALL = """
+import importlib, json, psutil, sys
+process, known, seen = psutil.Process(), set(sys.modules), {}
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    dist = sys.modules.get("torch.distributed")
+    seen[name] = {"loads": sorted(set(sys.modules) - known), "threads": process.num_threads()}
+    seen[name] |= {"children": len(process.children()), "joined": bool(dist) and dist.is_initialized()}
+    known = set(sys.modules)
+print(json.dumps(seen))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, dict]:
+    """What each module loaded that was not there before, and what ran after it."""
+    late = ["harness.settings", "harness.recorder"]
+    others = [name for name in HARNESS if name not in late]
+    names = [late[0], "torch", "transformers", "utils", *others, "train_fsdp", late[1]]
+    process = start([sys.executable, "-c", IMPORT_ALL, *names], PYTHONPATH=str(ROOT))
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
+
+
+def test_the_settings_load_nothing_heavy_so_that_help_is_there_at_once(fresh):
+    assert not {"torch", "numpy", "transformers"} & set(fresh["harness.settings"]["loads"])
+
+
+def test_importing_a_module_loads_no_optional_package_and_starts_nothing(fresh):
+    ours = {name: found for name, found in fresh.items() if name not in ("torch", "transformers")}
+    assert {"utils", *HARNESS} <= ours.keys()
+    for name, found in ours.items():
+        assert not OPTIONAL & set(found["loads"]), name
+        assert found["threads"] <= fresh["transformers"]["threads"], name
+        assert (found["children"], found["joined"]) == (0, False), name
+
+
+def test_the_recorder_is_loaded_only_when_a_plan_is_made(fresh):
+    assert [name for name, found in fresh.items() if "harness.recorder" in found["loads"]] == ["harness.recorder"]
