@@ -34,15 +34,17 @@ from utils import UserError
 torch.set_num_threads(1)
 
 
-def start(command: list, timeout: float = 300, **env: str | None) -> subprocess.CompletedProcess:
-    """Runs a command from the repository root to its end, its output as text; None takes a variable away."""
+def start(
+    command: list, timeout: float = 300, cwd: pathlib.Path = ROOT, **env: str | None
+) -> subprocess.CompletedProcess:
+    """Runs a command to its end, from the repository's root, its output as text; None takes a variable away."""
     return subprocess.run(
         [*map(str, command)],
         env={key: value for key, value in (os.environ | env).items() if value is not None},
         capture_output=True,
         text=True,
         timeout=timeout,
-        cwd=ROOT,
+        cwd=cwd,
     )
 
 

@@ -1,0 +1,272 @@
+"""The documents: links lead somewhere, snippets print what is shown, and every command and flag is one that exists.
+
+A Python snippet that cannot run here, where is no GPU and no hub, has `<!-- not run: reason -->` right before it.
+"""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from conftest import ROOT, parse, start, torchrun_command
+from torch.distributed.run import get_args_parser
+
+from harness.settings import make_parser
+
+DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+
+
+def unfenced(document: pathlib.Path) -> str:
+    return FENCED.sub("", document.read_text())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_every_fence_is_closed(document):
+    assert "```" not in unfenced(document)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Links
+
+
+def anchors_of(document: pathlib.Path) -> set[str]:
+    """What GitHub makes of headings: lower case without punctuation, hyphens for spaces, a number if it was there."""
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.+?)[ #]*$", unfenced(document), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        numbered = (f"{anchor}-{number}" for number in itertools.count(1))
+        anchors.add(anchor if anchor not in anchors else next(name for name in numbered if name not in anchors))
+    return anchors
+
+
+def broken_links(document: pathlib.Path) -> list[str]:
+    """The relative links that lead to no file or to no heading."""
+    links = re.findall(r"\]\(([^)\s]+)[^)]*\)|(?:src|href)=\"([^\"]+)\"", INLINE.sub("", unfenced(document)))
+    broken = []
+    for link in filter(lambda link: not re.match(r"\w+:", link), map("".join, links)):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_every_relative_link_leads_to_a_file_and_a_heading(document):
+    assert broken_links(document) == []
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "there.md").write_text(
+        "# A `code`, in *here*: [it](x)\n\n# Twice\n\n## Twice\n\n```\n# no heading\n```\n"
+    )
+    good = ["there.md", "there.md#a-code-in-here-it", "there.md#twice-1", "#what", "https://nowhere.invalid#a"]
+    bad = ["gone.md", "there.md#no-heading", "there.md#twice-2", "#gone", "gone.png"]
+    links = [f"see [a `word`]({link}), and" for link in good + bad[:-1]]
+    (tmp_path / "from.md").write_text("\n".join(["## What?", *links, "![](gone.png)", "`[code](gone)`"]))
+    assert broken_links(tmp_path / "from.md") == bad
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Snippets
+
+
+@dataclasses.dataclass(frozen=True)
+class Snippet:
+    """A Python block, in the order of its document."""
+
+    document: pathlib.Path
+    line: int
+    code: str
+    shown: str  # what it prints: the block right behind it, or the comments behind its calls of print
+    not_run: str  # why
+    file: str  # it is saved under this name, if at all,
+    command: str  # and this runs it
+
+
+def snippets_of(document: pathlib.Path) -> Iterator[Snippet]:
+    text = document.read_text()
+    blocks = list(FENCED.finditer(text))
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
+        if block[1] != "python":
+            continue
+        above, code = text[: block.start()].rstrip(), textwrap.dedent(block[2])
+        shown = "\n".join(re.findall(r"^print\(.*\)  # (.+)$", code, re.MULTILINE))
+        if following and not following[1] and not text[block.end() : following.start()].strip():
+            shown = textwrap.dedent(following[2]).strip()
+        saved = re.search(r"save this as `([^`]+)`.* run `([^`]+)`", above.rpartition("\n\n")[2], re.DOTALL)
+        reason = re.search(r"<!-- not run: (.+) -->$", above)
+        line = text.count("\n", 0, block.start()) + 1
+        yield Snippet(
+            document, line, code, shown, reason[1] if reason else "", *(saved.groups() if saved else ("", ""))
+        )
+
+
+SNIPPETS = [snippet for document in DOCUMENTS for snippet in snippets_of(document)]
+MARK = "----- the next snippet -----"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> pathlib.Path:
+    """The repository's root as a reader has it, to write beside the program's files."""
+    folder = tmp_path_factory.mktemp("root")
+    for name in ("assets", "harness", "train_fsdp.py", "utils.py"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def run(command: list, folder: pathlib.Path) -> str:
+    process = start(command, cwd=folder, HF_HUB_OFFLINE="1")
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+def outputs_of(snippets: list[Snippet], folder: pathlib.Path) -> dict[Snippet, str]:
+    """What a document's snippets print: those that are saved on their own, the others one behind the other."""
+    together = [snippet for snippet in snippets if not (snippet.not_run or snippet.file)]
+    (folder / "snippets.py").write_text(f"\nprint({MARK!r})\n".join(snippet.code for snippet in together))
+    outputs = run([sys.executable, "snippets.py"], folder).split(f"{MARK}\n") if together else []
+    printed = dict(zip(together, outputs, strict=True))
+    for snippet in snippets:
+        if snippet.file and not snippet.not_run:
+            (folder / snippet.file).write_text(snippet.code)
+            torchrun, processes, *words = snippet.command.split()
+            assert torchrun == "torchrun"
+            command = torchrun_command(int(processes.removeprefix("--nproc_per_node=")))
+            printed[snippet] = run([*command, *words], folder)
+    return printed
+
+
+@pytest.fixture(scope="module")
+def printed(root):
+    """`printed(document)`: what its snippets print; they are run once."""
+    return functools.cache(lambda document: outputs_of([*snippets_of(document)], root))
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: f"{snippet.document.name}:{snippet.line}")
+def test_a_snippet_runs_and_prints_what_is_shown(printed, snippet):
+    if snippet.not_run:
+        pytest.skip(f"{snippet.document.name}, line {snippet.line}: {snippet.not_run}")
+    output = printed(snippet.document)[snippet].strip()
+    assert output == (snippet.shown or output)
+
+
+def test_snippets_are_left_out_only_by_a_comment_right_before_them():
+    comments = sum(document.read_text().count("<!-- not run") for document in DOCUMENTS)
+    assert comments == sum(bool(snippet.not_run) for snippet in SNIPPETS)
+
+
+def test_snippets_continue_each_other_and_what_they_show_is_known(tmp_path):
+    document = tmp_path / "some.md"
+    document.write_text(
+        "```python\nx = 3\nprint(x)  # 4\n```\n\ntext\n\n```python\nprint(x + 1)\n```\n\n```\n4\n```\n\n"
+        "<!-- not run: needs a GPU -->\n```python\n1 / 0\n```\n\ntext\n\n```\nno output\n```\n"
+    )
+    first, second, third = snippets_of(document)
+    assert [first.shown, second.shown, third.shown, third.not_run] == ["4", "4", "", "needs a GPU"]
+    assert outputs_of([first, second, third], tmp_path) == {first: "3\n", second: "4\n"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command that starts the program."""
+
+    file: str
+    launcher: str
+    launcher_flags: str
+    flags: str
+
+
+LAUNCHERS = {"torchrun": get_args_parser(), "accelerate launch": launch_command_parser()}
+COMMAND = re.compile(
+    r"(?:^(?=train_fsdp\.py --)|\b(python|torchrun|accelerate launch|sbatch)\b(.*?))"
+    r"(?:train_fsdp\.py|launch/slurm\.sh)(?!\S)([^&|;\n]*)",
+    re.MULTILINE,
+)
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+FLAGS = set(make_parser()._option_string_actions)
+VARIABLE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
+
+
+def containers(part) -> Iterator[list[str]]:
+    """The commands of a Kubernetes manifest."""
+    if isinstance(part, dict) and "args" in part:
+        yield [*part["command"], *part["args"]]
+    for child in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from containers(child)
+
+
+def commands_of(path: pathlib.Path) -> list[Command]:
+    """Every command of a file that starts the program, in Markdown those in code, and flags with their values.
+
+    Variables have the value 1.
+    """
+    text = path.read_text()
+    if path.suffix == ".md":
+        code = INLINE.findall(unfenced(path))
+        with_values = [words for words in code if re.match("--.* ", words) and set(FLAG.findall(words)) <= FLAGS]
+        code += [f"train_fsdp.py {words}" for words in with_values]
+        text = "\n".join([*(block[2] for block in FENCED.finditer(text)), *code])
+    elif path.suffix == ".yaml":
+        text += "\n".join(" ".join(words) for part in yaml.safe_load_all(text) for words in containers(part))
+    text = VARIABLE.sub("1", re.sub(r"\\\n\s*", " ", text).replace('"$@"', ""))
+    found = [Command(path.name, *(part.strip() for part in parts)) for parts in COMMAND.findall(text)]
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = [command for path in [*DOCUMENTS, *sorted((ROOT / "launch").iterdir())] for command in commands_of(path)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.file}: {command.launcher} {command.flags}")
+def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # its --export folder is not there yet
+    parse(shlex.split(command.flags, comments=True))
+    if launcher := LAUNCHERS.get(command.launcher):
+        launcher.parse_args([*shlex.split(command.launcher_flags), "train_fsdp.py"])
+
+
+def test_commands_are_found_where_they_are():
+    found = {command.file: command for command in COMMANDS}
+    assert {"README.md", "PLAN.md", "accelerate.yaml"} <= found.keys()
+    for file, end in {"slurm.sh": "--checkpoint-interval 500", "kubernetes.yaml": "--checkpoint-interval=500"}.items():
+        assert found[file].launcher_flags.startswith("--nnodes=")
+        assert found[file].flags.endswith(end)
+
+
+OTHERS = {
+    "torchrun": {"--nproc_per_node", "--max-restarts", "--shutdown-timeout", "--signals-to-handle"},
+    "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
+    "sbatch": {"--signal"},
+    "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
+    "benchmarks/kill_test.py": {"--kills"},
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_a_flag_is_the_programs_or_of_another_program_that_is_named_here(document):
+    flags = {flag for code in INLINE.findall(unfenced(document)) for flag in FLAG.findall(code)}
+    assert flags - FLAGS - set.union(*OTHERS.values()) == set()
+
+
+@pytest.mark.parametrize("program", [program for program in OTHERS if program != "sbatch"])
+def test_the_other_programs_have_these_flags(program):
+    if program in LAUNCHERS:
+        assert OTHERS[program] <= LAUNCHERS[program]._option_string_actions.keys()
+    else:
+        assert OTHERS[program] <= set(FLAG.findall((ROOT / program).read_text()))
