@@ -405,8 +405,9 @@ def now() -> str:
 
 
 def code_hash() -> str:
-    """Of the two files that are measured: figures of different code are never put together."""
-    return hashlib.sha256(b"".join((ROOT / f).read_bytes() for f in ("train_fsdp.py", "utils.py"))).hexdigest()[:12]
+    """Of the files that are measured: figures of different code are never put together."""
+    files = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def device_name(cpu: bool) -> str:
@@ -430,7 +431,8 @@ def describe_machine() -> dict:
             versions[name] = None
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "train_fsdp.py", "utils.py"], capture_output=True)
+    code = ("train_fsdp.py", "utils.py", "harness")
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], capture_output=True)
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "processor": device_name(cpu=True),
