@@ -60,8 +60,7 @@ from harness.loss import choose_loss, full_loss, fuse_loss
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
 from utils import UserError
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Model
+# ---- Model -----------------------------------------------------------------------------------------------------------
 
 
 def resolve(settings: Settings, config, manifest: dict | None = None) -> Settings:
@@ -159,8 +158,7 @@ def selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizer
+# ---- Optimizer -------------------------------------------------------------------------------------------------------
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
@@ -227,8 +225,7 @@ def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: De
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Data
+# ---- Data ------------------------------------------------------------------------------------------------------------
 
 
 def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
@@ -327,8 +324,7 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Evaluation
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -363,8 +359,7 @@ def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device
     with evaluating(model), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(settings.seed)
         tokens = model.generate(
-            input_ids=prompt["input_ids"],
-            attention_mask=prompt["attention_mask"],
+            **{name: prompt[name] for name in ("input_ids", "attention_mask")},
             max_new_tokens=settings.sample_tokens,
             do_sample=True,
             temperature=0.6,
@@ -377,8 +372,7 @@ def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Training
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
@@ -441,9 +435,8 @@ class Job:
 
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
-    folder, trackers = on_main_rank(
-        lambda: (folders.choose_folder(settings), report.choose_trackers(settings.log_with))
-    )
+    trackers = on_main_rank(lambda: report.choose_trackers(settings.log_with))
+    folder = on_main_rank(lambda: folders.choose_folder(settings))
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
     report.check_that_figures_will_exist(settings, device)
     on_main_rank(lambda: report.serve_metrics(settings.metrics_host, settings.metrics_port))
@@ -477,7 +470,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     return Job(settings, device, folder, accelerator, *data, identity, flops, state)
 
 
-def train(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
+def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
     """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
     tokens = settings.tokens_per_step(dist.get_world_size())
@@ -498,7 +491,7 @@ def train(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: St
             unread_losses.append(loss)
             if step in profiled[-1:]:
                 trace.close()
-            log.bar.update()
+            reporter.bar.update()
 
             last = step == settings.num_steps
             evaluates = job.eval_set is not None and (last or step % settings.eval_interval == 0)
@@ -520,7 +513,7 @@ def train(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: St
                         metrics["eval_loss"] = evaluate(settings, state.model, job.eval_set, job.device)
                         if settings.sample_prompt and not last:
                             story = sample(settings, state.model, job.tokenizer, job.device)
-                log.log(metrics, tracker.get_print_message(metrics))
+                reporter.log(metrics, tracker.get_print_message(metrics))
                 if story:
                     say(story)
             if saves:
@@ -531,13 +524,13 @@ def train(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: St
     return metrics, stopped
 
 
-def finish(job: Job, log: report.Report, saver: checkpoints.Checkpoints, own_plan, metrics: dict) -> int:
+def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, own_plan, metrics: dict) -> int:
     """The last lines, files and gates of a run that took all its steps."""
     settings, state = job.settings, job.state
     metrics |= report.figures_of_all_ranks(state.tracker.summary(), state, job.device)
     if own_plan:
         metrics |= planning.predicted_figures(own_plan)
-    log.end(metrics)
+    reporter.end(metrics)
     say(report.summarize(metrics, job.folder, state.started))
     if settings.sample_prompt:
         say("\n" + sample(settings, state.model, job.tokenizer, job.device))
@@ -547,15 +540,15 @@ def finish(job: Job, log: report.Report, saver: checkpoints.Checkpoints, own_pla
         export(settings.export, state.model, job.tokenizer)
     if saver.failures:
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
-    if log.failed:
+    if reporter.failed:
         raise UserError(f"--output-dir: {job.folder / 'metrics.jsonl'} could not be written, see above", 1)
     on_main_rank(lambda: report.check_gates(settings, metrics))
     return 0
 
 
-def leave_early(job: Job, log: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> int:
+def leave_early(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> int:
     """The last line of a run that a signal ended."""
-    log.end(None)
+    reporter.end(None)
     who = stop.name or "a signal to another rank"
     saved = f", saved in {saver.folder}; --resume auto --run-name {job.folder.name} goes on"
     say(f"stopped    by {who} after step {job.state.step}" + saved * (not saver.failures))
@@ -597,16 +590,16 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)
     with contextlib.ExitStack() as cleanup:
-        log = report.Report(job.settings, job.accelerator, job.folder, job.state)
-        cleanup.callback(log.close)
+        reporter = report.Report(job.settings, job.accelerator, job.folder, job.state)
+        cleanup.callback(reporter.close)
         saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device)
         own_plan = cleanup.enter_context(planning.own_plan(job.settings, device))
         gc.collect()
         gc.freeze()  # what is here now stays; cycles are collected at log lines, as a collection in the middle of a
         gc.disable()  # step stops one rank while all wait for it
         cleanup.callback(gc.enable)
-        metrics, stopped = train(job, log, saver, stop)
-        return leave_early(job, log, saver, stop) if stopped else finish(job, log, saver, own_plan, metrics)
+        metrics, stopped = train(job, reporter, saver, stop)
+        return leave_early(job, reporter, saver, stop) if stopped else finish(job, reporter, saver, own_plan, metrics)
 
 
 RECIPE = planning.Recipe(resolve, build_mesh, build_model, build_optimizer, train_step)

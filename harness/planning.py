@@ -15,9 +15,8 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,14 +74,8 @@ def predict_time(counts: dict[tuple, float], rates: dict[str, float]) -> dict[st
     return named | {"communication": whole, "exposed": exposed, "step": total}
 
 
-class Recipe(NamedTuple):
-    """The program's own functions, which a plan drives."""
-
-    resolve: Callable
-    build_mesh: Callable
-    build_model: Callable
-    build_optimizer: Callable
-    train_step: Callable
+# The script's own functions, which a plan drives.
+Recipe = collections.namedtuple("Recipe", "resolve build_mesh build_model build_optimizer train_step")
 
 
 def layer_period(config) -> tuple[nn.Module, int]:
@@ -134,18 +127,16 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
     reserved = total * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
     of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / utils.GIB
     memory = dict(zip(KINDS, of_the_step.tolist(), strict=True))
-    collectives = [
-        {
-            "collective": kind,
-            "ranks": size,
-            "per_node": near,
-            "calls": round(sum(counts.get(("calls", phase, kind, size, near), 0) for phase in PHASES)),
-            "gib": sum(counts.get(("sent_bytes", phase, kind, size, near), 0) for phase in PHASES) / utils.GIB,
-        }
-        for kind, size, near in sorted(groups)
-    ]
-    for entry in collectives:  # of a ring's hops one in per_node leaves the node
-        entry["gib_between_nodes"] = entry["gib"] / entry["per_node"] if entry["per_node"] < entry["ranks"] else 0.0
+    collectives = []
+    for group in sorted(groups):
+        calls, sent = (
+            sum(counts.get((what, phase, *group), 0) for phase in PHASES) for what in ("calls", "sent_bytes")
+        )
+        entry = dict(zip(("collective", "ranks", "per_node"), group, strict=True))
+        entry |= {"calls": round(calls), "gib": sent / utils.GIB, "gib_between_nodes": 0.0}
+        if entry["per_node"] < entry["ranks"]:  # of a ring's hops one in per_node leaves the node
+            entry["gib_between_nodes"] = entry["gib"] / entry["per_node"]
+        collectives.append(entry)
     seconds = predict_time(counts, rates)
     flops, _ = models.count_flops(model, settings.sequence_length)
     speed = utils.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates["peak_tflops"])
@@ -277,11 +268,8 @@ def what_fits(settings: Settings, config, planned) -> dict | None:
         if with_all(fewer)["fits"]:
             chosen = fewer
     result = with_all(chosen)
-    return {
-        "flags": " ".join(map(as_flags, chosen)),
-        "reserved_gib": result["memory_gib"]["reserved"],
-        "tokens_per_sec": result["tokens_per_sec"],
-    }
+    flags, reserved = " ".join(map(as_flags, chosen)), result["memory_gib"]["reserved"]
+    return {"flags": flags, "reserved_gib": reserved, "tokens_per_sec": result["tokens_per_sec"]}
 
 
 def scaling(settings: Settings, planned, worlds: tuple[int, ...]) -> list[dict]:
@@ -381,8 +369,7 @@ def describe_plan(settings: Settings, result: dict) -> str:
     return "\n".join([*lines, "\nassumptions", *assumed])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A run's own plan, made by a process beside the training
+# ---- A run's own plan, made by a process beside the training ---------------------------------------------------------
 
 
 def start_plan(settings: Settings) -> subprocess.Popen:
@@ -397,13 +384,10 @@ def start_plan(settings: Settings) -> subprocess.Popen:
     flags += ["--plan", "--json", "--compile" if settings.compile else "--no-compile"]
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags],
-        env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        preexec_fn=functools.partial(os.nice, 19),
-        **pipes,
-    )
+    command = ["nice", "-n", "19", sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags]
+    return subprocess.Popen(command, env=environment, **pipes)
 
 
 def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
@@ -436,13 +420,14 @@ def choose_batch_size(settings: Settings) -> int:
 @contextlib.contextmanager
 def own_plan(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
     """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run."""
-    planned = dist.get_rank() == 0 and (settings.plan_gpu or device.type == "cuda")
-    process = start_plan(settings) if planned else None
+    if dist.get_rank() or not (settings.plan_gpu or device.type == "cuda"):
+        yield None
+        return
+    process = start_plan(settings)
     try:
         yield process
     finally:
-        if process:
-            process.kill()
+        process.kill()
 
 
 def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
