@@ -21,8 +21,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 import utils
@@ -82,7 +80,7 @@ class TrainState:
     """Everything that must survive a restart. The data position is `samples`, as the order of the data is fixed; in a
     stream `position` is the last place before it where reading can begin."""
 
-    model: nn.Module
+    model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None = None  # these three are not there for an export
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     tracker: utils.PerformanceTracker | None = None
@@ -112,8 +110,8 @@ class TrainState:
         exact, for the same one.
         """
         tensors = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
-        for name, state in self.optimizer_states():
-            tensors[name], local = unwrapped(state), local_part(state)
+        for name, state, local in self.optimizer_states():
+            tensors[name] = unwrapped(state)
             if hasattr(local, "codes"):
                 mesh = state.device_mesh
                 shard = f"{mesh.get_local_rank('shard')}of{mesh['shard'].size()}"
@@ -125,10 +123,11 @@ class TrainState:
             tensors[f"{rng}.cuda"] = torch.cuda.get_rng_state()
         return tensors
 
-    def optimizer_states(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def optimizer_states(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, state, this rank's part of it)."""
         for name, parameter in self.model.named_parameters() if self.optimizer else ():
             for key, state in self.optimizer.state.get(parameter, {}).items():
-                yield f"optimizer.{name}.{key}", state
+                yield f"optimizer.{name}.{key}", state, local_part(state)
 
     def load(self, path: pathlib.Path, numbers: dict) -> None:
         """Takes over a checkpoint that was saved on any number of ranks, in any stage."""
@@ -140,8 +139,7 @@ class TrainState:
             dcp.load(tensors, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
-        for name, state in self.optimizer_states():
-            local = local_part(state)
+        for name, _, local in self.optimizer_states():
             if hasattr(local, "codes") and not any(other.startswith(f"{name}.codes.") for other in tensors):
                 local.copy_(tensors[name].to_local())
         for name, tensor in tensors.items():
@@ -166,7 +164,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return like(tensor, local._tensor) if hasattr(local, "_tensor") else tensor
 
 
-def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, a tied one once."""
     kept = model.state_dict().keys()  # leaves out the buffers that are not persistent
     named = (*model.named_parameters(), *model.named_buffers())
@@ -197,14 +195,12 @@ class Checkpoints:
     """
 
     def __init__(self, settings: Settings, folder: pathlib.Path, identity: dict, device: torch.device):
-        self.settings, self.folder, self.identity, self.device = settings, folder / "checkpoints", identity, device
+        self.settings, self.folder, self.device = settings, folder / "checkpoints", device
+        self.run = identity | {"world_size": dist.get_world_size(), "flags": dataclasses.asdict(settings)}
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
-        cuda = device.type == "cuda"
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-            )
-        )
+        on_gpu = dict.fromkeys(("use_pinned_memory", "use_non_blocking_copy"), device.type == "cuda")
+        options = dcp.staging.StagingOptions(use_shared_memory=False, use_async_staging=False, **on_gpu)
+        self.stager = dcp.staging.DefaultStager(options)
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
@@ -223,10 +219,8 @@ class Checkpoints:
             say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
             return
         staged = self.stager.stage(state.tensors())
-        stall = time.perf_counter() - start
-        run = {"world_size": dist.get_world_size(), "flags": dataclasses.asdict(self.settings)}
-        manifest = state.numbers() | self.identity | run
-        self.thread = threading.Thread(target=self._write, args=(staged, manifest, None if wait else stall))
+        stall = None if wait else time.perf_counter() - start
+        self.thread = threading.Thread(target=self._write, args=(staged, state.numbers() | self.run, stall))
         self.thread.start()
         if wait:
             self.finish()
@@ -236,18 +230,16 @@ class Checkpoints:
         if self.thread is not None:
             self.thread.join()
 
-    def _together(self, work: Callable[[], Any]) -> list:
-        """Does `work` on every rank and returns all results; if it fails on one rank, all raise its error."""
+    def _together(self, work: Callable[[], Any], main_only: bool = False) -> tuple:
+        """Does `work` on every rank or on rank 0, returns all results; if it fails on one rank, all raise its error."""
         try:
-            mine = (work(), None)
+            mine = (None if main_only and dist.get_rank() else work(), None)
         except (Exception, dcp.CheckpointException) as error:
             mine = (None, checkpoint_error(error))
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self.group)
-        for _, error in everyone:
-            if error is not None:
-                raise OSError(error)
-        return [result for result, _ in everyone]
+        results, errors = zip(*of_all_ranks(mine, self.group), strict=True)
+        for error in filter(None, errors):
+            raise OSError(error)
+        return results
 
     def _write(self, staged: dict, manifest: dict, stall: float | None) -> None:
         start, rank = time.perf_counter(), dist.get_rank()
@@ -255,9 +247,8 @@ class Checkpoints:
         temporary = self.folder / f".{final.name}.writing"
 
         def prepare():
-            if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
 
         def write():
             dcp.save(staged, storage_writer=Writer(temporary), process_group=self.group)
@@ -265,28 +256,23 @@ class Checkpoints:
             return {path.name: [path.stat().st_size, sha256(path)] for path in mine}
 
         def publish():
-            if rank:
-                return
-            contents = manifest | {"files": dict(sorted(item for part in files for item in part.items()))}
-            for name, (size, _) in contents["files"].items():
+            for name, (size, _) in files.items():
                 if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
-            with (temporary / MANIFEST).open("w") as file:
-                json.dump(contents | {"sha256": seal(contents)}, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
+            contents = manifest | {"files": files}
+            (temporary / MANIFEST).write_text(json.dumps(contents | {"sha256": seal(contents)}, indent=1))
+            sync(temporary / MANIFEST)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of that name, or it would have been resumed from
             temporary.rename(final)
-            sync_folder(self.folder)
+            sync(self.folder)
             older = sorted(path for path in self.folder.glob("step-*") if path.name < final.name)
             for path in older[: len(older) - self.settings.keep_checkpoints + 1]:
-                gone = path.rename(path.with_name(f".{path.name}.deleting"))
-                shutil.rmtree(gone, ignore_errors=True)
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")), ignore_errors=True)
 
         try:
-            self._together(prepare)
-            files = self._together(write)
-            self._together(publish)
+            self._together(prepare, main_only=True)
+            files = dict(sorted(item for written in self._together(write) for item in written.items()))
+            self._together(publish, main_only=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: another rank has died
             self.failures += 1
             if rank == 0:
@@ -294,29 +280,31 @@ class Checkpoints:
             cause = utils.first_line(error)
             say(f"failed     checkpoint {final.name}: {cause}; the run goes on, older checkpoints stay")
             return
-        size = sum(size for part in files for size, _ in part.values())
+        size = sum(size for size, _ in files.values())
         stood = "" if stall is None else f", the loop stood still for {stall:.3f} s"
         say(f"saved      {final.name}, {size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s{stood}")
 
 
-def sync_folder(folder: pathlib.Path) -> None:
-    """Makes a rename durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: pathlib.Path) -> None:
+    """Makes a file's content durable, or a rename in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def damage(path: pathlib.Path, every: Callable[[Any], list]) -> tuple[dict, str]:
-    """(manifest, what is wrong with this checkpoint, empty if nothing). Every rank reads its share of the files.
+def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list:
+    """`mine` of each rank."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
-    Args:
-        every: gathers an object from all ranks.
-    """
+
+def damage(path: pathlib.Path) -> tuple[dict, str]:
+    """(manifest, what is wrong with this checkpoint, empty if nothing). Every rank reads its share of the files."""
     manifest, wrong = {}, ""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        contents = {key: value for key, value in manifest.items() if key != "sha256"}
-        if seal(contents) != manifest["sha256"]:
+        if manifest.pop("sha256") != seal(manifest):
             wrong = f"{MANIFEST} has changed"
         for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
             if not wrong and (path / name).stat().st_size != size:
@@ -327,7 +315,7 @@ def damage(path: pathlib.Path, every: Callable[[Any], list]) -> tuple[dict, str]
         wrong = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
     except (ValueError, TypeError, KeyError, AttributeError):
         wrong = f"{MANIFEST} cannot be read"
-    return manifest, next(filter(None, every(wrong)), "")
+    return manifest, next(filter(None, of_all_ranks(wrong)), "")
 
 
 def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | None:
@@ -336,37 +324,26 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
     Raises:
         UserError: the path that --resume names is no complete checkpoint.
     """
-
-    def every(value):
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, value)
-        return everyone
-
     if resume == "none":
         return None
-    if resume != "auto":
-        path = checkpoint_folder(resume)
-        if not path.is_dir():
-            raise UserError(f"--resume {resume}: no such folder")
-        manifest, wrong = damage(path, every)
-        if wrong:
-            raise UserError(f"--resume {resume}: {path.name} is damaged ({wrong}); choose another, or auto")
-        return path, manifest
-    # all ranks look at the same list, so that they stay together
-    for path in every(sorted((folder / "checkpoints").glob("step-*"), reverse=True))[0]:
-        manifest, wrong = damage(path, every)
+    auto = resume == "auto"
+    paths = sorted((folder / "checkpoints").glob("step-*"), reverse=True) if auto else [checkpoint_folder(resume)]
+    if not auto and not paths[0].is_dir():
+        raise UserError(f"--resume {resume}: no such folder")
+    for path in of_all_ranks(paths)[0]:  # all look at the same ones, so that they stay together
+        manifest, wrong = damage(path)
         if not wrong:
             return path, manifest
+        if not auto:
+            raise UserError(f"--resume {resume}: {path.name} is damaged ({wrong}); choose another, or auto")
         say(f"skipped    {path.name} is damaged: {wrong}")
     return None
 
 
 def describe_identity(settings: Settings, config, tokenizer=None, train_set=None) -> dict:
     """What a resumed run must have in common with the run that saved the checkpoint; of an export only the model."""
-    architecture = config.to_dict()
-    for passing in ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"):
-        architecture.pop(passing, None)
-    identity = {"model": architecture}
+    passing = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
+    identity = {"model": {key: value for key, value in config.to_dict().items() if key not in passing}}
     if train_set is not None:
         identity |= {
             "tokenizer": tokenizer and hashlib.sha256(utils.vocabulary_of(tokenizer).encode()).hexdigest(),
@@ -385,8 +362,9 @@ def compare(settings: Settings, identity: dict, manifest: dict) -> str:
         UserError: something changed that makes it another run; it is named.
     """
     other = "a resumed run must have the same; to train on from these weights start a new run from an --export"
-    for key, now in identity.items():
-        before, flag = manifest[key], f"--{key.replace('_', '-')}"
+    saved = manifest["flags"] | manifest  # of a key that both have, the identity's
+    for key, now in (identity | {"optimizer": settings.optimizer}).items():
+        before, flag = saved[key], f"--{key.replace('_', '-')}"
         if before != now:
             if isinstance(now, dict):
                 field = next((name for name in before if name in now and before[name] != now[name]), None)
@@ -396,21 +374,13 @@ def compare(settings: Settings, identity: dict, manifest: dict) -> str:
             elif isinstance(now, str):
                 before, now = (text and text[:12] for text in (before, now))
             raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {other}")
-    flags = manifest["flags"]
-    if flags["optimizer"] != settings.optimizer:
-        before, now = flags["optimizer"], settings.optimizer
-        raise UserError(f"--optimizer was {before} in the checkpoint and is {now} now; {other}")
     told = (
-        "num_steps batch_size gradient_accumulation_steps zero_stage dp_replicate_size precision fp8_recipe lr "
-        "lr_scheduler warmup_steps weight_decay betas max_grad_norm document_mask"
+        "world_size num_steps batch_size gradient_accumulation_steps zero_stage dp_replicate_size precision fp8_recipe "
+        "lr lr_scheduler warmup_steps weight_decay betas max_grad_norm document_mask"
     )
     now = json.loads(json.dumps(dataclasses.asdict(settings), default=str)) | {"world_size": dist.get_world_size()}
-    before = flags | {"world_size": manifest["world_size"]}
-    return ", ".join(
-        f"{key.replace('_', ' ')} {before[key]} -> {now[key]}"
-        for key in ("world_size", *told.split())
-        if before.get(key) != now[key]
-    )
+    changed = (key for key in told.split() if saved.get(key) != now[key])
+    return ", ".join(f"{key.replace('_', ' ')} {saved[key]} -> {now[key]}" for key in changed)
 
 
 def keep_global_batch(settings: Settings, manifest: dict) -> int:
@@ -421,14 +391,12 @@ def keep_global_batch(settings: Settings, manifest: dict) -> int:
     Raises:
         UserError: these ranks cannot share the batch evenly.
     """
-    flags, world = manifest["flags"], dist.get_world_size()
-    before = flags["batch_size"], flags["given_accumulation"]
-    if (settings.batch_size, settings.given_accumulation) != before:
+    flags, size, world = manifest["flags"], settings.batch_size, dist.get_world_size()
+    if (size, settings.given_accumulation) != (flags["batch_size"], flags["given_accumulation"]):
         return settings.gradient_accumulation_steps
     sequences = manifest["world_size"] * flags["batch_size"] * flags["gradient_accumulation_steps"]
-    if sequences % (world * settings.batch_size):
-        raise UserError(
-            f"--batch-size {settings.batch_size}: {world} ranks cannot share the run's global batch of {sequences} "
-            "sequences; choose another number of ranks, or another batch size"
-        )
-    return sequences // (world * settings.batch_size)
+    accumulation, left_over = divmod(sequences, world * size)
+    if left_over:
+        problem = f"{world} ranks cannot share the run's global batch of {sequences} sequences"
+        raise UserError(f"--batch-size {size}: {problem}; choose another number of ranks, or another batch size")
+    return accumulation

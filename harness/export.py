@@ -4,7 +4,6 @@ Called by the script at the end of a run.
 """
 
 import copy
-import functools
 import json
 import pathlib
 import re
@@ -13,18 +12,16 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import utils
 from harness.checkpoints import persistent_tensors
 from harness.processes import say
-from utils import UserError
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
 
 
-def export(path: str, model: nn.Module, tokenizer) -> None:
+def export(path: str, model: torch.nn.Module, tokenizer) -> None:
     """Writes a folder `path` that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
 
     Parameters are gathered one decoder layer at a time and rank 0 writes a file whenever it holds 5 GB, so no rank
@@ -38,22 +35,23 @@ def export(path: str, model: nn.Module, tokenizer) -> None:
 
     main, final = dist.get_rank() == 0, pathlib.Path(path).expanduser()
     temporary = final.with_name(f".{final.name}.writing")
-    error = ""
+    tensors, error = persistent_tensors(model), ""
     files: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
+
+    def attempt(work: Callable, *args, **options) -> None:  # an error must not keep rank 0 from the next all-gather
+        nonlocal error
+        try:
+            if main and not error:
+                work(*args, **options)
+        except Exception as exception:
+            error = utils.first_line(exception)
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def flush() -> None:
         save_file(pending, temporary / f"{len(files)}.part", metadata={"format": "pt"})
         files.append(list(pending))
         pending.clear()
-
-    def attempt(work: Callable[[], None]) -> None:  # an error must not keep rank 0 from the next all-gather
-        nonlocal error
-        try:
-            if main and not error:
-                work()
-        except Exception as exception:
-            error = utils.first_line(exception)
 
     def take(group: dict[str, torch.Tensor]) -> None:
         for name, tensor in revert_weight_conversion(model, group).items():
@@ -63,45 +61,35 @@ def export(path: str, model: nn.Module, tokenizer) -> None:
 
     def finish() -> None:
         flush()
-        names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-        names = names if len(files) > 1 else ["model.safetensors"]
-        for index, name in enumerate(names):
-            (temporary / f"{index}.part").rename(temporary / name)
+        names = ["model.safetensors"]
         if len(files) > 1:
+            names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
             weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for number, name in enumerate(names):
+            (temporary / f"{number}.part").rename(temporary / name)
         config = copy.deepcopy(model.config)
         config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
         config.dtype = next(model.parameters()).dtype
-        config.save_pretrained(temporary)
-        if model.generation_config:
-            model.generation_config.save_pretrained(temporary)
-        if tokenizer:
-            tokenizer.save_pretrained(temporary)
+        for part in filter(None, (config, model.generation_config, tokenizer)):
+            part.save_pretrained(temporary)
         temporary.rename(final)
 
-    def make_folder() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    attempt(make_folder)
-    total = 0
+    attempt(shutil.rmtree, temporary, ignore_errors=True)
+    attempt(temporary.mkdir, parents=True)
     groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in persistent_tensors(model).items():
+    for name, tensor in tensors.items():
         groups.setdefault((re.match(r".*?\.\d+\.", name) or [""])[0], {})[name] = tensor
     for group in groups.values():
         whole = {}
         for name, tensor in group.items():
             full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
-            total += full.nbytes
             if main:
                 whole[name] = full.cpu()
-        attempt(functools.partial(take, whole))
+        attempt(take, whole)
     attempt(finish)
     error = utils.from_main_process(lambda: error, main)
     if error:
-        if main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
+        raise utils.UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
     say(f"exported   {final}" + ", without a tokenizer" * (tokenizer is None))

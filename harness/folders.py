@@ -18,28 +18,22 @@ def choose_folder(settings: Settings) -> pathlib.Path:
     """The run's folder, checked: it can be written, and it holds no run unless that one is resumed."""
     path = pathlib.Path(settings.resume).expanduser()
     own = next((p for p in (path, *path.parents[:2]) if (p / "checkpoints").is_dir()), None)  # the run of PATH
-    name = settings.run_name or pathlib.Path(settings.model).name
-    if settings.resume == "none":
-        name = settings.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stamp = time.strftime("-%Y%m%d-%H%M%S") if settings.resume == "none" else ""
+    name = settings.run_name or pathlib.Path(settings.model).name + stamp
     folder = pathlib.Path(settings.output_dir).expanduser() / name
-    if settings.resume not in ("none", "auto"):
-        if own and not settings.run_name:
-            folder = own
-        newer = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="") > path.name
-        if own and folder.resolve() == own.resolve() and path != own and newer:
-            raise UserError(
-                f"--resume {settings.resume}: {folder} holds newer checkpoints, which the run would write over; "
-                "give another --run-name to branch off, or remove them"
-            )
-    resumes = settings.resume == "auto" or (own and folder.resolve() == own.resolve())
+    named = settings.resume not in ("none", "auto")
+    if named and own and not settings.run_name:
+        folder = own
+    goes_on = own and folder.resolve() == own.resolve()
+    newest = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="")
+    if named and goes_on and path != own and newest > path.name:
+        problem = f"{folder} holds newer checkpoints, which the run would write over"
+        raise UserError(f"--resume {settings.resume}: {problem}; give another --run-name to branch off, or remove them")
     metrics = folder / "metrics.jsonl"
-    if metrics.exists() and not resumes:
-        raise UserError(
-            f"--run-name {name}: {folder} holds a run already; "
-            "choose another name, remove it, or go on with it by --resume auto"
-        )
-    finished = metrics.exists() and '"final": true' in metrics.read_text()
-    if settings.resume == "auto" and finished and not any((folder / "checkpoints").glob("step-*")):
+    if metrics.exists() and not goes_on and settings.resume != "auto":
+        advice = "choose another name, remove it, or go on with it by --resume auto"
+        raise UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
+    if settings.resume == "auto" and not newest and metrics.exists() and '"final": true' in metrics.read_text():
         raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
     if folder.exists():
         lock_folder(folder)
@@ -52,8 +46,7 @@ def choose_folder(settings: Settings) -> pathlib.Path:
 def check_writable(flag: str, path: pathlib.Path) -> None:
     """Raises a UserError now if a folder at `path` could not be made and written later."""
     try:
-        with tempfile.TemporaryFile(dir=next(parent for parent in (path, *path.parents) if parent.exists())):
-            pass
+        tempfile.TemporaryFile(dir=next(parent for parent in (path, *path.parents) if parent.exists())).close()
     except OSError as error:
         raise UserError(f"{flag}: cannot be written ({error.strerror})") from error
 

@@ -20,17 +20,14 @@ from utils import UserError, from_main_process
 
 def start_processes() -> torch.device:
     """Joins the world that torchrun or accelerate made, or makes a world of one; returns this rank's device."""
-    cuda = torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if cuda and local_rank >= torch.cuda.device_count():
-        gpus = torch.cuda.device_count()
-        raise UserError(f"--nproc_per_node: rank {local_rank} of this node has no GPU, only {gpus} are seen")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    env, cuda, gpus = os.environ, torch.cuda.is_available(), torch.cuda.device_count()
+    device = torch.device("cuda", int(env.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
+        if device.index >= gpus:
+            raise UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         world = {}
-        env = os.environ
         if "RANK" not in env:
             world = {"store": dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "rank": 0, "world_size": 1}
         elif env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env["GROUP_WORLD_SIZE"] == "1":
@@ -47,7 +44,7 @@ def start_processes() -> torch.device:
 def stop_processes(stop: "StopRequest | None" = None) -> None:
     """Leaves the world; a gloo rank that leaves before the others are done can abort them, hence the barrier."""
     if stop and stop.round:
-        stop.round[0].wait()
+        stop.round.wait()
     dist.barrier()
     dist.destroy_process_group()
     for number in StopRequest.SIGNALS:  # torchrun sends them to the ranks that leave a moment after the first
@@ -66,7 +63,7 @@ class StopRequest:
     SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
 
     def __init__(self):
-        self.name, self.can_save, self.round, self.group = "", False, None, None
+        self.name, self.can_save, self.group, self.round, self.flag = "", False, None, None, torch.tensor(0)
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -75,19 +72,17 @@ class StopRequest:
         threading.Thread(target=self._listen, args=(read_end,), daemon=True).start()
 
     def _listen(self, read_end: int) -> None:
-        first = None
+        first = float("inf")
         while True:
             number, now = os.read(read_end, 1)[0], time.monotonic()
             if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
                 continue
-            name = signal.Signals(number).name
-            if not self.can_save:
-                if int(os.environ.get("RANK", 0)) == 0:
-                    print(f"train_fsdp.py: {name} outside training, nothing to save", file=sys.stderr, flush=True)
+            name, outside = signal.Signals(number).name, not self.can_save
+            if outside and int(os.environ.get("RANK", 0)) == 0:
+                print(f"train_fsdp.py: {name} outside training, nothing to save", file=sys.stderr, flush=True)
+            if outside or now - first > self.SAME_REQUEST:
                 os._exit(self.EXIT_CODE)
-            if first is not None and now - first > self.SAME_REQUEST:
-                os._exit(self.EXIT_CODE)
-            first, self.name = first or now, name
+            first, self.name = min(first, now), name
 
     def agreed(self) -> bool:
         """Whether any rank had a request when this was last asked; every rank asks after every step.
@@ -97,23 +92,19 @@ class StopRequest:
         if dist.get_world_size() == 1:
             return bool(self.name)
         self.group = self.group or dist.new_group(backend="gloo")
-        answer = False
         if self.round:
-            work, flag = self.round
-            work.wait()
-            answer = bool(flag.item())
-        flag = torch.tensor(int(bool(self.name)))
-        self.round = (dist.all_reduce(flag, dist.ReduceOp.MAX, self.group, async_op=True), flag)
+            self.round.wait()
+        answer, self.flag = bool(self.flag), torch.tensor(int(bool(self.name)))
+        self.round = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, async_op=True)
         return answer
 
 
 def fail(message: str, exit_code: int) -> None:
     """Ends this rank. Of all ranks one prints its message, rank 0 if it fails too, so that one mistake is one line;
     the others' errors are most often an echo, a collective that broke because one rank had left."""
-    rank = int(os.environ.get("RANK", 0))
-    if rank:
+    first = int(os.environ.get("RANK", 0)) == 0
+    if not first:
         time.sleep(3)  # what rank 0 found as well it says by now; then the launcher ends this rank here
-    first = rank == 0
     if dist.is_initialized():
         try:
             first = dist.distributed_c10d._get_default_store().add("train_fsdp/failed", 1) == 1

@@ -78,12 +78,11 @@ def check_that_figures_will_exist(settings: Settings, device: torch.device) -> N
 
 def check_gates(settings: Settings, metrics: dict) -> None:
     """Raises UserError with exit code 3 when a figure missed its gate."""
-    missed = []
+    missed, reserved = [], metrics.get("peak_memory_reserved", 0.0)
     mfu = metrics.get("mfu_percent", 0.0)  # a resumed run may end within its warmup
     if settings.min_mfu and mfu < settings.min_mfu:
         missed.append(f"--min-mfu {settings.min_mfu:g}: the MFU was {mfu:.2f} %")
-    if settings.max_memory_gib and metrics["peak_memory_reserved"] > settings.max_memory_gib:
-        reserved = metrics["peak_memory_reserved"]
+    if settings.max_memory_gib and reserved > settings.max_memory_gib:
         missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
     if missed:
         raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
@@ -93,14 +92,12 @@ def check_gates(settings: Settings, metrics: dict) -> None:
 def profiling(folder: pathlib.Path, state: TrainState):
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
     with state.tracker.excluded():
-        if dist.get_rank():
+        before, start = state.step, time.perf_counter()
+        with contextlib.nullcontext() if dist.get_rank() else torch.profiler.profile() as profile:
             yield
-        else:
-            before, start = state.step, time.perf_counter()
-            with torch.profiler.profile() as profile:
-                yield
-                utils.wait_for_device()
-                seconds = time.perf_counter() - start
+            utils.wait_for_device()
+            seconds = time.perf_counter() - start
+        if profile:
             (folder / "profile").mkdir(exist_ok=True)
             profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
             steps, shares = state.step - before, time_shares(profile.events(), seconds)
@@ -145,10 +142,8 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
     mfu = f"{peak:,.0f} TFLOPS peak a GPU" if peak else "no MFU on a CPU"
     if not peak and mesh.device_type == "cuda":
         mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
-    data = f"{settings.dataset}, streamed"
-    if not settings.streaming:
-        size = len(train_set) * settings.sequence_length
-        data = f"{settings.dataset}, {size:,} tokens, {size / settings.tokens_per_step(world):,.1f} steps an epoch"
+    size = 0 if settings.streaming else len(train_set) * settings.sequence_length
+    epoch = f"{size:,} tokens, {size / settings.tokens_per_step(world):,.1f} steps an epoch" if size else "streamed"
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops}, {mfu}",
@@ -158,7 +153,7 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
         "precision": precision[settings.precision],
         "technique": ", ".join(techniques),
         "batch": f"{settings.describe_batch(world)}, {settings.num_steps:,} steps",
-        "data": data,
+        "data": f"{settings.dataset}, {epoch}",
     }
     return columns(lines)
 
@@ -168,7 +163,7 @@ class Report:
 
     def __init__(self, settings: Settings, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
         self.accelerator, self.num_steps, self.file, self.failed = accelerator, settings.num_steps, None, False
-        self.serves = accelerator.is_main_process and settings.metrics_port
+        self.serves = settings.metrics_port is not None
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             lock_folder(folder)
@@ -178,16 +173,14 @@ class Report:
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         if accelerator.log_with:
-            flags = dataclasses.asdict(settings)
-            flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flags.items()}
+            flags = dataclasses.asdict(settings).items()
+            flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flags}
             trackers = {"wandb": {"name": folder.name, "dir": str(folder), "id": state.run_id, "resume": "allow"}}
             trackers["tensorboard"] = {"purge_step": state.step + 1}
             accelerator.init_trackers(settings.project_name, config=flags, init_kwargs=trackers)
         places = {"run": str(folder)}
-        for tracker in accelerator.trackers if self.file else ():
-            if tracker.name == "wandb":
-                offline = f"offline; later: wandb sync {pathlib.Path(tracker.run.dir).parent}"
-                places["wandb"] = tracker.run.url or offline
+        for run in [tracker.run for tracker in accelerator.trackers if self.file and tracker.name == "wandb"]:
+            places["wandb"] = run.url or f"offline; later: wandb sync {pathlib.Path(run.dir).parent}"
         say(columns(places) + "\n")
         shown = self.file and sys.stderr.isatty()
         self.bar = tqdm(total=self.num_steps, initial=state.step, unit="step", disable=not shown)
@@ -196,7 +189,6 @@ class Report:
         if not self.file:
             return
         step = metrics["step"]
-        self.serve(metrics)
         self.write(metrics)
         try:
             self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
@@ -214,22 +206,20 @@ class Report:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
         say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, [*parts, held_out])))
 
-    def write(self, metrics: dict) -> None:
+    def write(self, metrics: dict, **more) -> None:
+        """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
+        for key, value in metrics.items() if self.serves else ():
+            gauge(key).set(value)
         try:
-            print(json.dumps(metrics), file=self.file, flush=True)
+            print(json.dumps(metrics | more), file=self.file, flush=True)
         except OSError as error:  # the line waits in Python's buffer and is written with a later one
             self.failed = True
             say(f"failed     metrics.jsonl, step {metrics['step']}: {error.strerror}; the run goes on")
 
-    def serve(self, metrics: dict) -> None:
-        for key, value in metrics.items() if self.serves else ():
-            gauge(key).set(value)
-
     def end(self, metrics: dict | None) -> None:
         """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
-        self.serve(metrics or {})
         if self.file and metrics:
-            self.write(metrics | {"final": True})
+            self.write(metrics, final=True)
         self.close()
         for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
             tracker.finish()
@@ -278,10 +268,9 @@ def describe_run(settings: Settings) -> dict:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    commit = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run = {"flags": dataclasses.asdict(settings), "versions": versions, "commit": commit}
     return run | {"world_size": dist.get_world_size(), "gpu": gpu}
@@ -292,27 +281,23 @@ def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
     elapsed = tqdm.format_interval(time.time() - started)
     done = f"{metrics['step']:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
     done = ", ".join(filter(None, [done, describe_held_out(metrics)]))
-    speed = "not measured: no step after the --perf-warmup-steps"
-    if "tokens_per_sec" in metrics:
-        speed = (
-            f"{metrics['tokens_per_sec']:,.0f} tok/s, {metrics['tokens_per_sec_per_gpu']:,.0f} a rank, "
-            f"{metrics['step_time_ms']:,.1f} ms a step"
-        )
-    if "actual_tflops_per_sec" in metrics:
-        speed += f", {metrics['actual_tflops_per_sec']:,.3g} TFLOPS"
-    if "mfu_percent" in metrics:
-        speed += f" of {metrics['theoretical_tflops_total']:,.0f}, MFU {metrics['mfu_percent']:.2f} %"
-    if "goodput_percent" in metrics:
-        speed += f", goodput {metrics['goodput_percent']:.1f} %"
+    measured = {
+        "tokens_per_sec": "{tokens_per_sec:,.0f} tok/s, {tokens_per_sec_per_gpu:,.0f} a rank",
+        "step_time_ms": ", {step_time_ms:,.1f} ms a step",
+        "actual_tflops_per_sec": ", {actual_tflops_per_sec:,.3g} TFLOPS",
+        "mfu_percent": " of {theoretical_tflops_total:,.0f}, MFU {mfu_percent:.2f} %",
+        "goodput_percent": ", goodput {goodput_percent:.1f} %",
+    }
+    speed = "".join(text.format_map(metrics) for key, text in measured.items() if key in metrics)
+    lines = {"done": done, "speed": speed or "not measured: no step after the --perf-warmup-steps"}
     memory = [f"{key[12:]} {value:.2f} GiB" for key, value in metrics.items() if key.startswith("peak_memory_")]
-    lines = {"done": done, "speed": speed} | ({"memory": ", ".join(memory)} if memory else {})
+    if memory:
+        lines["memory"] = ", ".join(memory)
     if "predicted_step_time_ms" in metrics:
-        lines["planned"] = (
-            f"alloc {metrics['predicted_peak_memory_alloc']:.2f} GiB, reserved "
-            f"{metrics['predicted_peak_memory_reserved']:.2f} GiB, {metrics['predicted_step_time_ms']:,.1f} ms a step"
-        )
-    lines["files"] = str(folder)
-    return "\n" + columns(lines)
+        alloc, reserved = (metrics[f"predicted_peak_memory_{kind}"] for kind in ("alloc", "reserved"))
+        milliseconds = metrics["predicted_step_time_ms"]
+        lines["planned"] = f"alloc {alloc:.2f} GiB, reserved {reserved:.2f} GiB, {milliseconds:,.1f} ms a step"
+    return "\n" + columns(lines | {"files": str(folder)})
 
 
 def figures_of_all_ranks(speed: dict[str, float], state: TrainState, device: torch.device) -> dict[str, float]:
