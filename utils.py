@@ -398,6 +398,8 @@ def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------------------
 # FLOPs and MFU
 
+ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
+
 
 class Gpu(NamedTuple):
     """One kind of GPU by its vendor's datasheet. Bandwidths are in GB/s, per GPU and direction."""
@@ -416,9 +418,7 @@ class Gpu(NamedTuple):
 GPUS = (
     Gpu(r"GB200", 2500.0, 184.0, 8000, 900, 50),  # GB200 NVL72: 180 PFLOPS for 72 GPUs
     Gpu(r"GB300", 2500.0),  # GB300 NVL72
-    Gpu(
-        r"B200", 2250.0, 178.3, 7700, 900, 50
-    ),  # DGX B200: 18 PFLOPS for 8; memory as its driver says (pytorch/ao#4002)
+    Gpu(r"B200", 2250.0, 178.3, 7700, 900, 50),  # DGX B200: 18 PFLOPS for 8; memory by its driver (pytorch/ao#4002)
     Gpu(r"B300", 2250.0),  # DGX B300
     Gpu(r"GH200", 989.0, 94.5, 4000, 450, 50),
     Gpu(r"H200 NVL", 835.0, 139.7, 4800, 450, 50),  # H200, NVL column (1,671 with sparsity)
@@ -463,11 +463,9 @@ def find_gpu(name: str) -> Gpu | None:
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
     """Dense bf16 peak of one GPU in TFLOPS, by `find_gpu` (default: the current device); None for a CPU too."""
-    if name is None:
-        if not torch.cuda.is_available():
-            return None
-        name = torch.cuda.get_device_name()
-    gpu = find_gpu(name)
+    if name is None and not torch.cuda.is_available():
+        return None
+    gpu = find_gpu(torch.cuda.get_device_name() if name is None else name)
     return gpu and gpu.peak_tflops
 
 
@@ -491,9 +489,8 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     if not isinstance(model, nn.Module):
         from transformers import AutoModelForCausalLM
 
-        implementation = model._attn_implementation
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model, attn_implementation=implementation)
+            model = AutoModelForCausalLM.from_config(model, attn_implementation=model._attn_implementation)
     config = model.config.get_text_config()
     layers = range(config.num_hidden_layers)
     attention = sum(attention_flops_per_token(config, layer, seq_len, causal) for layer in layers)
@@ -517,23 +514,19 @@ def matmul_parameters(model: nn.Module) -> int:
     return total
 
 
-ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
-
-
 def attention_flops_per_token(config, layer: int, seq_len: int, causal: bool = False) -> int:
     """FLOPs per token of one layer's two products of queries, keys and values, forward and backward.
 
     6 x heads x (head_dim of queries and keys + head_dim of values) x keys that a query meets on average.
     """
     kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1))[layer]
-    if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+    keys = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    if kind not in keys:
         raise ValueError(f"layer {layer} is {kind}, and the formula is one of softmax attention")
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(f"{config.model_type} has no attention heads, and the formula is one of softmax attention")
-    key = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
-    window = min(getattr(config, key, None) or seq_len, seq_len) if key else seq_len
-    if config._attn_implementation == "eager":
-        window = seq_len
+    limit = None if config._attn_implementation == "eager" else getattr(config, keys[kind], None)
+    window = min(limit or seq_len, seq_len)
     span = window if kind == "chunked_attention" else seq_len  # the first `window` tokens of a span meet fewer keys
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_dim = getattr(config, "qk_head_dim", None) or head_dim  # multi-head latent attention has two sizes
