@@ -566,21 +566,19 @@ def estimate_mfu(
 # Speed and memory while training
 
 
+@dataclass(eq=False)
 class PerformanceTracker:
     """Speed of the steps after warmup.
 
     A window opens when the warmup ends and closes at each `step` that reads the clock; the device is synchronized at
     these two ends only. Give every step its tokens; with `synchronize=False` a step is only counted and costs nothing.
-
-    Args:
-        warmup_steps: steps left out at the start (compilation, allocator, autotuning).
-        num_gpus: devices that share the tokens.
-        peak_tflops: dense peak of one device; by default that of the current GPU.
     """
 
-    def __init__(self, warmup_steps: int = 10, num_gpus: int = 1, peak_tflops: float | None = None):
-        self.warmup_steps, self.num_gpus = warmup_steps, num_gpus
-        self.peak_tflops = peak_tflops if peak_tflops is not None else get_gpu_peak_tflops()
+    warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
+    num_gpus: int = 1  # that share the tokens
+    peak_tflops: float | None = None  # dense, of one device; by default that of the current GPU
+
+    def __post_init__(self):
         self.reset()
 
     def reset(self) -> None:
@@ -662,10 +660,9 @@ class PerformanceTracker:
         self._start = time.perf_counter()
 
     def _metrics(self, window: dict[str, float]) -> dict[str, float]:
-        seconds, tokens = max(window["seconds"], 1e-9), window["tokens"]
-        peak = self.peak_tflops if window["flops"] else 0
-        speed = estimate_mfu(window["flops"] / max(tokens, 1), tokens, seconds, self.num_gpus, peak or 0)
-        if not window["flops"]:  # unknown
+        seconds, tokens, flops = max(window["seconds"], 1e-9), window["tokens"], window["flops"]
+        speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, self.peak_tflops if flops else 0)
+        if not flops:  # unknown
             del speed["actual_tflops_per_sec"]
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
