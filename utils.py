@@ -20,6 +20,7 @@ import time
 import traceback
 import urllib.parse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -56,9 +57,6 @@ class UserError(Exception):
         super().__init__(message)
         self.exit_code = exit_code
 
-    def __reduce__(self):  # it travels between ranks
-        return (type(self), (str(self), self.exit_code))
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: documents are tokenized once into one flat, memory-mapped token array and read back as windows
@@ -86,9 +84,8 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
         error = RuntimeError(traceback.format_exc())
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (is_main, error), group=group)
-    for _, error in everyone:
-        if error is not None:
-            raise error
+    if errors := [error for _, error in everyone if error is not None]:
+        raise errors[0]
     mains = [rank for rank, (main, _) in enumerate(everyone) if main]
     if len(mains) == 1:  # a tokenizer is large: one broadcast, where gathering would hold it once for each rank
         box = [result]
@@ -126,20 +123,18 @@ def load_documents(dataset: str, split: str, files: list[pathlib.Path], streamin
         answer_from_cache_without_network()
     kind = {".jsonl": "json", ".txt": "text", ".parquet": "parquet", "": dataset}[files[0].suffix if files else ""]
     where = {"data_dir": dataset} if os.path.isdir(dataset) else {"data_files": str(files[0])} if files else {}
+    options = {"sample_by": "document"} if kind == "text" else {}
     try:
-        documents = datasets.load_dataset(
-            kind, split=split, streaming=streaming, **where, **({"sample_by": "document"} if kind == "text" else {})
-        )
+        documents = datasets.load_dataset(kind, split=split, streaming=streaming, **where, **options)
     except Exception as error:
         if files or "split" in str(error):
             cause = first_line(error.__cause__ or error)
             divide = " Divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'."
             hint = divide * (len(files) == 1 and "Unknown split" in cause)
             raise UserError(f"--dataset {dataset}, split {split!r}: cannot be read ({cause}).{hint}") from error
-        raise UserError(
-            f"--dataset {dataset}: not a local file or folder, and not to be had from the hub ({first_line(error)}); "
-            f"without a network use a local {'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
-        ) from error
+        cause = f"not a local file or folder, and not to be had from the hub ({first_line(error)})"
+        hint = f"without a network use a local {'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
+        raise UserError(f"--dataset {dataset}: {cause}; {hint}") from error
     if streaming and kind == "text":  # shuffled and tokenized by story, not by file
         documents = documents.map(divide_at_marks, batched=True, batch_size=1, input_columns="text")
     return documents
@@ -162,16 +157,9 @@ def first_line(error: BaseException) -> str:
 def token_batches(documents, tokenizer, source: str, batch_size: int = TOKENIZE_BATCH) -> Iterator[np.ndarray]:
     """Token ids of all documents in order, an end-of-text token after each, as one flat array per `batch_size` rows.
 
-    A data set that is tokenized already (a column `input_ids`) is taken as it is, Arrow to NumPy, no Python lists, and
-    needs no tokenizer.
+    A data set with a column `input_ids` is tokenized already: taken as it is, Arrow to NumPy, it needs no tokenizer.
     """
     end_of_text = getattr(tokenizer, "eos_token_id", None)
-    if tokenizer is not None and tokenizer.is_fast:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        backend = tokenizer.backend_tokenizer
-        encode = lambda texts: [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]  # noqa: E731
-    else:
-        encode = lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"]  # noqa: E731
     for table in documents.with_format("arrow").iter(batch_size):
         if "input_ids" in table.column_names:
             yield table["input_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
@@ -180,52 +168,47 @@ def token_batches(documents, tokenizer, source: str, batch_size: int = TOKENIZE_
             raise UserError(f"--dataset {source}: no field 'text' (fields: {', '.join(table.column_names)})")
         if end_of_text is None:
             raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
-        documents_ids = encode(divide_at_marks(table["text"].to_pylist())["text"])
-        count = sum(map(len, documents_ids)) + len(documents_ids)
+        texts = divide_at_marks(table["text"].to_pylist())["text"]
+        if tokenizer.is_fast:
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+            encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            documents_ids = [encoding.ids for encoding in encodings]
+        else:
+            documents_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         ended = itertools.chain.from_iterable(itertools.chain(ids, (end_of_text,)) for ids in documents_ids)
-        yield np.fromiter(ended, dtype=np.uint32, count=count)
+        yield np.fromiter(ended, dtype=np.uint32, count=sum(map(len, documents_ids)) + len(documents_ids))
 
 
 def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np.ndarray]:
-    """Arrays of token ids in the smallest type that holds a vocabulary.
-
-    Raises:
-        UserError: an id is not below `vocab_size`.
-    """
+    """Arrays of token ids in the smallest type that holds a vocabulary; an id not below `vocab_size` is a UserError."""
     for tokens in batches:
         largest = int(tokens.view(f"u{tokens.itemsize}").max(initial=0))  # a negative id is huge
         if largest >= vocab_size:
-            raise UserError(
-                f"--tokenizer: it gave token id {largest}, but the model has only {vocab_size} embeddings; "
-                "use the model's own tokenizer"
-            )
+            limit = f"the model has only {vocab_size} embeddings; use the model's own tokenizer"
+            raise UserError(f"--tokenizer: it gave token id {largest}, but {limit}")
         yield tokens.astype(token_dtype(vocab_size), copy=False)
 
 
 def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int) -> int:
     """Lays arrays of token ids end to end into the raw file `path`; returns how many tokens it holds.
 
-    Ids are stored as uint16 where `vocab_size` allows it, else uint32. The file appears under its name only when it is
-    whole.
+    Their type is `token_dtype(vocab_size)`. The file appears under its name only when it is whole and not empty.
 
     Raises:
-        UserError: an id is not below `vocab_size`; there is no token at all; the disk is full or not writable.
+        UserError: an id is not below `vocab_size`; the disk is full or not writable.
     """
-    path, temporary, total = pathlib.Path(path), None, 0
+    path, total = pathlib.Path(path), 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-            temporary = file.name
-            for tokens in in_vocabulary(batches, vocab_size):
-                total += len(tokens)
-                file.write(tokens.data)
-        if total:
-            os.replace(temporary, path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # readable by its owner only
+                for tokens in in_vocabulary(batches, vocab_size):
+                    total += len(tokens)
+                    file.write(tokens.data)
+            if total:
+                os.replace(file.name, path)
     except OSError as error:
         raise UserError(f"--cache-dir {path.parent}: cannot write the token cache ({error.strerror})") from error
-    finally:
-        if temporary is not None:
-            pathlib.Path(temporary).unlink(missing_ok=True)
     return total
 
 
@@ -238,11 +221,10 @@ class PackedDataset(Dataset):
     """Windows of `seq_len + 1` tokens over one flat array; consecutive windows share one token.
 
     Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
-    nothing is lost but the last partial window. `end_of_text` is the id that ends a document, where attention is to
-    stay inside documents, else None.
+    nothing is lost but the last partial window.
     """
 
-    end_of_text: int | None = None
+    end_of_text: int | None = None  # the id that ends a document, where attention is to stay inside documents
 
     def __init__(self, tokens: np.ndarray, seq_len: int):
         self.tokens, self.seq_len = tokens, seq_len
@@ -333,8 +315,7 @@ def get_dataset(
         path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(f"{path}.lock")
-            lock.acquire()
+            lock = FileLock(f"{path}.lock").acquire()
         except OSError as error:
             raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
         with lock:  # two runs that start together, or nodes with a common disk, tokenize once
@@ -343,33 +324,21 @@ def get_dataset(
                 return path
             start = time.perf_counter()
             documents = documents or load_documents(dataset, split, files)
-            total = pack_tokens(token_batches(documents, tokenizer, dataset), path, vocab_size)
-            if not total:
+            if not pack_tokens(token_batches(documents, tokenizer, dataset), path, vocab_size):
                 raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
-            seconds = time.perf_counter() - start
-            log(f"tokenized {len(documents):,} documents in {seconds:.1f} s, cached in {path}")
+            log(f"tokenized {len(documents):,} documents in {time.perf_counter() - start:.1f} s, cached in {path}")
             return path
 
-    tokens = np.memmap(
-        from_main_process(prepare, accelerator is None or accelerator.is_local_main_process),
-        dtype=token_dtype(vocab_size),
-        mode="r",
-    )
-    return pack(tokens, seq_len, dataset, split)
+    path = from_main_process(prepare, accelerator is None or accelerator.is_local_main_process)
+    return pack(np.memmap(path, token_dtype(vocab_size), mode="r"), seq_len, dataset, split)
 
 
 def pack(tokens: np.ndarray, seq_len: int, dataset: str, split: str) -> PackedDataset:
-    """The tokens of a corpus as windows.
-
-    Raises:
-        UserError: there are too few for one window.
-    """
+    """The tokens of a corpus as windows; too few for one window are a UserError."""
     packed = PackedDataset(tokens, seq_len)
     if not len(packed):
-        raise UserError(
-            f"--dataset {dataset}, split {split!r}: {len(tokens):,} tokens do not fill one window of "
-            f"--sequence-length {seq_len}; use a shorter sequence or more text"
-        )
+        short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {seq_len}"
+        raise UserError(f"--dataset {dataset}, split {split!r}: {short}; use a shorter sequence or more text")
     return packed
 
 
@@ -382,18 +351,18 @@ def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarr
 
     def collate(windows: list[np.ndarray]) -> dict[str, torch.Tensor]:
         tokens = np.stack(windows).astype(np.int64)
-        batch = torch.from_numpy(tokens)
-        batch = {"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
         if end_of_text is not None:
             positions = np.arange(tokens.shape[1] - 1)
-            starts = np.zeros_like(tokens[:, :-1])  # of the document that each token belongs to
+            starts = np.zeros_like(batch["input_ids"])  # of the document that each token belongs to
             starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, positions[1:], 0)
-            batch["position_ids"] = torch.from_numpy(positions - np.maximum.accumulate(starts, axis=1))
-        return batch
+            batch["position_ids"] = positions - np.maximum.accumulate(starts, axis=1)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
 
     return collate
 
 
+@dataclass(eq=False)
 class GlobalOrderSampler(Sampler[list[int]]):
     """Endless batches of data-set indices for one rank: microbatch m of rank r takes the global samples
     `first_sample + (m * world_size + r) * batch_size ...`, so ranks are disjoint and a step's samples do not depend on
@@ -403,17 +372,12 @@ class GlobalOrderSampler(Sampler[list[int]]):
     nothing repeats before all is seen.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        first_sample: int = 0,
-    ):
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.rank, self.world_size, self.first_sample = rank, world_size, first_sample
+    num_samples: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    first_sample: int = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         for microbatch in itertools.count():
@@ -434,6 +398,8 @@ def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------------------
 # FLOPs and MFU
 
+ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
+
 
 class Gpu(NamedTuple):
     """One kind of GPU by its vendor's datasheet. Bandwidths are in GB/s, per GPU and direction."""
@@ -452,9 +418,7 @@ class Gpu(NamedTuple):
 GPUS = (
     Gpu(r"GB200", 2500.0, 184.0, 8000, 900, 50),  # GB200 NVL72: 180 PFLOPS for 72 GPUs
     Gpu(r"GB300", 2500.0),  # GB300 NVL72
-    Gpu(
-        r"B200", 2250.0, 178.3, 7700, 900, 50
-    ),  # DGX B200: 18 PFLOPS for 8; memory as its driver says (pytorch/ao#4002)
+    Gpu(r"B200", 2250.0, 178.3, 7700, 900, 50),  # DGX B200: 18 PFLOPS for 8; memory by its driver (pytorch/ao#4002)
     Gpu(r"B300", 2250.0),  # DGX B300
     Gpu(r"GH200", 989.0, 94.5, 4000, 450, 50),
     Gpu(r"H200 NVL", 835.0, 139.7, 4800, 450, 50),  # H200, NVL column (1,671 with sparsity)
@@ -499,11 +463,9 @@ def find_gpu(name: str) -> Gpu | None:
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
     """Dense bf16 peak of one GPU in TFLOPS, by `find_gpu` (default: the current device); None for a CPU too."""
-    if name is None:
-        if not torch.cuda.is_available():
-            return None
-        name = torch.cuda.get_device_name()
-    gpu = find_gpu(name)
+    if name is None and not torch.cuda.is_available():
+        return None
+    gpu = find_gpu(torch.cuda.get_device_name() if name is None else name)
     return gpu and gpu.peak_tflops
 
 
@@ -527,9 +489,8 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     if not isinstance(model, nn.Module):
         from transformers import AutoModelForCausalLM
 
-        implementation = model._attn_implementation
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model, attn_implementation=implementation)
+            model = AutoModelForCausalLM.from_config(model, attn_implementation=model._attn_implementation)
     config = model.config.get_text_config()
     layers = range(config.num_hidden_layers)
     attention = sum(attention_flops_per_token(config, layer, seq_len, causal) for layer in layers)
@@ -553,23 +514,19 @@ def matmul_parameters(model: nn.Module) -> int:
     return total
 
 
-ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
-
-
 def attention_flops_per_token(config, layer: int, seq_len: int, causal: bool = False) -> int:
     """FLOPs per token of one layer's two products of queries, keys and values, forward and backward.
 
     6 x heads x (head_dim of queries and keys + head_dim of values) x keys that a query meets on average.
     """
     kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1))[layer]
-    if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+    keys = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    if kind not in keys:
         raise ValueError(f"layer {layer} is {kind}, and the formula is one of softmax attention")
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(f"{config.model_type} has no attention heads, and the formula is one of softmax attention")
-    key = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
-    window = min(getattr(config, key, None) or seq_len, seq_len) if key else seq_len
-    if config._attn_implementation == "eager":
-        window = seq_len
+    limit = None if config._attn_implementation == "eager" else getattr(config, keys[kind], None)
+    window = min(limit or seq_len, seq_len)
     span = window if kind == "chunked_attention" else seq_len  # the first `window` tokens of a span meet fewer keys
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_dim = getattr(config, "qk_head_dim", None) or head_dim  # multi-head latent attention has two sizes
@@ -609,21 +566,19 @@ def estimate_mfu(
 # Speed and memory while training
 
 
+@dataclass(eq=False)
 class PerformanceTracker:
     """Speed of the steps after warmup.
 
     A window opens when the warmup ends and closes at each `step` that reads the clock; the device is synchronized at
     these two ends only. Give every step its tokens; with `synchronize=False` a step is only counted and costs nothing.
-
-    Args:
-        warmup_steps: steps left out at the start (compilation, allocator, autotuning).
-        num_gpus: devices that share the tokens.
-        peak_tflops: dense peak of one device; by default that of the current GPU.
     """
 
-    def __init__(self, warmup_steps: int = 10, num_gpus: int = 1, peak_tflops: float | None = None):
-        self.warmup_steps, self.num_gpus = warmup_steps, num_gpus
-        self.peak_tflops = peak_tflops if peak_tflops is not None else get_gpu_peak_tflops()
+    warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
+    num_gpus: int = 1  # that share the tokens
+    peak_tflops: float | None = None  # dense, of one device; by default that of the current GPU
+
+    def __post_init__(self):
         self.reset()
 
     def reset(self) -> None:
@@ -705,10 +660,9 @@ class PerformanceTracker:
         self._start = time.perf_counter()
 
     def _metrics(self, window: dict[str, float]) -> dict[str, float]:
-        seconds, tokens = max(window["seconds"], 1e-9), window["tokens"]
-        peak = self.peak_tflops if window["flops"] else 0
-        speed = estimate_mfu(window["flops"] / max(tokens, 1), tokens, seconds, self.num_gpus, peak or 0)
-        if not window["flops"]:  # unknown
+        seconds, tokens, flops = max(window["seconds"], 1e-9), window["tokens"], window["flops"]
+        speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, self.peak_tflops if flops else 0)
+        if not flops:  # unknown
             del speed["actual_tflops_per_sec"]
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
