@@ -34,8 +34,8 @@ IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch
 GIB = 2**30
 
 
-def answer_from_cache_without_network() -> None:
-    """Makes the hub libraries answer from their caches at once where the hub's name cannot be resolved.
+def answer_from_cache_without_network(source: str) -> None:
+    """Makes the hub libraries answer from their caches at once where `source` is not local and the hub has no address.
 
     They would try for 20 s otherwise, for each file, with a warning for each try.
     """
@@ -43,7 +43,7 @@ def answer_from_cache_without_network() -> None:
 
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     try:
-        if not proxy:
+        if not (proxy or os.path.exists(source)):
             socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:
         constants.HF_HUB_OFFLINE = True
@@ -119,8 +119,7 @@ def load_documents(dataset: str, split: str, files: list[pathlib.Path], streamin
 
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
-    if not files:
-        answer_from_cache_without_network()
+    answer_from_cache_without_network(dataset)
     kind = {".jsonl": "json", ".txt": "text", ".parquet": "parquet", "": dataset}[files[0].suffix if files else ""]
     where = {"data_dir": dataset} if os.path.isdir(dataset) else {"data_files": str(files[0])} if files else {}
     options = {"sample_by": "document"} if kind == "text" else {}

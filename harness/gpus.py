@@ -20,13 +20,10 @@ FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
 
 
 def find_rates(gpu: str, measured: dict[str, float]) -> dict[str, float]:
-    """Rates that a plan computes with: TFLOPS and GB/s that programs reach on this GPU, its memory in GiB.
-
-    Args:
-        measured: replaces any of them.
+    """Rates of a plan: TFLOPS and GB/s that programs reach on this GPU, its memory in GiB; `measured` replaces any.
 
     Raises:
-        UserError: the GPU is not in the table.
+        UserError: the GPU is not in the table; there is no rate of a measured one's name.
     """
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:

@@ -42,19 +42,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         counted = labels != IGNORE_INDEX
         count = counted.sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        train = any(ctx.needs_input_grad)
-        if train:
-            grad_hidden = torch.empty_like(hidden)
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        if not any(ctx.needs_input_grad):
+            for inputs, target in zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True):
+                loss += F.cross_entropy(F.linear(inputs, weight, bias).float(), target, reduction="sum") / count
+            return loss
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(hidden), LOSS_CHUNK):
             chunk = slice(start, start + LOSS_CHUNK)
             inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
             share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
             logits = F.linear(inputs, weight, bias)
-            if not train:
-                loss += F.cross_entropy(logits.float(), labels[chunk], reduction="sum") / count
-                continue
             picked, gradient = loss_and_gradient(logits, target)
             loss -= (picked * share).sum()
             # d loss / d logits = gradient * share; the share is applied where it is cheap
@@ -62,9 +61,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_weight += gradient.t() @ (inputs * share).to(weight.dtype)
             if bias is not None:
                 grad_bias += gradient.t().float() @ share.squeeze(1)
-        if train:
-            grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
+        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), grad_bias)
         return loss
 
     @staticmethod
@@ -80,11 +78,7 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Ten
 
 
 def choose_loss(fused: bool | None, config) -> bool:
-    """Whether the head can be fused into the loss, for `--fused-loss`.
-
-    Raises:
-        UserError: it was asked for, and the logits are more than a linear of the hidden states.
-    """
+    """Whether the head is fused into the loss, for `--fused-loss`; a UserError where it was asked for and cannot be."""
     if fused is False:
         return False
     head = models.on_meta(config).get_output_embeddings()

@@ -6,7 +6,6 @@ Called by the script while it prepares and builds. It does not know meshes, opti
 import dataclasses
 import inspect
 import json
-import math
 import os
 import pathlib
 import re
@@ -14,9 +13,12 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+import transformers
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import nn
 from torch.nn.attention import SDPBackend
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, masking_utils, modeling_flash_attention_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, conversion_mapping, masking_utils
 
 import utils
 from harness.settings import ASSETS, PRESETS, Settings
@@ -25,8 +27,7 @@ from utils import UserError
 
 def find_source(model: str) -> tuple[str, str]:
     """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
-    if model in PRESETS:
-        preset = PRESETS[model]
+    if preset := PRESETS.get(model):
         return str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent))
     path = pathlib.Path(model).expanduser()
     if path.is_dir():
@@ -41,14 +42,12 @@ def find_source(model: str) -> tuple[str, str]:
 def load_config(model: str, sequence_length: int):
     """The config of a preset, a local folder or a hub id, checked against the sequence length."""
     source, _ = find_source(model)
-    if not os.path.exists(source):
-        utils.answer_from_cache_without_network()
+    utils.answer_from_cache_without_network(source)
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        what = "its config.json cannot be used"
-        if source == model and not os.path.isdir(source):
-            what = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
+        nowhere = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
+        what = "its config.json cannot be used" if os.path.exists(source) else nowhere
         raise UserError(f"--model {model}: {what} ({utils.first_line(error)})") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
@@ -64,38 +63,27 @@ def load_tokenizer(settings: Settings, config):
     if settings.dataset == "synthetic" and not settings.sample_prompt:
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
-    if not os.path.exists(source):
-        utils.answer_from_cache_without_network()
+    utils.answer_from_cache_without_network(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers raises many kinds
         here = os.path.isdir(source)
         where = "the folder has no usable tokenizer" if here else "not a folder, and not to be had from the hub"
-        raise UserError(
-            f"--tokenizer {source}: {where} ({utils.first_line(error)}); give --tokenizer a folder "
-            f"({ASSETS / 'demo'} has one), or use --dataset synthetic, which needs none"
-        ) from error
+        hint = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or use --dataset synthetic, which needs none"
+        raise UserError(f"--tokenizer {source}: {where} ({utils.first_line(error)}); {hint}") from error
     text_config = config.get_text_config()
-    vocabulary, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", math.inf)
+    vocabulary, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
     prompt = tokenizer(settings.sample_prompt)["input_ids"] if settings.sample_prompt else ()
-    if prompt and len(prompt) + settings.sample_tokens > positions:
-        raise UserError(
-            f"--sample-tokens {settings.sample_tokens}: with the prompt more than {settings.model}'s "
-            f"{positions} positions"
-        )
-    if len(tokenizer) > vocabulary:
-        raise UserError(
-            f"--tokenizer {source}: its vocabulary of {len(tokenizer)} is larger than the model's {vocabulary}"
-        )
+    if prompt and positions and len(prompt) + settings.sample_tokens > positions:
+        limit = f"{settings.model}'s {positions} positions"
+        raise UserError(f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}")
+    if (size := len(tokenizer)) > vocabulary:
+        raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {vocabulary}")
     return tokenizer
 
 
 def choose_attention(settings: Settings, config) -> str:
-    """The kernel for `--attention`, `auto` decided; torch's switches are set for it.
-
-    Raises:
-        UserError: it does not run here.
-    """
+    """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
     if attention == "cudnn":
         if not (settings.plan or cuda):
@@ -126,10 +114,9 @@ def describe_attention(settings: Settings, config, device: str) -> str:
         return f"{config._attn_implementation} attention"
     text, dtype = config.get_text_config(), torch.float32 if settings.precision == "fp32" else torch.bfloat16
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    length, mask = settings.sequence_length, None
+    length = settings.sequence_length
     query = torch.empty(1, 1, length, head_dim, dtype=dtype, device=device, requires_grad=True)
-    if settings.document_mask:
-        mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
+    mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device) if settings.document_mask else None
     kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, mask, is_causal=mask is None)).name.lower()
     return f"sdpa attention ({torch.nn.attention.current_flash_attention_impl() or kernel})"
 
@@ -147,10 +134,8 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
 def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
     """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
     sync in every forward, or in every layer with flash_attention_2."""
-    masking_utils.find_packed_sequence_indices = lambda positions: (
-        (positions == 0).cumsum(-1) if document_mask else None
-    )
-    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+    masking_utils.find_packed_sequence_indices = lambda ids: (ids == 0).cumsum(-1) if document_mask else None
+    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
@@ -169,10 +154,10 @@ def count_flops(model: nn.Module, sequence_length: int) -> tuple[int, str]:
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of decoder layers: the outermost ModuleList with as many modules as the config has layers."""
     count = model.config.get_text_config().num_hidden_layers
-    lists = [(n.count("."), m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     if not lists:
         raise UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
-    return min(lists, key=lambda depth_and_list: depth_and_list[0])[1]
+    return lists[min(lists, key=lambda name: name.count("."))]
 
 
 def make_real(
@@ -210,19 +195,16 @@ def fp8_converter(recipe: str, emulate: bool, planned: bool = False) -> Callable
         raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    if recipe == "tensorwise":
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
-    else:
-        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=recipe == "tensorwise")
 
     def convertible(module: nn.Module, path: str) -> bool:  # the tensor cores want multiples of 16
         return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
     def convert(layer: nn.Module) -> None:
         if not any(convertible(module, "") for module in layer.modules()):
-            raise UserError(
-                "--precision fp8: the decoder layers have no nn.Linear with sizes in multiples of 16; use bf16"
-            )
+            why = "the decoder layers have no nn.Linear with sizes in multiples of 16"
+            raise UserError(f"--precision fp8: {why}; use bf16")
         convert_to_float8_training(layer, config=config, module_filter_fn=convertible)
 
     return convert
@@ -234,25 +216,18 @@ class PretrainedWeights:
     transformers' own conversion rules are applied, so a checkpoint in another layout than the model's (experts stored
     one by one, say) loads as it does with from_pretrained.
 
-    Args:
-        layers: the list of decoder layers in `model`.
-
     Raises:
         UserError: there are no safetensors, they cannot be read, or a weight of the model is not among them.
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, source: str, dtype: torch.dtype):
-        from huggingface_hub import snapshot_download
-        from safetensors import safe_open
-        from transformers import conversion_mapping, core_model_loading
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
         self.model, self.source, self.dtype = model, source, dtype
         self.rules = conversion_mapping.get_model_conversion_mapping(model)
-        kinds = (core_model_loading.WeightRenaming, core_model_loading.WeightConverter)
+        loading = transformers.core_model_loading
+        kinds = (loading.WeightRenaming, loading.WeightConverter)
         renamings, converters = ([rule for rule in self.rules if isinstance(rule, kind)] for kind in kinds)
-        names = model.state_dict()
+        prefix, names = model.base_model_prefix, model.state_dict()
         path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
         try:
@@ -263,9 +238,7 @@ class PretrainedWeights:
             for file in sorted(set(files)):
                 tensors = safe_open(os.path.join(source, file), framework="pt")
                 for key in tensors.keys():  # noqa: SIM118 - it is no dict
-                    name, _ = core_model_loading.rename_source_key(
-                        key, renamings, converters, model.base_model_prefix, names
-                    )
+                    name, _ = loading.rename_source_key(key, renamings, converters, prefix, names)
                     layer = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
                     self.slices.setdefault(layer and int(layer[1]), {})[key] = tensors.get_slice(key)
         except Exception as error:
@@ -273,11 +246,10 @@ class PretrainedWeights:
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        config = LoadStateDictConfig(dtype=self.dtype, weight_mapping=self.rules, device_map={"": device})
-        convert_and_load_state_dict_in_model(self.model, self.slices.get(layer, {}), config)
+        options = {"dtype": self.dtype, "weight_mapping": self.rules, "device_map": {"": device}}
+        config = transformers.modeling_utils.LoadStateDictConfig(**options)
+        tensors = self.slices.get(layer, {})
+        transformers.core_model_loading.convert_and_load_state_dict_in_model(self.model, tensors, config)
         self.model.tie_weights()
         for path, module in self.model.named_modules():
             for name, weight in module.named_parameters(recurse=False) if module in modules else ():
