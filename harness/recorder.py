@@ -35,6 +35,7 @@ from harness.settings import Settings
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 EXTERN = re.compile(r"mm\b|_mm|attention|convolution|embedding_dense|scatter|index_put|sort|topk|cumsum")  # not fused
+UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)  # their schemas do not say that they are
 
 
 class StepRecorder(TorchDispatchMode):
@@ -47,11 +48,10 @@ class StepRecorder(TorchDispatchMode):
     def __init__(self, gpus_per_node: int):
         super().__init__()
         self.gpus_per_node = gpus_per_node
-        self.sizes: list[int] = []  # bytes of each event, negative for a release
-        self.owners: list[int] = []  # number of the storage that each event is of
+        self.events: list[tuple[int, int]] = []  # (number of the storage, bytes), negative for a release
         self.kinds: list[str] = []  # of each storage
         self.kind = "activations"  # of a storage of which nothing else is known
-        self.marks: list[tuple] = [(0, ("build",))]  # (first event, what the program does from there on)
+        self.marks: list[tuple] = [(0, (None, "build"))]  # (first event, what the program does from there on)
         self.counts: collections.Counter = collections.Counter()
         self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
         self.microbatch: int | None = None
@@ -66,29 +66,9 @@ class StepRecorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self):
-        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def resize_(storage, size):  # how FSDP allocates and frees gathered parameters; no operator tells of it
-            resize(storage, size)
-            self.label([storage], "communication")
-
-        def unseen(*args):  # DTensor learns the whole result's shape from fake tensors of its own
-            with _disable_current_modes():
-                return propagate(*args)
-
-        self._patches = contextlib.ExitStack()
-        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
-        self._patches.enter_context(mock.patch.object(ShardingPropagator, propagate.__name__, unseen))
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        self._patches.close()
-        return super().__exit__(*exception)
-
     def mark(self, *key) -> None:
         """What is allocated from here on belongs to (microbatch, *key)."""
-        self.marks.append((len(self.sizes), (self.microbatch, *key)))
+        self.marks.append((len(self.events), (self.microbatch, *key)))
 
     def start_microbatch(self, index: int, recorded: int, real: int) -> None:
         """Where fewer microbatches are recorded than there are, the second stands for all between first and last."""
@@ -97,22 +77,18 @@ class StepRecorder(TorchDispatchMode):
         self.mark("forward", "embedding")
 
     def start_optimizer(self, parameters) -> None:
-        self.label(
-            [parameter.grad._local_tensor for parameter in parameters if parameter.grad is not None], "gradients"
-        )
+        self.label((p.grad._local_tensor for p in parameters if p.grad is not None), "gradients")
         self.mark("optimizer")
         # the ends of a step have no computation beside them
         gathers = [entry for entry in self._collectives if entry[1] == "all_gather"]
-        reductions = [entry for entry in self._collectives if entry[0] == "backward" and entry[1] != "all_gather"]
-        last = {entry[1]: entry for entry in reductions}
-        for phase, *group, sent in gathers[:2] + list(last.values()):
+        last = {entry[1]: entry for entry in self._collectives if entry[0] == "backward" and entry[1] != "all_gather"}
+        for phase, *group, sent in [*gathers[:2], *last.values()]:
             self.counts["end_calls", phase, *group] += 1
             self.counts["end_bytes", phase, *group] += sent
 
-    def label(self, storages, kind: str) -> None:
-        for storage in storages:
-            storage = storage.untyped_storage() if isinstance(storage, torch.Tensor) else storage
-            self.kinds[self._see(storage)] = kind
+    def label(self, tensors, kind: str) -> None:
+        for tensor in tensors:
+            self.kinds[self.see(tensor.untyped_storage())] = kind
 
     def run_compiled(self, graph: torch.fx.GraphModule, args, peak: int, moved: int):
         """Runs a compiled region's graph, of whose intermediate tensors only `peak` bytes exist, `moved` bytes move."""
@@ -123,8 +99,7 @@ class StepRecorder(TorchDispatchMode):
         self._fused = set()
         result = graph(*args)
         kept, self._fused = self._fused, None
-        for number in kept:
-            self._record(number, self._alive[number][1])
+        self.events += [(number, self._alive[number][1]) for number in kept]
         return result
 
     @property
@@ -141,11 +116,10 @@ class StepRecorder(TorchDispatchMode):
         if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, nn.Parameter) for t in types):
             return NotImplemented  # counted when a DTensor or a float8 tensor has become its parts
         result = op(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         for tensor in outputs:
             if tensor.device.type != "meta":
-                self._see(tensor.untyped_storage())
+                self.see(tensor.untyped_storage())
         if self.microbatch is None:
             return result
         phase, name = self.phase, op.name()
@@ -154,8 +128,7 @@ class StepRecorder(TorchDispatchMode):
         elif flops := operator_flops(op, args, kwargs, result):
             kind, amount = flops
             self.counts[f"{kind}_flops", phase] += amount * self.weight
-            if name.endswith("attention_backward") or "for_cpu_backward" in name:
-                self._scratch(attention_workspace(*inputs[1:3]))
+            self._scratch(attention_workspace(op, inputs))
         elif self._fused is None:
             self.counts["memory_bytes", phase] += moved_bytes(op, args, kwargs, outputs) * self.weight
         if op.namespace == "fsdp" and "chunk_cat" in name:
@@ -172,18 +145,17 @@ class StepRecorder(TorchDispatchMode):
         group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(names[-1])
         ranks = dist.get_process_group_ranks(group)
         near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
-        size = max(map(nbytes, inputs))
-        sent = size * (len(ranks) - 1) / len(ranks) * (2 if kind == "all_reduce" else 1)
-        self.counts["calls", phase, kind, len(ranks), near] += self.weight
-        self.counts["sent_bytes", phase, kind, len(ranks), near] += sent * self.weight
-        self._collectives.append((phase, kind, len(ranks), near, sent))
-        if kind == "reduce_scatter":
-            self.label([inputs[0]], "gradients")
-            self.label([inputs[1]], "communication")
-        elif kind == "all_gather":
+        sent = max(map(nbytes, inputs)) * (len(ranks) - 1) / len(ranks) * (2 if kind == "all_reduce" else 1)
+        key = (phase, kind, len(ranks), near)
+        self.counts["calls", *key] += self.weight
+        self.counts["sent_bytes", *key] += sent * self.weight
+        self._collectives.append((*key, sent))
+        if kind in ("all_gather", "reduce_scatter"):
             self.label(inputs, "communication")
+        if kind == "reduce_scatter":
+            self.label(inputs[:1], "gradients")
 
-    def _see(self, storage: torch.UntypedStorage) -> int:
+    def see(self, storage: torch.UntypedStorage) -> int:
         """The number of a storage; it is recorded when it is new or has another size than before."""
         number, size = self._number.get(storage), -(-storage.nbytes() // 512) * 512
         if number is None:
@@ -192,12 +164,12 @@ class StepRecorder(TorchDispatchMode):
             reference = weakref.ref(storage, lambda _: self._free(number))
             self._alive[number] = (reference, size)
             if self._fused is None:
-                self._record(number, size)
+                self.events.append((number, size))
             else:
                 self._fused.add(number)
         elif (change := size - self._alive[number][1]) and not (self._fused and number in self._fused):
             self._alive[number] = (self._alive[number][0], size)
-            self._record(number, change)
+            self.events.append((number, change))
         return number
 
     def _free(self, number: int) -> None:
@@ -205,23 +177,17 @@ class StepRecorder(TorchDispatchMode):
         if self._fused is not None and number in self._fused:
             self._fused.remove(number)
         else:
-            self._record(number, -size)
-
-    def _record(self, number: int, size: int) -> int:
-        self.owners.append(number)
-        self.sizes.append(size)
-        return number
+            self.events.append((number, -size))
 
     def _scratch(self, size: int) -> None:
         """A kernel's own workspace: there while it runs."""
         if self._fused is None:
+            self.events += [(len(self.kinds), size), (len(self.kinds), -size)]
             self.kinds.append(self.kind)
-            self._record(len(self.kinds) - 1, size)
-            self._record(len(self.kinds) - 1, -size)
 
     def peaks(self) -> dict[Any, np.ndarray]:
         """For each key of `mark` the bytes by kind (in the order of KINDS) at the moment that held most of them."""
-        sizes, owners = np.array(self.sizes), np.array(self.owners)
+        owners, sizes = np.array(self.events).T
         kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
         live = np.cumsum(sizes)
         found: dict[Any, np.ndarray] = {}
@@ -235,21 +201,23 @@ class StepRecorder(TorchDispatchMode):
         return found
 
 
+def tensors_in(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes that reading a tensor moves: an expanded one is as small as what it was expanded from."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
     """Bytes that one operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
     name = op._schema.name.split("::")[1]
+    held = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
     read = written = 0
-    held = set()
     for position, argument in enumerate(op._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        held |= {id(tensor.untyped_storage()) for tensor in tensors}
-        size = sum(map(nbytes, tensors))
+        size = sum(map(nbytes, tensors_in(value)))
         overwritten = argument.is_out or (not position and name in ("copy_", "_foreach_copy_", "zero_", "fill_"))
         read += 0 if overwritten else size
         written += size if argument.alias_info is not None and argument.alias_info.is_write else 0
@@ -261,49 +229,42 @@ def operator_flops(op, args, kwargs, result) -> tuple[str, int] | None:
     """(matmul, fp8 or attention; FLOPs that the operator executes), None for one that memory bounds."""
     name = op._schema.name.split("::")[1]
     if "scaled_dot_product" in name:
-        backward = "backward" in name
-        query, key, value = args[1:4] if backward else args[:3]
-        causal = args[7 if backward else 4] if len(args) > (7 if backward else 4) else kwargs.get("is_causal", False)
-        batch, heads, length, head_dim = query.shape
-        flops = 2 * batch * heads * length * key.shape[2] * (head_dim + value.shape[3])
-        return "attention", int(flops * (2.5 if backward else 1) / (2 if causal else 1))
+        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+        batch, heads, length, head_dim = given["query"].shape
+        flops = 2 * batch * heads * length * given["key"].shape[2] * (head_dim + given["value"].shape[3])
+        return "attention", int(flops * (2.5 if "backward" in name else 1) / (2 if given.get("is_causal") else 1))
     if name == "_grouped_mm":
         return "matmul", 2 * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(op.overloadpacket)
     return formula and ("fp8" if "scaled_mm" in name else "matmul", formula(*args, **kwargs, out_val=result))
 
 
-def attention_workspace(query: torch.Tensor, key: torch.Tensor) -> int:
+def attention_workspace(op, inputs: list[torch.Tensor]) -> int:
     """Bytes that FlashAttention-2's backward allocates beside its results: the query gradient in fp32, a row sum for
     each query in fp32, and key and value gradients of every query head where heads share them (mha_bwd in
-    flash_api.cpp)."""
-    batch, heads, length, _ = query.shape
-    expanded = 2 * query.element_size() * query.numel() if key.shape[1] != heads else 0
-    return 4 * query.numel() + 4 * batch * heads * length + expanded
+    flash_api.cpp). Nothing for any other operator."""
+    if not re.search("attention.*backward", str(op)):
+        return 0
+    query, key = inputs[1:3]
+    expanded = 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
+    return 4 * query.numel() + 4 * query.shape[:3].numel() + expanded
 
 
 @functools.cache
 def recording_backend():
     """A backend for torch.compile that partitions graphs as inductor does and runs them under a StepRecorder."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
     from torch._inductor.decomposition import select_decomp_table
 
+    def run(graph, peak, moved, *args):
+        recorder = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepRecorder))
+        return recorder.run_compiled(graph, args, peak, moved)
+
     def compiler(graph, inputs):
-        peak, moved = fused_memory(graph)
+        return functools.partial(run, graph, *fused_memory(graph))
 
-        def run(*args):
-            recorder = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepRecorder))
-            return recorder.run_compiled(graph, args, peak, moved)
-
-        return run
-
-    return aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table,
-    )
+    return aot_autograd(fw_compiler=compiler, partition_fn=partition, decompositions=select_decomp_table)
 
 
 def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int]:
@@ -312,79 +273,81 @@ def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int]:
     A tensor is written when a matmul, an attention or another kernel that cannot be fused reads or makes it, or when
     the graph returns it; what lies between is fused. A fused kernel reads what was written before it, once.
     """
-    nodes, position = list(graph.graph.nodes), {}
-    source, written = {}, set()
 
     def is_view(node) -> bool:
-        return node.target is operator.getitem or (
-            isinstance(node.target, torch._ops.OpOverload)
-            and (
-                getattr(node.target, "is_view", False)
-                or node.target._schema.name in ("aten::view", "aten::_unsafe_view", "aten::alias")
-            )
-        )
+        return node.target in UNDECLARED_VIEWS or getattr(node.target, "is_view", False)
 
     def extern(node) -> bool:
         return node.op == "call_function" and not is_view(node) and bool(EXTERN.search(str(node.target)))
 
-    for index, node in enumerate(nodes):
-        position[node] = index
-        source[node] = source[node.all_input_nodes[0]] if is_view(node) and node.all_input_nodes else node
-        if extern(node):
-            written.add(node)
+    nodes = list(graph.graph.nodes)
+    size = {node: sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors_in(node.meta.get("val"))) for node in nodes}
+    written = {node for node in nodes if node.op == "placeholder" or extern(node)}
+    source: dict[Any, Any] = {}  # what a node is a view of, itself if it is none
+    for node in nodes:
+        source[node] = source[node.all_input_nodes[0]] if is_view(node) else node
         if extern(node) or node.op == "output":
             written.update(source[argument] for argument in node.all_input_nodes)
-    size = {node: _graph_bytes(node) for node in nodes}
     reads: dict[Any, frozenset] = {}
     for node in nodes:
-        found = set()
-        for argument in node.all_input_nodes:
-            origin = source[argument]
-            found |= {origin} if origin in written or origin.op == "placeholder" else reads[origin]
-        reads[node] = frozenset(found)
-    last_use = {origin: position[node] for node in nodes for origin in reads[node]}
-    returned = {source[argument] for argument in nodes[-1].all_input_nodes}
-    releases = collections.defaultdict(list)
-    for origin, at in last_use.items():
-        if origin not in returned and (origin.op != "placeholder" or "primals" not in origin.name):
-            releases[at].append(origin)
-    live = peak = moved = 0
-    kernels = set()
-    for index, node in enumerate(nodes):
-        if node in written and node.op == "call_function":
+        origins = frozenset(source[argument] for argument in node.all_input_nodes)
+        reads[node] = (origins & written).union(*(reads[origin] for origin in origins - written))
+    made = {node for node in written if node.op == "call_function"}
+    last_use = {origin: node for node in nodes for origin in reads[node]}
+    live = peak = 0
+    for node in nodes:
+        if node in made:
             live += size[node]
-            extra = 0
-            if "attention" in str(node.target) and "backward" in str(node.target):
-                extra = attention_workspace(*(argument.meta["val"] for argument in node.all_input_nodes[1:3]))
-            peak = max(peak, live + extra)
-            if not extern(node):
-                moved += size[node] + (sum(size[origin] for origin in reads[node]) if reads[node] not in kernels else 0)
-                kernels.add(reads[node])
-        live -= sum(size[origin] for origin in releases[index])
+            inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
+            peak = max(peak, live + attention_workspace(node.target, inputs))
+        released = (origin for origin in reads[node] if last_use[origin] is node)
+        live -= sum(size[origin] for origin in released if "primals" not in origin.name)  # the caller keeps primals
+    fused = [node for node in made if not extern(node)]
+    kernels = {reads[node] for node in fused}  # what reads the same is one kernel
+    moved = sum(size[node] for node in fused) + sum(size[origin] for origins in kernels for origin in origins)
     return peak, moved
 
 
-def _graph_bytes(node) -> int:
-    value = node.meta.get("val")
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return sum(-(-tensor.numel() * tensor.element_size() // 512) * 512 for tensor in tensors)
+@contextlib.contextmanager
+def on_fake_tensors(recorder: StepRecorder):
+    """Fake tensors under `recorder`, with patches of what hides from it, does not run on them or is not as on a GPU."""
+    resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def resize_(storage, size):  # how FSDP allocates and frees gathered parameters; no operator tells of it
+        resize(storage, size)
+        recorder.kinds[recorder.see(storage)] = "communication"
+
+    def unseen(*args):  # DTensor learns the whole result's shape from fake tensors of its own
+        with _disable_current_modes():
+            return propagate(*args)
+
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        mock.patch.object(ShardingPropagator, propagate.__name__, unseen),
+        mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
+        # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
+        mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
+        torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
+        # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
+        mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+    ):
+        yield
 
 
 def record_step(settings: Settings, recipe, config, world: int, depth: int, edge: int) -> StepRecorder:
     """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
 
-    The first and the last `edge` layers are told apart; of more than three microbatches the second stands for all but
-    the first and the last. Rank 0 is the fullest rank: fully_shard cuts dimension 0 as torch.chunk does. `recipe` is a
-    `planning.Recipe`.
+    The first and the last `edge` layers are told apart, and at most three microbatches taken. Rank 0 is the fullest
+    rank: fully_shard cuts dimension 0 as torch.chunk does. `recipe` is a `planning.Recipe`.
     """
-    microbatches, eager = settings.gradient_accumulation_steps, settings.attention == "eager"
-    settings = dataclasses.replace(
-        settings,
-        init="random",
-        gradient_accumulation_steps=min(microbatches, 3),
-        attention="eager" if eager else "sdpa",  # other kernels do not run here; they save and allocate the same
-        document_mask=False,  # a GPU's flex attention skips what is masked; it is planned as if nothing were
-    )
+    microbatches = settings.gradient_accumulation_steps
+    settings = dataclasses.replace(settings, init="random", gradient_accumulation_steps=min(microbatches, 3))
+    # Other kernels do not run here; they save and allocate the same. A GPU's flex attention skips what is masked; it is
+    # planned as if nothing were.
+    attention = "eager" if settings.attention == "eager" else "sdpa"
+    settings = dataclasses.replace(settings, attention=attention, document_mask=False)
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name, value in vars(text).items():
@@ -403,12 +366,10 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
             shape = (settings.batch_size, settings.sequence_length)
             yield {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
 
-    def watch(layer: nn.Module, key, last: bool) -> None:
+    def watch(layer: nn.Module, key: int | None) -> None:
         def after(module, inputs, output):
             hidden = output if torch.is_tensor(output) else output[0]
             hidden.register_hook(lambda grad: recorder.mark("backward", key))
-            if last:
-                recorder.mark("head")
 
         layer.register_forward_pre_hook(lambda *_: recorder.mark("forward", key))
         layer.register_forward_hook(after)
@@ -416,23 +377,14 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         mesh = recipe.build_mesh(settings, torch.device("cpu"))
-        with (
-            mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
-            # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
-            mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
-            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
-            # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
-            mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            recorder,
-        ):
+        with on_fake_tensors(recorder):
             recorder.kind = "parameters"
             model = recipe.build_model(settings, config, mesh)
             recorder.kind = "optimizer"
             optimizer = recipe.build_optimizer(settings, model)
-            for index, layer in enumerate(decoder_layers(model)):
-                key = index if index < edge else index - depth if index >= depth - edge else None
-                watch(layer, key, index == depth - 1)
+            for index, layer in enumerate(layers := decoder_layers(model)):
+                watch(layer, index if index < edge else index - depth if index >= depth - edge else None)
+            layers[-1].register_forward_hook(lambda *_: recorder.mark("head"))
             optimizer.register_step_pre_hook(lambda *_: recorder.start_optimizer(model.parameters()))
             recorder.kind = "activations"
             if settings.fp8_recipe == "tensorwise":  # as every step but the first finds it
