@@ -66,7 +66,7 @@ def measure(argv, train_fsdp, device) -> dict:
             if DTensor in types:
                 return NotImplemented
             result = op(*args, **(kwargs or {}))
-            for leaf in tree_leaves((settings, kwargs, result)):
+            for leaf in tree_leaves((args, kwargs, result)):
                 if isinstance(leaf, torch.Tensor):
                     storage = leaf.untyped_storage()
                     self.storages[id(storage)] = weakref.ref(storage)
