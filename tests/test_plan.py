@@ -4,11 +4,10 @@ tests/planranks.py measures with 1, 2 and 4 ranks and plans the same, each once 
 """
 
 import json
-import sys
 
 import planranks
 import pytest
-from conftest import metrics_of, python, start, torchrun, words, write_model
+from conftest import forked, metrics_of, python, words, write_model
 from multirank import COUNTED, MODELS, SIZES
 
 GIB = 2**30
@@ -28,8 +27,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def planned(models):
-    process = start([sys.executable, planranks.__file__, models, "plan"])
-    assert process.returncode == 0, process.stderr[-3000:]
+    forked(1, planranks.plan_all, models)
     return json.loads((models / "planned.json").read_text())
 
 
@@ -37,8 +35,7 @@ def planned(models):
 def measured(models):
     result = {}
     for ranks in planranks.RANKS:
-        process = torchrun(ranks, models, program=planranks.__file__)
-        assert process.returncode == 0, process.stderr[-3000:]
+        forked(ranks, planranks.main, models)
         result[ranks] = json.loads((models / f"measured-{ranks}.json").read_text())
     return result
 
