@@ -7,6 +7,7 @@ import collections
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import re
@@ -24,7 +25,7 @@ from harness import models, processes
 from harness.settings import parse_args
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
-STEPS = 20
+STEPS = 10
 
 SIZES = {
     "vocab_size": 1536,  # the demo tokenizer's
@@ -41,7 +42,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS = {
     "smollm3": ("smollm3", SIZES | {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
-    "deep": ("smollm3", SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "deep": ("smollm3", SIZES | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "tie_word_embeddings": False}),
     # nothing in it divides by 4, and little by 2
     "uneven": (
         "llama",
@@ -157,6 +158,7 @@ def as_rank(rank: int, world: int, port: int, output: str, function, arguments: 
     os.dup2(file, 1)
     os.dup2(file, 2)
     warnings.filterwarnings("ignore")
+    multiprocessing.set_start_method("fork", force=True)  # for the data loader's workers, as without a fork server
     function(*arguments)
 
 

@@ -4,6 +4,7 @@ The tests start `main` with 1, 2 and 4 ranks, which measures on real tensors and
 and `plan_all` once, which plans the same and writes WORKSPACE/planned.json.
 """
 
+import contextlib
 import itertools
 import json
 import pathlib
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_fsdp
 import utils
-from harness import gpus, planning, processes
+from harness import gpus, planning, processes, recorder
 
 CASES = {
     "stage 3": "",
@@ -88,7 +89,8 @@ def measure(argv, device) -> dict:
     parameters = list(itertools.chain(model.parameters(), model.buffers()))
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     held = {"parameters": of(parameters), "optimizer": of(states)}
-    with Live() as live:
+    live = Live()
+    with live if dist.get_rank() == 0 else contextlib.nullcontext():
         for tensor in itertools.chain(parameters, states):  # what was there before
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
@@ -108,10 +110,12 @@ def plan_all(workspace: pathlib.Path) -> None:
 
     result = {str(ranks): {name: planned(flags, ranks) for name, flags in cases(ranks).items()} for ranks in RANKS}
     result["counted"] = {name: planned(flags + " --precision fp32", 4) for name, flags in COUNTED.items()}
-    result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "twelve")
-    planning.layer_period = lambda config, full=planning.layer_period: (full(config)[0], 12)
-    result["whole"] = planned("--gradient-accumulation-steps 5", 8, "twelve")
-    (workspace / "planned.json").write_text(json.dumps(result))
+    depths, record_step = [], recorder.record_step
+    recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
+    result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
+    planning.layer_period = lambda config, full=planning.layer_period: (full(config)[0], 10)
+    result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
+    (workspace / "planned.json").write_text(json.dumps(result | {"depths": depths}))
 
 
 def main(workspace: pathlib.Path) -> None:

@@ -20,8 +20,8 @@ CASES = [
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     write_model(folder / "models" / "deep", *MODELS["deep"][:1], **MODELS["deep"][1])
-    twelve = SIZES | {"num_hidden_layers": 12, "no_rope_layer_interval": 4, "tie_word_embeddings": True}
-    write_model(folder / "models" / "twelve", "smollm3", **twelve)
+    ten = SIZES | {"num_hidden_layers": 10, "no_rope_layer_interval": 2, "tie_word_embeddings": True}
+    write_model(folder / "models" / "ten", "smollm3", **ten)
     return folder
 
 
@@ -84,6 +84,7 @@ def test_planned_collectives_are_those_counted_in_real_ranks(planned, observed, 
 
 def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
     few, whole = planned["extrapolated"], planned["whole"]
+    assert planned["depths"] == [4, 6, 10]  # two shallow models for the one, the whole model for the other
     for part in ("memory_gib", "time_ms"):
         assert few[part] == pytest.approx(whole[part], rel=1e-6, abs=1e-9)
     for one, other in zip(few["collectives"], whole["collectives"], strict=True):
