@@ -7,11 +7,15 @@ import contextlib
 import dataclasses
 import io
 import json
+import multiprocessing
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "train_fsdp.py")
@@ -25,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 import multirank
 import pytest
 import torch
+import torch.multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import processes
@@ -32,6 +37,10 @@ from harness.settings import Settings, parse_args
 from utils import UserError
 
 torch.set_num_threads(1)
+# Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
+multiprocessing.set_forkserver_preload(
+    ["multirank", "torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3"]
+)
 
 
 def start(
@@ -62,6 +71,33 @@ def torchrun_command(ranks: int, *launcher: str) -> list[str]:
 
 def torchrun(ranks: int, *arguments, program: str = PROGRAM, **options) -> subprocess.CompletedProcess:
     return start([*torchrun_command(ranks), program, *arguments], **options)
+
+
+def forked(ranks: int, function, *arguments, timeout: float = 300) -> str:
+    """Calls a function in every rank of a world, without a launcher; returns what the ranks printed.
+
+    Raises:
+        RuntimeError: a rank failed, or they did not end in time; all are ended, the message has what they printed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.NamedTemporaryFile("r+") as output:
+        rank_arguments = (ranks, port, output.name, function, arguments)
+        world = torch.multiprocessing.start_processes(
+            multirank.as_rank, rank_arguments, ranks, join=False, start_method="forkserver"
+        )
+        deadline = time.monotonic() + timeout
+        try:
+            while not world.join(timeout=1, grace_period=5):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no end within {timeout} s")
+        except (torch.multiprocessing.ProcessException, TimeoutError) as error:
+            raise RuntimeError(f"{output.read()[-6000:]}\n{error}") from None
+        finally:
+            for process in world.processes:
+                process.kill()
+        return output.read()
 
 
 def metrics_of(folder: pathlib.Path) -> list[dict]:
@@ -105,16 +141,15 @@ def workspace(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def observed(workspace):
-    """`observed(ranks)`: what tests/multirank.py saw with that many ranks; it is started once a session for each."""
+    """`observed(ranks)`: what tests/multirank.py saw with that many ranks; they start once a session."""
     cache = {}
 
     def observe(ranks: int) -> dict:
         if ranks not in cache:
             try:
-                process = torchrun(ranks, workspace, program=multirank.__file__, timeout=400)
-                ending = process.stdout[-2000:] + process.stderr[-4000:]
-            except subprocess.TimeoutExpired as expired:
-                ending = f"no end within {expired.timeout} s"
+                ending = forked(ranks, multirank.main, workspace, timeout=400)[-6000:]
+            except RuntimeError as error:
+                ending = str(error)
             file = workspace / f"observed-{ranks}.json"
             cache[ranks] = json.loads(file.read_text()) if file.exists() else {}
             cache[ranks]["ending"] = ending

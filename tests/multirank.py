@@ -1,23 +1,31 @@
 """One rank of the multi-rank tests: many configurations in one process group, and what they gave, as one JSON file.
 
-    torchrun --nproc_per_node=4 tests/multirank.py WORKSPACE
-
-The tests start it once a session with 1, 2 and 4 ranks and read WORKSPACE/observed-RANKS.json.
+The tests start `main` once a session with 1, 2 and 4 ranks and read WORKSPACE/observed-RANKS.json.
 """
 
 import collections
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import re
-import sys
 import traceback
+import warnings
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_fsdp
+import utils
+from harness import models, processes
+from harness.settings import parse_args
+
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
-STEPS = 20
+STEPS = 10
 
 SIZES = {
     "vocab_size": 1536,  # the demo tokenizer's
@@ -34,7 +42,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS = {
     "smollm3": ("smollm3", SIZES | {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
-    "deep": ("smollm3", SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "deep": ("smollm3", SIZES | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "tie_word_embeddings": False}),
     # nothing in it divides by 4, and little by 2
     "uneven": (
         "llama",
@@ -142,41 +150,34 @@ COUNTED = {
 }
 
 
+def as_rank(rank: int, world: int, port: int, output: str, function, arguments: tuple) -> None:
+    """Calls `function` with what torchrun tells a rank in its environment; what it prints goes into a file."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    warnings.filterwarnings("ignore")
+    multiprocessing.set_start_method("fork", force=True)  # for the data loader's workers, as without a fork server
+    function(*arguments)
+
+
+def program(*argv: str) -> None:
+    train_fsdp.main(parse_args([*argv]))
+
+
 def resolved(argv: list):
     """(the settings of a command line as a run resolves them, the model's config)."""
-    import train_fsdp
-    from harness import models
-    from harness.settings import parse_args
-
     settings = parse_args([*map(str, argv)])
     config = models.load_config(settings.model, settings.sequence_length)
     return train_fsdp.resolve(settings, config), config
 
 
 def round_trip_inputs():
-    import torch
-
     return torch.randint(0, 1536, (2, 48), generator=torch.Generator().manual_seed(3))
 
 
 def main(workspace: pathlib.Path) -> None:
-    import logging
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    sys.path.insert(0, str(ROOT))
-    for noisy in ("torchao", "torch.utils._pytree", "transformers", "accelerate", "torch.distributed"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    import train_fsdp
-    import utils
-    from harness import models, processes
-    from harness.settings import parse_args
-
     device, stop = processes.start_processes(), processes.StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
     observed: dict = {"errors": {}}
@@ -327,7 +328,3 @@ def main(workspace: pathlib.Path) -> None:
             observe("collectives", name, count_collectives, flags)
     observe("complete", "yes", bool, 1)
     processes.stop_processes(stop)
-
-
-if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))

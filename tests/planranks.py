@@ -1,21 +1,25 @@
 """What a step really holds and sends, beside what --plan says of it; tests/test_plan.py compares the two.
 
-torchrun --nproc_per_node=4 tests/planranks.py WORKSPACE     measured on real tensors, WORKSPACE/measured-4.json
-python tests/planranks.py WORKSPACE plan                     planned for 1, 2 and 4 ranks, WORKSPACE/planned.json
+The tests start `main` with 1, 2 and 4 ranks, which measures on real tensors and writes WORKSPACE/measured-RANKS.json,
+and `plan_all` once, which plans the same and writes WORKSPACE/planned.json.
 """
 
+import contextlib
 import itertools
 import json
 import pathlib
-import sys
 import weakref
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from multirank import resolved
+import torch
+import torch.distributed as dist
+from multirank import COUNTED, resolved
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import train_fsdp
 import utils
-from harness import gpus, planning, processes
+from harness import gpus, planning, processes, recorder
 
 CASES = {
     "stage 3": "",
@@ -42,13 +46,8 @@ def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[
     return ["--model", str(workspace / "models" / model), "--sequence-length", "256", "--no-compile", *flags.split()]
 
 
-def measure(argv, train_fsdp, device) -> dict:
+def measure(argv, device) -> dict:
     """One step: every storage that an operator gave out is asked for its size after every operator."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     def rounded(storages) -> int:
         return sum(-(-storage.nbytes() // 512) * 512 for storage in storages)
@@ -66,7 +65,7 @@ def measure(argv, train_fsdp, device) -> dict:
             if DTensor in types:
                 return NotImplemented
             result = op(*args, **(kwargs or {}))
-            for leaf in tree_leaves((settings, kwargs, result)):
+            for leaf in tree_leaves((args, kwargs, result)):
                 if isinstance(leaf, torch.Tensor):
                     storage = leaf.untyped_storage()
                     self.storages[id(storage)] = weakref.ref(storage)
@@ -90,7 +89,8 @@ def measure(argv, train_fsdp, device) -> dict:
     parameters = list(itertools.chain(model.parameters(), model.buffers()))
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     held = {"parameters": of(parameters), "optimizer": of(states)}
-    with Live() as live:
+    live = Live()
+    with live if dist.get_rank() == 0 else contextlib.nullcontext():
         for tensor in itertools.chain(parameters, states):  # what was there before
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
@@ -99,45 +99,28 @@ def measure(argv, train_fsdp, device) -> dict:
     return held | seen | {"total": live.peak, "sent": live.sent}
 
 
-def plan(argv, train_fsdp, ranks: int) -> dict:
+def plan(argv, ranks: int) -> dict:
     settings, config = resolved(["--plan", *argv])
     return planning.predict(settings, train_fsdp.RECIPE, config, ranks, gpus.find_rates("H100 SXM", {}))
 
 
+def plan_all(workspace: pathlib.Path) -> None:
+    def planned(flags: str, ranks: int, model: str = "deep") -> dict:
+        return plan(arguments(workspace, flags, model), ranks)
+
+    result = {str(ranks): {name: planned(flags, ranks) for name, flags in cases(ranks).items()} for ranks in RANKS}
+    result["counted"] = {name: planned(flags + " --precision fp32", 4) for name, flags in COUNTED.items()}
+    depths, record_step = [], recorder.record_step
+    recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
+    result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
+    planning.layer_period = lambda config, full=planning.layer_period: (full(config)[0], 10)
+    result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
+    (workspace / "planned.json").write_text(json.dumps(result | {"depths": depths}))
+
+
 def main(workspace: pathlib.Path) -> None:
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    import torch
-
-    torch.set_num_threads(1)
-    from multirank import COUNTED
-
-    import train_fsdp
-
-    def parsed(flags: str, model: str = "deep") -> list[str]:
-        return arguments(workspace, flags, model)
-
-    if sys.argv[2:] == ["plan"]:
-        result = {
-            str(ranks): {name: plan(parsed(flags), train_fsdp, ranks) for name, flags in cases(ranks).items()}
-            for ranks in RANKS
-        }
-        result["counted"] = {
-            name: plan(parsed(flags + " --precision fp32"), train_fsdp, 4) for name, flags in COUNTED.items()
-        }
-        result["extrapolated"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)
-        planning.layer_period = lambda config, full=planning.layer_period: (full(config)[0], 12)
-        result["whole"] = plan(parsed("--gradient-accumulation-steps 5", "twelve"), train_fsdp, 8)
-        (workspace / "planned.json").write_text(json.dumps(result))
-        return
-    device = processes.start_processes()
-    ranks = torch.distributed.get_world_size()
-    result = {name: measure(parsed(flags), train_fsdp, device) for name, flags in cases(ranks).items()}
-    if torch.distributed.get_rank() == 0:
+    device, ranks = processes.start_processes(), dist.get_world_size()
+    result = {name: measure(arguments(workspace, flags), device) for name, flags in cases(ranks).items()}
+    if dist.get_rank() == 0:
         (workspace / f"measured-{ranks}.json").write_text(json.dumps(result))
     processes.stop_processes()
-
-
-if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))

@@ -31,10 +31,9 @@ def test_every_rank_ends_well(observed, ranks):
 def test_losses_do_not_depend_on_ranks_stage_or_technique(observed, ranks, name):
     reference, seen = get(observed(1), "runs", "stage 3"), get(observed(ranks), "runs", name)
     assert len(seen["losses"]) == STEPS
-    assert seen["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert seen["losses"] == pytest.approx(reference["losses"], rel=3e-6)
     # Adam and clipping hide a gradient of the wrong size from the losses
-    assert seen["grad_norms"][:3] == pytest.approx(reference["grad_norms"][:3], rel=1e-4)
-    assert seen["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-2)
+    assert seen["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-4)
 
 
 @pytest.mark.parametrize("ranks, name", cases(dict.fromkeys(RANKS, UNEVEN)))

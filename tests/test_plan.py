@@ -4,11 +4,10 @@ tests/planranks.py measures with 1, 2 and 4 ranks and plans the same, each once 
 """
 
 import json
-import sys
 
 import planranks
 import pytest
-from conftest import metrics_of, python, start, torchrun, words, write_model
+from conftest import forked, metrics_of, python, words, write_model
 from multirank import COUNTED, MODELS, SIZES
 
 GIB = 2**30
@@ -21,15 +20,14 @@ CASES = [
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     write_model(folder / "models" / "deep", *MODELS["deep"][:1], **MODELS["deep"][1])
-    twelve = SIZES | {"num_hidden_layers": 12, "no_rope_layer_interval": 4, "tie_word_embeddings": True}
-    write_model(folder / "models" / "twelve", "smollm3", **twelve)
+    ten = SIZES | {"num_hidden_layers": 10, "no_rope_layer_interval": 2, "tie_word_embeddings": True}
+    write_model(folder / "models" / "ten", "smollm3", **ten)
     return folder
 
 
 @pytest.fixture(scope="session")
 def planned(models):
-    process = start([sys.executable, planranks.__file__, models, "plan"])
-    assert process.returncode == 0, process.stderr[-3000:]
+    forked(1, planranks.plan_all, models)
     return json.loads((models / "planned.json").read_text())
 
 
@@ -37,8 +35,7 @@ def planned(models):
 def measured(models):
     result = {}
     for ranks in planranks.RANKS:
-        process = torchrun(ranks, models, program=planranks.__file__)
-        assert process.returncode == 0, process.stderr[-3000:]
+        forked(ranks, planranks.main, models)
         result[ranks] = json.loads((models / f"measured-{ranks}.json").read_text())
     return result
 
@@ -87,6 +84,7 @@ def test_planned_collectives_are_those_counted_in_real_ranks(planned, observed, 
 
 def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
     few, whole = planned["extrapolated"], planned["whole"]
+    assert planned["depths"] == [4, 6, 10]  # two shallow models for the one, the whole model for the other
     for part in ("memory_gib", "time_ms"):
         assert few[part] == pytest.approx(whole[part], rel=1e-6, abs=1e-9)
     for one, other in zip(few["collectives"], whole["collectives"], strict=True):
