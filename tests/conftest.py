@@ -196,3 +196,31 @@ def train(arguments: list, device, stop: Stop | None = None) -> int:
     import train_fsdp
 
     return train_fsdp.run(parse(arguments), device, stop or Stop())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What ends with a mistake of the user
+
+SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32")
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """The smallest run that works; what a test gives beside it wins."""
+    folders = ["--output-dir", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache"), "--run-name", "r"]
+    model = write_model(tmp_path / "model", "llama", **multirank.SIZES)
+    return ["--dataset", "demo", "--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), *SMALL, *folders]
+
+
+@pytest.fixture
+def mistake(device, arguments):
+    """Runs the program in this process, up to the error that it ends with."""
+
+    def run(*flags, exit_code: int = 2) -> str:
+        with pytest.raises(UserError) as raised:
+            train([*arguments, *flags], device)
+        assert raised.value.exit_code == exit_code
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    return run

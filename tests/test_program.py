@@ -15,35 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness.loss import LinearCrossEntropy
 
 PROMPT = "Once upon a time"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# --help
-
-
-def test_help_names_every_flag_with_its_default():
-    process = python("--help")
-    assert (process.returncode, process.stderr) == (0, "")
-    described: dict[str, str] = {}
-    for line in process.stdout.splitlines():
-        if flag := re.match(r"  (-\S+)", line):
-            described[flag[1].rstrip(",")] = ""
-        if described:
-            described[list(described)[-1]] += line.strip() + " "
-    args = vars(parse([]))
-    for name in args.keys() - {"argv", "given_accumulation"}:  # what was given, before a resume changes it
-        assert "--" + name.replace("_", "-") in described, name
-    without_default = {"-h", "--demo", "--sample-prompt", "--peak-tflops"}  # off unless given
-    without_default |= {"--defer-grad-sync", "--cpu-offload", "--fp8-emulate", "--export"}
-    without_default |= {"--plan", "--plan-rates", "--gpu-hour-usd", "--json"}
-    for flag, text in described.items():
-        assert flag in without_default or re.search(r"\[[^\]]+\]", text.replace("[:5%]", "")), flag
-    for flag in ("--sequence-length", "--batch-size", "--num-steps", "--lr", "--seed", "--zero-stage"):
-        default = args[flag[2:].replace("-", "_")]
-        assert float(re.search(r"\[([^\]]+)\]", described[flag])[1]) == default
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -393,33 +366,3 @@ def test_a_run_within_its_warmup_reports_no_speed(device, tmp_path):
     lines = in_process(device, tmp_path, "--num-steps", 2, "--run-name", "r", "--perf-warmup-steps", 2)
     assert not any("tokens_per_sec" in line for line in lines)
     assert lines[-1]["final"]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The fused loss
-
-
-@pytest.mark.parametrize("tokens", [1, 1023, 1024, 2500])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
-    generator = torch.Generator().manual_seed(tokens)
-    hidden, weight = (torch.randn(size, 24, generator=generator, requires_grad=True) for size in (tokens, 50))
-    offset = torch.randn(50, generator=generator, requires_grad=True) if bias else None
-    labels = torch.randint(0, 50, (tokens,), generator=generator)
-    labels[1::3] = utils.IGNORE_INDEX
-    inputs = [hidden, weight, *([offset] if bias else [])]
-    fused = LinearCrossEntropy.apply(hidden, weight, offset, labels)
-    gradients = torch.autograd.grad(3 * fused, inputs)
-    plain = torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight, offset), labels)
-    torch.testing.assert_close(fused, plain)
-    torch.testing.assert_close(gradients, torch.autograd.grad(3 * plain, inputs))
-    with torch.no_grad():
-        torch.testing.assert_close(LinearCrossEntropy.apply(hidden, weight, offset, labels), plain)
-
-
-def test_the_fused_loss_of_no_label_at_all_is_zero():
-    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
-    loss = LinearCrossEntropy.apply(hidden, weight, None, torch.full((5,), utils.IGNORE_INDEX))
-    loss.backward()
-    assert loss.item() == 0
-    assert not hidden.grad.any() and not weight.grad.any()

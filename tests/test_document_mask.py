@@ -1,0 +1,87 @@
+"""--document-mask: attention stays inside documents."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from conftest import write_model
+from multirank import resolved
+from test_recipe import END, MODELS, SIZES
+from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import train_fsdp
+import utils
+from harness import models
+from utils import UserError
+
+
+def windows(count: int, length: int) -> list[np.ndarray]:
+    """Random tokens, of which about every eighth ends a document."""
+    generator = np.random.default_rng(3)
+    tokens = generator.integers(1, SIZES["vocab_size"], (count, length + 1))
+    tokens[generator.random(tokens.shape) < 0.12] = END
+    return list(tokens)
+
+
+def test_positions_begin_again_after_each_end_of_text():
+    batch = utils.create_collate_fn(END)([np.array([5, END, 6, 7, END, END, 8, 9]), np.arange(1, 9)])
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5, 6]]
+    assert batch["labels"].tolist()[0] == [END, 6, 7, END, END, 8, 9]
+    assert "position_ids" not in utils.create_collate_fn()(windows(1, 8))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["smollm3", "llama", "qwen3_sliding"])
+def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_path, name, attention):
+    flags = ["--model", write_model(tmp_path / name, name.removesuffix("_sliding"), **MODELS[name])]
+    flags += ["--attention", attention, "--precision", "fp32", "--sequence-length", "48", "--dataset", "demo"]
+    masked, config = resolved([*flags, "--document-mask"])
+    model = train_fsdp.build_model(masked, config, train_fsdp.build_mesh(masked, device))
+    batch = utils.create_collate_fn(END)(windows(2, 48))
+    together = model(**batch, use_cache=False).loss.item()
+    batch["position_ids"] = torch.arange(48).expand(2, -1)
+    across = model(**batch, use_cache=False).loss.item()
+
+    models.know_documents(model, name, document_mask=False)
+    total, documents = 0.0, 0
+    for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        lengths = np.diff([0, *(np.flatnonzero(row[:-1] == END) + 1), len(row)]).tolist()
+        for ids, targets in zip(row.split(lengths), labels.split(lengths), strict=True):
+            total += len(ids) * model(input_ids=ids[None], labels=targets[None], use_cache=False).loss.item()
+            documents += 1
+    assert documents > 8
+    assert together == pytest.approx(total / batch["labels"].numel(), abs=2e-6)
+    assert abs(together - across) > 1e-4  # it does matter
+
+
+def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documents(monkeypatch):
+    """torch trains with it on a GPU only: the forward pass alone, as the compiler sees it."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    variants = {}
+    for attention in ("sdpa", "flex_attention"):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("smollm3", **MODELS["smollm3"])
+        variants[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    models.know_documents(variants["sdpa"], "smollm3", document_mask=True)
+    for layer in models.decoder_layers(variants["flex_attention"]):
+        layer.forward = torch.compile(layer.forward)
+    collate, all_windows = utils.create_collate_fn(END), windows(6, 128)
+    for start in (0, 2, 4):
+        batch = collate(all_windows[start : start + 2])
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=start > 0):
+            logits = [model(**batch, use_cache=False).logits for model in variants.values()]
+        torch.testing.assert_close(*logits)
+    assert counters["stats"]["unique_graphs"] <= 3  # two kinds of layer, and what makes the mask
+    assert not counters["graph_break"]
+
+
+def test_a_document_mask_is_refused_for_layers_that_are_no_attention(device, tmp_path):
+    source = write_model(tmp_path / "hybrid", "qwen3_next", **MODELS["qwen3_moe"])
+    args, config = resolved(["--model", source, "--document-mask", "--sequence-length", "32"])
+    with pytest.raises(UserError, match=r"--document-mask: .* is more than attention over positions"):
+        train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))

@@ -1,0 +1,62 @@
+"""The loss without logits is the loss of the logits, and so are its gradients."""
+
+import pytest
+import torch
+import torch._dynamo
+
+import utils
+from harness.loss import LinearCrossEntropy, loss_and_gradient
+
+
+def test_the_compiled_loss_is_the_eager_one():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1500, 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, 40, (1500,), generator=generator)
+    labels[::7] = utils.IGNORE_INDEX
+    compiled = torch.compile(loss_and_gradient, backend="aot_eager")
+    results = []
+    for function in (loss_and_gradient, compiled):
+        loss = LinearCrossEntropy.apply(hidden, weight, None, labels, function)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch 2.13 has it first")
+def test_the_loss_is_that_of_torchs_own_chunks():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1500, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(40, 16, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 40, (1500,), generator=generator)
+    ours = LinearCrossEntropy.apply(hidden, weight, None, labels)
+    gradients = torch.autograd.grad(ours, (hidden, weight))
+    options = torch.nn.LinearCrossEntropyOptions()
+    torchs = torch.nn.functional.linear_cross_entropy(hidden, weight, labels, options=options)
+    torch.testing.assert_close(ours, torchs)
+    torch.testing.assert_close(gradients, torch.autograd.grad(torchs, (hidden, weight)))
+
+
+@pytest.mark.parametrize("tokens", [1, 1023, 1024, 2500])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, weight = (torch.randn(size, 24, generator=generator, requires_grad=True) for size in (tokens, 50))
+    offset = torch.randn(50, generator=generator, requires_grad=True) if bias else None
+    labels = torch.randint(0, 50, (tokens,), generator=generator)
+    labels[1::3] = utils.IGNORE_INDEX
+    inputs = [hidden, weight, *([offset] if bias else [])]
+    fused = LinearCrossEntropy.apply(hidden, weight, offset, labels)
+    gradients = torch.autograd.grad(3 * fused, inputs)
+    plain = torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight, offset), labels)
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * plain, inputs))
+    with torch.no_grad():
+        torch.testing.assert_close(LinearCrossEntropy.apply(hidden, weight, offset, labels), plain)
+
+
+def test_the_fused_loss_of_no_label_at_all_is_zero():
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    loss = LinearCrossEntropy.apply(hidden, weight, None, torch.full((5,), utils.IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0
+    assert not hidden.grad.any() and not weight.grad.any()

@@ -1,0 +1,171 @@
+"""The recipe in train_fsdp.py: what a step may not cost, and what is sharded."""
+
+import functools
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from conftest import parse, write_model
+from multirank import resolved
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_fsdp
+import utils
+from harness import checkpoints, models
+
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+MODELS = {
+    "smollm3": SIZES | {"no_rope_layers": [1, 1, 1, 0], "tie_word_embeddings": True, "pad_token_id": None},
+    "llama": SIZES,
+    "qwen3_sliding": SIZES | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+END = 0  # token that ends a document
+
+
+@pytest.fixture
+def trainer(device, tmp_path):
+    """`trainer(model, *flags)`: the model, built as the program builds it, and a function that takes one step."""
+
+    def make(name: str, *flags):
+        source = name if name == "demo" else write_model(tmp_path / name, name, **MODELS[name])
+        sizes = ["--sequence-length", "32", "--batch-size", "2", "--num-workers", "0", "--num-steps", "9"]
+        args, config = resolved(["--model", source, "--dataset", "demo", *sizes, *flags])
+        model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
+        optimizer = train_fsdp.build_optimizer(args, model)
+        data = utils.SyntheticDataset(config.vocab_size, args.sequence_length)
+        data.end_of_text = END if args.document_mask else None
+        tracker = utils.PerformanceTracker(0, 1, 0)
+        batches = train_fsdp.training_batches(
+            args, data, checkpoints.TrainState(model, optimizer, None, tracker), device
+        )
+        return model, lambda: train_fsdp.train_step(args, model, optimizer, batches, tracker)
+
+    return make
+
+
+class NoReadBack(TorchDispatchMode):
+    """Raises where a GPU would have to finish all that it was given before the host can go on."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.__name__.partition(".")[0]
+        assert name not in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select"), name
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "model, flags",
+    [
+        ("demo", ""),
+        ("smollm3", "--attention eager --activation-checkpointing selective"),
+        ("smollm3", "--no-fused-loss --gradient-accumulation-steps 2 --zero-stage 2"),
+        ("smollm3", "--precision fp8 --fp8-emulate"),
+        ("llama", "--activation-checkpointing full"),
+        ("llama", "--document-mask"),
+        ("qwen3_moe", "--precision fp32"),
+    ],
+)
+def test_a_step_reads_nothing_back_from_the_device(trainer, model, flags):
+    _, step = trainer(model, *flags.split())
+    step()  # the first also starts the data loader, which draws a seed on the host
+    with NoReadBack():
+        loss, norm = step()
+    assert loss.item() > 0 and norm.full_tensor().item() > 0
+
+
+def test_the_guard_of_the_test_above_sees_a_read(trainer):
+    with NoReadBack(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        torch.ones(1).item()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_each_kind_of_layer_is_compiled_once_and_whole(trainer, monkeypatch, checkpointing):
+    """SmolLM3 has two kinds, with rotary positions and without; the code generator is left out, it is slow."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    _, step = trainer("smollm3", "--compile", "--activation-checkpointing", checkpointing)
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        step()
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 1, {})  # one is the loss
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            step()
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 1, {})
+
+
+def test_a_smaller_memory_budget_keeps_fewer_activations_and_gives_the_same_loss(trainer, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)  # to be restored
+    kept, losses = [], []
+    for budget in ("", "--activation-memory-budget 0.5", "--activation-memory-budget 0"):
+        torch._dynamo.reset()
+        _, step = trainer("llama", "--compile", "--precision", "fp32", *budget.split())
+        sizes: list[int] = []
+
+        def count(tensor, sizes=sizes):
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            losses.append(step()[0].item())
+        kept.append(sum(sizes))
+    assert kept[0] > kept[1] > kept[2]
+    assert losses == pytest.approx([losses[0]] * 3)
+
+
+def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_gather(trainer):
+    model, step = trainer("smollm3", "--precision", "fp8", "--fp8-emulate")
+    step()
+    shards = {name: parameter._local_tensor for name, parameter in model.named_parameters()}
+    weights = {name: shard for name, shard in shards.items() if hasattr(shard, "_precomputed_scale")}
+    assert len(weights) == 4 * 7  # of each layer, the projections of attention and MLP
+    for name, weight in weights.items():
+        scale = torch.finfo(torch.float8_e4m3fn).max / weight._tensor.abs().max()
+        torch.testing.assert_close(weight._precomputed_scale, scale, msg=name)
+        weight._precomputed_scale = scale / 4  # a mark, to be found again in what is gathered
+    layer = models.decoder_layers(model)[0]
+    layer.unshard()
+    gathered = layer.self_attn.q_proj.weight
+    torch.testing.assert_close(gathered._scale, weights["model.layers.0.self_attn.q_proj.weight"]._precomputed_scale)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# verify_sharding
+
+
+def built(device, arguments, *flags):
+    settings, config = resolved([*arguments, *flags])
+    mesh = train_fsdp.build_mesh(settings, device)
+    return settings, mesh, train_fsdp.build_model(settings, config, mesh)
+
+
+def test_sharding_is_verified_parameter_by_parameter(device, arguments):
+    args, mesh, model = built(device, arguments)
+    optimizer = train_fsdp.build_optimizer(args, model)
+    assert train_fsdp.verify_sharding(model, optimizer, mesh)
+    plain = torch.nn.Parameter(torch.zeros(3))
+    model.register_parameter("stray", plain)
+    optimizer.add_param_group({"params": [plain]})
+    plain.grad = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="stray"):
+        train_fsdp.verify_sharding(model, optimizer, mesh)
+
+
+def test_an_optimizer_of_other_parameters_is_found(device, arguments):
+    args, mesh, model = built(device, arguments)
+    _, _, other = built(device, arguments)
+    with pytest.raises(RuntimeError, match="optimizer"):
+        train_fsdp.verify_sharding(model, train_fsdp.build_optimizer(args, other), mesh)
+
+
+def test_a_model_on_another_mesh_is_found(device, arguments):
+    args, _, model = built(device, arguments)
+    other = train_fsdp.build_mesh(parse([*arguments, "--zero-stage", "0"]), device)
+    if other.ndim == 1:  # in a world of one
+        other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(RuntimeError, match="not sharded"):
+        train_fsdp.verify_sharding(model, train_fsdp.build_optimizer(args, model), other)
