@@ -65,10 +65,7 @@ from utils import UserError
 
 def resolve(settings: Settings, config, manifest: dict | None = None) -> Settings:
     """What the flags left open, decided once: from here on the settings are what the run does and what it records.
-
-    Args:
-        manifest: of the checkpoint that the run goes on from, if there is one.
-    """
+    `manifest` is that of the checkpoint that the run goes on from, if there is one."""
     compiled = (torch.cuda.is_available() or settings.plan) if settings.compile is None else settings.compile
     if settings.activation_memory_budget is not None and not compiled:
         raise UserError("--activation-memory-budget: needs --compile, without --activation-checkpointing")
@@ -198,11 +195,8 @@ def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
 
 
 def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str:
-    """One line about what is sharded and how.
-
-    Raises:
-        RuntimeError: a parameter or an optimizer state is not the DTensor that the stage asks for.
-    """
+    """One line about what is sharded and how; a RuntimeError where a parameter or an optimizer state is not the DTensor
+    that the stage asks for."""
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     parameters = dict(model.named_parameters())
     states = {
@@ -219,10 +213,9 @@ def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: De
             raise RuntimeError(f"{name} has no optimizer state")
     here = sum(parameter.to_local().numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in parameters.values())
-    return (
-        f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors, "
-        f"{' x '.join(map(repr, placements))}; rank {dist.get_rank()} holds {100 * here / total:.1f} % of the elements"
-    )
+    counted = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
+    share = f"rank {dist.get_rank()} holds {100 * here / total:.1f} % of the elements"
+    return f"{counted}, {' x '.join(map(repr, placements))}; {share}"
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
@@ -236,16 +229,17 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
         held_out = utils.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
         return train, held_out if settings.eval_interval else None
     source = str(ASSETS / "demo" / "stories") if settings.dataset == "demo" else settings.dataset
-    corpus = (tokenizer, settings.sequence_length, accelerator, source)
+    corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
+    corpus["accelerator"] = accelerator
     per_microbatch, held_out = settings.batch_size * dist.get_world_size(), None
     if settings.streaming:
-        load = functools.partial(streaming.stream_dataset, *corpus, vocab_size=vocab_size, seed=settings.seed)
+        load = functools.partial(streaming.stream_dataset, **corpus, seed=settings.seed)
         train = load(split=settings.dataset_split)
         if settings.eval_interval:
             stream, windows = load(split=settings.eval_split), settings.eval_steps * per_microbatch
             held_out = on_main_rank(lambda: stream.head(windows))
     else:
-        load = functools.partial(utils.get_dataset, *corpus, vocab_size=vocab_size, cache_dir=settings.cache_dir)
+        load = functools.partial(utils.get_dataset, **corpus, cache_dir=settings.cache_dir)
         train = load(split=settings.dataset_split, log=functools.partial(say, "data      "))
         needed = per_microbatch * settings.gradient_accumulation_steps
         if len(train) < needed:
@@ -401,11 +395,8 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
 
 
 def read_losses(losses: list[torch.Tensor], step: int) -> float:
-    """The global loss of `step`. `losses` are this rank's of the steps up to it that were not read yet, emptied here.
-
-    Raises:
-        UserError: one of them is NaN or infinite; the first such step is named.
-    """
+    """The global loss of `step`. `losses` are this rank's of the steps up to it that were not read yet, emptied here;
+    a UserError names the first step whose loss is NaN or infinite."""
     values = torch.stack(losses)
     losses.clear()
     dist.all_reduce(values)

@@ -58,8 +58,7 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Data: documents are tokenized once into one flat, memory-mapped token array and read back as windows
+# ---- Data: documents are tokenized once into one flat, memory-mapped token array and read back as windows ------------
 
 DATA_SUFFIXES = (".jsonl", ".txt", ".parquet")
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a .txt file, as in the original TinyStories files
@@ -394,8 +393,7 @@ def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# FLOPs and MFU
+# ---- FLOPs and MFU ---------------------------------------------------------------------------------------------------
 
 ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
 
@@ -561,8 +559,7 @@ def estimate_mfu(
     return metrics
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Speed and memory while training
+# ---- Speed and memory while training ---------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -1,7 +1,5 @@
-"""Checkpoints: what must survive a restart, how it is saved by all ranks, checked, found again and loaded.
-
-Called by the script. It does not know how a model is built or trained, only its parameters, buffers and optimizer.
-"""
+"""Checkpoints: what must survive a restart, how all ranks save it, how it is checked, found again and loaded. Called by
+the script. It does not know how a model is built or trained, only its parameters, buffers and optimizer."""
 
 import dataclasses
 import hashlib
@@ -319,11 +317,8 @@ def damage(path: pathlib.Path) -> tuple[dict, str]:
 
 
 def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | None:
-    """The checkpoint to resume from and its manifest, checked; None to start fresh.
-
-    Raises:
-        UserError: the path that --resume names is no complete checkpoint.
-    """
+    """The checkpoint to resume from and its manifest, checked; None to start fresh; a UserError where the path that
+    --resume names is no complete checkpoint."""
     if resume == "none":
         return None
     auto = resume == "auto"
@@ -356,11 +351,7 @@ def describe_identity(settings: Settings, config, tokenizer=None, train_set=None
 
 
 def compare(settings: Settings, identity: dict, manifest: dict) -> str:
-    """What changed since the checkpoint and may change, in words.
-
-    Raises:
-        UserError: something changed that makes it another run; it is named.
-    """
+    """What changed since the checkpoint and may change, in words; a UserError names what makes it another run."""
     other = "a resumed run must have the same; to train on from these weights start a new run from an --export"
     saved = manifest["flags"] | manifest  # of a key that both have, the identity's
     for key, now in (identity | {"optimizer": settings.optimizer}).items():
@@ -384,13 +375,8 @@ def compare(settings: Settings, identity: dict, manifest: dict) -> str:
 
 
 def keep_global_batch(settings: Settings, manifest: dict) -> int:
-    """The gradient accumulation with which this number of ranks has the run's global batch.
-
-    Where the batch flags are not those of the checkpoint, the user asks for another batch, and is told.
-
-    Raises:
-        UserError: these ranks cannot share the batch evenly.
-    """
+    """The gradient accumulation with which this number of ranks has the run's global batch; a UserError where they
+    cannot share it. Where the batch flags are not the checkpoint's, the user asks for another batch, and is told."""
     flags, size, world = manifest["flags"], settings.batch_size, dist.get_world_size()
     if (size, settings.given_accumulation) != (flags["batch_size"], flags["given_accumulation"]):
         return settings.gradient_accumulation_steps

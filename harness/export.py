@@ -1,7 +1,5 @@
-"""Export: a folder that transformers loads, written from a sharded model that no rank can hold whole.
-
-Called by the script at the end of a run.
-"""
+"""Export: a folder that transformers loads, written from a sharded model that no rank can hold whole. Called by the
+script at the end of a run. It does not know what the weights were trained for."""
 
 import copy
 import json
@@ -25,10 +23,8 @@ def export(path: str, model: torch.nn.Module, tokenizer) -> None:
     """Writes a folder `path` that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
 
     Parameters are gathered one decoder layer at a time and rank 0 writes a file whenever it holds 5 GB, so no rank
-    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls this.
-
-    Raises:
-        UserError: it cannot be written; nothing is left of it.
+    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls this;
+    where it cannot be written, a UserError says so and nothing is left of it.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion

@@ -1,7 +1,5 @@
-"""Run folders: which folder a run has, that it can be written, and that nobody else is in it.
-
-Called by the script before anything is loaded. It does not know what lies in the folder but for a run's marks.
-"""
+"""Run folders: which folder a run has, that it can be written, and that nobody else is in it. Called by the script
+before anything is loaded. It does not know what lies in the folder but for the marks of a run."""
 
 import contextlib
 import fcntl
@@ -52,11 +50,8 @@ def check_writable(flag: str, path: pathlib.Path) -> None:
 
 
 def lock_folder(folder: pathlib.Path) -> None:
-    """Makes the folder this process's own until it ends, however it ends.
-
-    Raises:
-        UserError: another process has it; one that was just killed gets a few seconds to be gone.
-    """
+    """Makes the folder this process's own until it ends, however it ends; a UserError where another process has it. One
+    that was just killed gets a few seconds to be gone."""
     try:
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:

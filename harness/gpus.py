@@ -1,7 +1,5 @@
-"""GPUs: what programs reach of a GPU's datasheet, as a plan computes with it.
-
-Called by `planning`. It does not know models. The datasheets' figures stand in `utils.GPUS`, where an MFU needs them.
-"""
+"""GPUs: what programs reach of a GPU's datasheet, as a plan computes with it. Called by `planning`. It does not know
+models. The datasheets' figures stand in `utils.GPUS`, where an MFU needs them too."""
 
 from utils import UserError, find_gpu
 
@@ -20,11 +18,8 @@ FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
 
 
 def find_rates(gpu: str, measured: dict[str, float]) -> dict[str, float]:
-    """Rates of a plan: TFLOPS and GB/s that programs reach on this GPU, its memory in GiB; `measured` replaces any.
-
-    Raises:
-        UserError: the GPU is not in the table; there is no rate of a measured one's name.
-    """
+    """Rates of a plan: TFLOPS and GB/s that programs reach on this GPU, its memory in GiB; `measured` replaces any. A
+    UserError where the GPU is not in the table, or a measured rate is none of these."""
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:
         known = "H100 SXM, H100 PCIe, H100 NVL, H200, B200, GB200, GH200, H20, A100 40GB, A100 80GB, L40S, RTX 4090"

@@ -1,7 +1,5 @@
 """The loss: cross entropy that never holds the logits of all tokens, and how a transformers model is made to use it.
-
-Called by the script while it builds a model. It knows no ranks and no sharding: FSDP gathers the head around it.
-"""
+Called by the script while it builds a model. It knows no ranks and no sharding: FSDP gathers the head around it."""
 
 import torch
 import torch.nn.functional as F

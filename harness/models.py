@@ -1,7 +1,5 @@
-"""Models: configs, tokenizers, attention kernels, float8 and pretrained weights, before anything is sharded.
-
-Called by the script while it prepares and builds. It does not know meshes, optimizers or checkpoints.
-"""
+"""Models: configs, tokenizers, attention kernels, float8 and pretrained weights, before anything is sharded. Called by
+the script while it prepares and builds. It does not know meshes, optimizers or checkpoints."""
 
 import dataclasses
 import inspect
@@ -160,9 +158,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return lists[min(lists, key=lambda name: name.count("."))]
 
 
-def make_real(
-    model: nn.Module, modules: list[nn.Module], device: torch.device, weights, layer: int | None = None
-) -> None:
+def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:
     """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`."""
     real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
     for module in modules:
@@ -181,11 +177,8 @@ def make_real(
 
 
 def fp8_converter(recipe: str, emulate: bool, planned: bool = False) -> Callable[[nn.Module], None]:
-    """A function that swaps a module's linears for torchao's float8 ones, in place.
-
-    Raises:
-        UserError: neither is there a GPU with float8 (Ada, Hopper or newer, CDNA 3) nor is it emulated or planned.
-    """
+    """A function that swaps a module's linears for torchao's float8 ones, in place; a UserError where there is no GPU
+    with float8 (Ada, Hopper or newer, CDNA 3) and it is neither emulated nor planned."""
     cuda = torch.cuda.is_available()
     has_float8 = cuda and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
     if not (has_float8 or emulate or planned):

@@ -1,8 +1,5 @@
-"""Planning: from recorded steps to memory, time, cost and advice: --plan.
-
-Called by the script, which hands it the functions that it drives. What a step needs is recorded by `recorder`, what a
-GPU gives stands in `gpus`.
-"""
+"""Planning: from recorded steps to memory, time, cost and advice: --plan. Called by the script, which hands it the
+functions that it drives. It does not know how a step is recorded (`recorder`) nor what a GPU gives (`gpus`)."""
 
 import collections
 import contextlib
@@ -292,9 +289,8 @@ def assumptions(settings: Settings, config, rates: dict[str, float], measured: d
         layers = "partitioned as inductor does; a compiled region allocates what its kernels have to write"
     if settings.attention != "eager":
         attention = "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
-    source = (
-        f"measured, from {settings.plan_rates}" if measured else "shares of the datasheets' figures, see docs/PLAN.md"
-    )
+    assumed = "shares of the datasheets' figures, see docs/PLAN.md"
+    source = f"measured, from {settings.plan_rates}" if measured else assumed
     return {
         "rates": ", ".join(f"{name} {value:,.4g}" for name, value in rates.items()) + f"; {source}",
         "memory": f"rank 0, which holds most; {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA "

@@ -1,7 +1,5 @@
-"""Processes: joining and leaving the world, signals, and the one line that a failing job says.
-
-Called by the script at both ends of a run, and by everything that prints. It does not know what the processes do.
-"""
+"""Processes: joining and leaving the world, signals, and the one line that a failing job says. Called by the script at
+both ends of a run, and by everything that prints. It does not know what the processes do."""
 
 import os
 import signal

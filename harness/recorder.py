@@ -1,7 +1,5 @@
-"""Recorder: one training step on fake tensors, and what it allocates, computes, moves and sends.
-
-Called by `planning`, which makes memory and time of it. It does not know any GPU.
-"""
+"""Recorder: one training step on fake tensors, and what it allocates, computes, moves and sends. Called by `planning`,
+which makes memory and time of it. It does not know any GPU."""
 
 import collections
 import contextlib

@@ -1,7 +1,5 @@
-"""Report: what a run says of itself: header, metrics.jsonl, trackers, Prometheus, profile, gates, summary.
-
-Called by the script, which hands it figures; it computes none of the speed figures itself (see `utils`).
-"""
+"""Report: what a run says of itself: header, metrics.jsonl, trackers, Prometheus, profile, gates, summary. Called by
+the script, which hands it figures. It does not know how they come about (see `utils`)."""
 
 import contextlib
 import dataclasses

@@ -1,8 +1,6 @@
-"""Settings: every flag with its default, its type and its help, what does not go together, and the frozen object of them.
-
-The script reads the command line before it imports torch, so that --help and a wrong flag answer at once: nothing heavy
-is imported here. What a flag leaves open until model, machine and checkpoint are known, `resolve` in the script decides.
-"""
+"""Settings: every flag with its default, type and help, what does not go together, and the frozen object of them all. The
+script reads the command line before it imports torch, so that --help and a wrong flag answer at once: nothing heavy is
+imported here. What a flag leaves open until model, machine and checkpoint are known, `resolve` in the script decides."""
 
 import argparse
 import contextlib

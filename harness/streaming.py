@@ -1,7 +1,5 @@
-"""Streaming: a corpus that is read and tokenized while training, in the same windows that `utils` packs.
-
-Called by the script where --streaming is given. It does not know the loop; a position is all that a restart needs.
-"""
+"""Streaming: a corpus that is read and tokenized while training, in the same windows that `utils` packs. Called by the
+script where --streaming is given. It does not know the loop; a position is all that a restart needs."""
 
 import collections
 import functools
@@ -121,13 +119,7 @@ class StreamedBatches(IterableDataset):
 
 
 def stream_dataset(
-    tokenizer,
-    seq_len: int,
-    accelerator=None,
-    dataset: str = "roneneldan/TinyStories",
-    split: str = "train",
-    vocab_size: int | None = None,
-    seed: int = 0,
+    tokenizer, seq_len: int, dataset: str, split: str = "train", accelerator=None, vocab_size: int = 0, seed: int = 0
 ) -> StreamedDataset:
     """Opens a corpus for streaming; arguments and errors are those of `get_dataset`, but `split` is without a slice."""
     dataset = os.path.expanduser(dataset)
