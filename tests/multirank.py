@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import pathlib
 import re
+import time
 import traceback
+import types
 import warnings
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import models, processes
+from harness import models, processes, report
 from harness.settings import parse_args
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
@@ -309,6 +311,14 @@ def main(workspace: pathlib.Path) -> None:
             train_fsdp.train_step(args, model, optimizer, batches, tracker)
         return collectives.counts
 
+    def worst_figures() -> dict[str, float]:
+        """What a log line says of ranks of which the last is the slowest."""
+        tracker = types.SimpleNamespace(summary=lambda: {"step_time_ms": 1.0})
+        state = types.SimpleNamespace(started=time.time() - 100, step=1, tracker=tracker)
+        mine = {"step_time_ms": 10.0 * (rank + 1), "data_wait_percent": 5.0 * rank}
+        return report.figures_of_all_ranks(mine, state, device)
+
+    observe("figures", "worst", worst_figures)
     for name, flags in SAME_LOSSES[world].items():
         observe("runs", name, train, name, flags)
         if "--compile" in flags:

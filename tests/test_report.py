@@ -103,6 +103,11 @@ def test_shares_of_a_cpu_by_hand():
     assert report.time_shares(events, 100e-6) == pytest.approx(expected)
 
 
+def test_a_log_line_has_the_slowest_ranks_step_and_the_longest_wait_for_data(observed):
+    figures = observed(2)["figures"]["worst"]
+    assert (figures["step_time_ms"], figures["slowest_rank_ms"], figures["data_wait_percent"]) == (10, 20, 5)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Gates
 
