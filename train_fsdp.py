@@ -164,7 +164,7 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    options = {"lr": 0.0, "betas": settings.betas}
+    options = {"lr": settings.lr, "betas": settings.betas}
     if settings.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, **options, fused=True)
     else:
@@ -173,16 +173,21 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
         from torchao.optim import AdamW8bit
 
         optimizer = AdamW8bit(groups, **options)
+
+    def set_rate(rate: float) -> None:
+        for group in optimizer.param_groups:  # torchao keeps it as a tensor
+            group["lr"] = group["lr"].fill_(rate) if torch.is_tensor(group["lr"]) else rate
+
     # One step with zero gradients and zero learning rate makes the states, so that they can be checked, counted in
     # memory and loaded into before training; it changes no parameter.
+    set_rate(0.0)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for state in optimizer.state.values():
         state["step"].zero_()
-    for group in optimizer.param_groups:  # torchao keeps it as a tensor
-        group["lr"] = group["lr"].fill_(settings.lr) if torch.is_tensor(group["lr"]) else settings.lr
+    set_rate(settings.lr)
     return optimizer
 
 
@@ -230,16 +235,15 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
         return train, held_out if settings.eval_interval else None
     source = str(ASSETS / "demo" / "stories") if settings.dataset == "demo" else settings.dataset
     corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
-    corpus["accelerator"] = accelerator
     per_microbatch, held_out = settings.batch_size * dist.get_world_size(), None
     if settings.streaming:
-        load = functools.partial(streaming.stream_dataset, **corpus, seed=settings.seed)
+        load = functools.partial(streaming.stream_dataset, **corpus, accelerator=accelerator, seed=settings.seed)
         train = load(split=settings.dataset_split)
         if settings.eval_interval:
             stream, windows = load(split=settings.eval_split), settings.eval_steps * per_microbatch
             held_out = on_main_rank(lambda: stream.head(windows))
     else:
-        load = functools.partial(utils.get_dataset, **corpus, cache_dir=settings.cache_dir)
+        load = functools.partial(utils.get_dataset, **corpus, accelerator=accelerator, cache_dir=settings.cache_dir)
         train = load(split=settings.dataset_split, log=functools.partial(say, "data      "))
         needed = per_microbatch * settings.gradient_accumulation_steps
         if len(train) < needed:
@@ -457,8 +461,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     say(report.describe_setup(settings, model, mesh, train_set, counted, peak, verified))
     if found:
         say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
-    data = (tokenizer, train_set, eval_set)
-    return Job(settings, device, folder, accelerator, *data, identity, flops, state)
+    return Job(settings, device, folder, accelerator, tokenizer, train_set, eval_set, identity, flops, state)
 
 
 def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
@@ -468,8 +471,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
     batches = training_batches(settings, job.train_set, state, job.device)
     first = state.step + max(settings.perf_warmup_steps, 1) + 1
     profiled = range(first, first + PROFILED_STEPS) if settings.profile else range(0)
-    unread_losses: list[torch.Tensor] = []
-    metrics, stopped = {}, False
+    unread_losses, metrics, stopped = [], {}, False
     with contextlib.ExitStack() as trace:
         while state.step < settings.num_steps and not stopped:
             if state.step + 1 in profiled[:1]:

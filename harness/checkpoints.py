@@ -261,10 +261,11 @@ class Checkpoints:
             (temporary / MANIFEST).write_text(json.dumps(contents | {"sha256": seal(contents)}, indent=1))
             sync(temporary / MANIFEST)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of that name, or it would have been resumed from
+            sync(temporary)
             temporary.rename(final)
             sync(self.folder)
             older = sorted(path for path in self.folder.glob("step-*") if path.name < final.name)
-            for path in older[: len(older) - self.settings.keep_checkpoints + 1]:
+            for path in older[: max(0, len(older) - self.settings.keep_checkpoints + 1)]:
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")), ignore_errors=True)
 
         try:

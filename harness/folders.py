@@ -14,17 +14,16 @@ from utils import UserError
 
 def choose_folder(settings: Settings) -> pathlib.Path:
     """The run's folder, checked: it can be written, and it holds no run unless that one is resumed."""
-    path = pathlib.Path(settings.resume).expanduser()
-    own = next((p for p in (path, *path.parents[:2]) if (p / "checkpoints").is_dir()), None)  # the run of PATH
+    named, path = settings.resume not in ("none", "auto"), pathlib.Path(settings.resume).expanduser()
+    own = next((p for p in (path, *path.parents[:2]) if named and (p / "checkpoints").is_dir()), None)  # PATH's run
     stamp = time.strftime("-%Y%m%d-%H%M%S") if settings.resume == "none" else ""
     name = settings.run_name or pathlib.Path(settings.model).name + stamp
     folder = pathlib.Path(settings.output_dir).expanduser() / name
-    named = settings.resume not in ("none", "auto")
-    if named and own and not settings.run_name:
+    if own and not settings.run_name:
         folder = own
     goes_on = own and folder.resolve() == own.resolve()
     newest = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="")
-    if named and goes_on and path != own and newest > path.name:
+    if goes_on and path != own and newest > path.name:
         problem = f"{folder} holds newer checkpoints, which the run would write over"
         raise UserError(f"--resume {settings.resume}: {problem}; give another --run-name to branch off, or remove them")
     metrics = folder / "metrics.jsonl"

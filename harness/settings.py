@@ -134,9 +134,8 @@ class Settings:
 
     demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
 
-    # no flags
-    given_accumulation: int = 1  # --gradient-accumulation-steps as given; a resume on other ranks may need another
-    argv: tuple[str, ...] = ()  # the command line, for a plan of the run in a process of its own
+    given_accumulation: int = 1  # no flag: the accumulation as given; a resume on other ranks may need another
+    argv: tuple[str, ...] = ()  # no flag: the command line, for a plan of the run in a process of its own
 
     def tokens_per_step(self, world: int) -> int:
         """Tokens of one optimizer step: every rank, every microbatch."""

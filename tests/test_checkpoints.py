@@ -162,9 +162,10 @@ def test_more_steps_go_on_from_the_end_of_a_finished_run(run, copied, capsys):
     assert f"num steps {STEPS} -> {STEPS + 2}" in capsys.readouterr().out
 
 
-def test_old_checkpoints_go(run, tmp_path):
-    run("r", "--checkpoint-interval", 1, "--keep-checkpoints", 1, "--no-async-checkpoint")
-    assert names(tmp_path / "r") == checkpoint_names(STEPS)
+@pytest.mark.parametrize("kept", [1, 4])
+def test_old_checkpoints_go_and_those_to_keep_stay(run, tmp_path, kept):
+    run("r", "--checkpoint-interval", 1, "--keep-checkpoints", kept, "--no-async-checkpoint")
+    assert names(tmp_path / "r") == checkpoint_names(*range(STEPS - kept + 1, STEPS + 1))
 
 
 def test_the_stall_of_the_loop_is_said(run, capsys):
@@ -269,6 +270,13 @@ def test_a_checkpoint_after_the_last_step_trains_nothing(run, copied, capsys):
     assert run("r", "--resume", "auto", "--num-steps", 3) == 0
     assert "nothing to train: step 6 of 3" in capsys.readouterr().out
     assert (copied / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_is_not_written_over_from_within_its_own_folder(refused, copied, monkeypatch):
+    monkeypatch.chdir(copied)
+    before = (copied / "metrics.jsonl").read_text()
+    assert "holds a run already" in refused("r")
+    assert (copied / "metrics.jsonl").read_text() == before
 
 
 def test_a_finished_run_without_checkpoints_is_not_written_over(copied, refused):
