@@ -3,6 +3,7 @@
 Everything runs on the CPU, whatever the machine has, with one thread a process.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import io
@@ -73,12 +74,9 @@ def torchrun(ranks: int, *arguments, program: str = PROGRAM, **options) -> subpr
     return start([*torchrun_command(ranks), program, *arguments], **options)
 
 
-def forked(ranks: int, function, *arguments, timeout: float = 300) -> str:
-    """Calls a function in every rank of a world, without a launcher; returns what the ranks printed.
-
-    Raises:
-        RuntimeError: a rank failed, or they did not end in time; all are ended, the message has what they printed.
-    """
+@contextlib.contextmanager
+def forking(ranks: int, function, *arguments):
+    """(the processes of a world whose every rank calls a function, the file that they print into); they end with it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,16 +85,27 @@ def forked(ranks: int, function, *arguments, timeout: float = 300) -> str:
         world = torch.multiprocessing.start_processes(
             multirank.as_rank, rank_arguments, ranks, join=False, start_method="forkserver"
         )
+        try:
+            yield world, output
+        finally:
+            for process in world.processes:
+                process.kill()
+
+
+def forked(ranks: int, function, *arguments, timeout: float = 300) -> str:
+    """Calls a function in every rank of a world, without a launcher; returns what the ranks printed.
+
+    Raises:
+        RuntimeError: a rank failed, or they did not end in time; all are ended, the message has what they printed.
+    """
+    with forking(ranks, function, *arguments) as (world, output):
         deadline = time.monotonic() + timeout
         try:
-            while not world.join(timeout=1, grace_period=5):
+            while not world.join(timeout=1, grace_period=0):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no end within {timeout} s")
         except (torch.multiprocessing.ProcessException, TimeoutError) as error:
             raise RuntimeError(f"{output.read()[-6000:]}\n{error}") from None
-        finally:
-            for process in world.processes:
-                process.kill()
         return output.read()
 
 
@@ -141,22 +150,24 @@ def workspace(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def observed(workspace):
-    """`observed(ranks)`: what tests/multirank.py saw with that many ranks; they start once a session."""
+    """`observed(ranks)`: what tests/multirank.py saw with 1, 2 or 4 ranks; they start once a session, side by side."""
     cache = {}
 
     def observe(ranks: int) -> dict:
+        try:
+            ending = worlds[ranks].result()[-6000:]
+        except RuntimeError as error:
+            ending = str(error)
         if ranks not in cache:
-            try:
-                ending = forked(ranks, multirank.main, workspace, timeout=400)[-6000:]
-            except RuntimeError as error:
-                ending = str(error)
             file = workspace / f"observed-{ranks}.json"
             cache[ranks] = json.loads(file.read_text()) if file.exists() else {}
             cache[ranks]["ending"] = ending
         return cache[ranks]
 
     observe.models = workspace / "models"
-    return observe
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        worlds = {ranks: threads.submit(forked, ranks, multirank.main, workspace, timeout=600) for ranks in (4, 2, 1)}
+        yield observe
 
 
 @pytest.fixture(scope="session")

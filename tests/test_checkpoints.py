@@ -111,6 +111,9 @@ def checkpoint_names(*steps: int) -> list[str]:
     ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
+    if "adamw8bit" in technique:  # torchao compiles its step for each shape that a parameter has: fewer shapes
+        square = SIZES | {"intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
+        technique += f" --model {write_model(tmp_path / 'square', 'llama', **square)}"
     assert run("whole", *words(technique)) == 0
     assert run("r", *words(technique), stop_after=3) == processes.StopRequest.EXIT_CODE
     assert names(tmp_path / "r") == checkpoint_names(3)

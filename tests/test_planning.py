@@ -3,6 +3,7 @@
 tests/planranks.py measures with 1, 2 and 4 ranks and plans the same, each once a session.
 """
 
+import concurrent.futures
 import json
 
 import planranks
@@ -26,18 +27,25 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def planned(models):
-    forked(1, planranks.plan_all, models)
-    return json.loads((models / "planned.json").read_text())
+def results(models):
+    """(what was planned, what was measured with each number of ranks); both are made side by side."""
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        plans = threads.submit(forked, 1, planranks.plan_all, models)
+        for ranks in planranks.RANKS:
+            forked(ranks, planranks.main, models)
+        plans.result()
+    measured = {ranks: json.loads((models / f"measured-{ranks}.json").read_text()) for ranks in planranks.RANKS}
+    return json.loads((models / "planned.json").read_text()), measured
 
 
 @pytest.fixture(scope="session")
-def measured(models):
-    result = {}
-    for ranks in planranks.RANKS:
-        forked(ranks, planranks.main, models)
-        result[ranks] = json.loads((models / f"measured-{ranks}.json").read_text())
-    return result
+def planned(results):
+    return results[0]
+
+
+@pytest.fixture(scope="session")
+def measured(results):
+    return results[1]
 
 
 @pytest.mark.parametrize("ranks, name", CASES)
