@@ -108,9 +108,12 @@ def checkpoint_names(*steps: int) -> list[str]:
         "--precision fp8 --fp8-emulate",
         "--optimizer adamw8bit",
         "--cpu-offload --zero-stage 0",
+        "--model {dropout}",
     ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
+    model_type, sizes = MODELS["gpt2"]
+    technique = technique.format(dropout=write_model(tmp_path / "dropout", model_type, **sizes | {"resid_pdrop": 0.2}))
     if "adamw8bit" in technique:  # torchao compiles its step for each shape that a parameter has: fewer shapes
         square = SIZES | {"intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
         technique += f" --model {write_model(tmp_path / 'square', 'llama', **square)}"
