@@ -287,7 +287,9 @@ def training_batches(settings: Settings, dataset, state: TrainState, device) -> 
             "collate_fn": utils.create_collate_fn(dataset.end_of_text),
         }
     cuda, ahead = device.type == "cuda", None
-    loader = DataLoader(**source, num_workers=settings.num_workers, pin_memory=cuda, worker_init_fn=ignore_signals)
+    workers = {"num_workers": settings.num_workers, "worker_init_fn": ignore_signals}
+    # its own generator, as it draws a seed when it begins, which a resumed run would draw once more
+    loader = DataLoader(**source, **workers, pin_memory=cuda, generator=torch.Generator())
     side = torch.cuda.Stream() if cuda else None  # the next batch is copied while the current one computes
     for batch in loader:
         if isinstance(batch, UserError):

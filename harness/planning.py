@@ -126,9 +126,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
     memory = dict(zip(KINDS, of_the_step.tolist(), strict=True))
     collectives = []
     for group in sorted(groups):
-        calls, sent = (
-            sum(counts.get((what, phase, *group), 0) for phase in PHASES) for what in ("calls", "sent_bytes")
-        )
+        calls, sent = (sum(counts.get((of, phase, *group), 0) for phase in PHASES) for of in ("calls", "sent_bytes"))
         entry = dict(zip(("collective", "ranks", "per_node"), group, strict=True))
         entry |= {"calls": round(calls), "gib": sent / utils.GIB, "gib_between_nodes": 0.0}
         if entry["per_node"] < entry["ranks"]:  # of a ring's hops one in per_node leaves the node

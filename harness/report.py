@@ -269,9 +269,9 @@ def describe_run(settings: Settings) -> dict:
     commit = None
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run = {"flags": dataclasses.asdict(settings), "versions": versions, "commit": commit}
-    return run | {"world_size": dist.get_world_size(), "gpu": gpu}
+    run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return run | {"world_size": dist.get_world_size()}
 
 
 def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
