@@ -309,9 +309,10 @@ def test_a_path_that_is_not_there_is_named(refused):
 
 
 def test_a_folder_with_a_running_run_is_refused(refused, copied, monkeypatch):
-    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    code = "import pathlib, sys; from harness.folders import lock_folder\n"
+    code += "lock_folder(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", code, copied / ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, copied], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
     ) as other:
         other.stdout.readline()
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
