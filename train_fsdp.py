@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-run(), near the end, is the table of contents. The rooms that it calls are the files of harness/; utils.py has the data,
-the FLOP and MFU math and the clock.
+run(), near the end, calls prepare(), train() and finish(): the table of contents. The rest is in the files of harness/,
+one concern each; utils.py has the data, the FLOP and MFU math and the clock.
 """
 
 import logging
@@ -68,7 +68,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     `manifest` is that of the checkpoint that the run goes on from, if there is one."""
     compiled = (torch.cuda.is_available() or settings.plan) if settings.compile is None else settings.compile
     if settings.activation_memory_budget is not None and not compiled:
-        raise UserError("--activation-memory-budget: needs --compile, without --activation-checkpointing")
+        raise UserError("--activation-memory-budget: needs --compile")
     attention, fused_loss = models.choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, compile=compiled, attention=attention, fused_loss=fused_loss)
     if settings.batch_size == "auto" and not settings.plan:  # a plan looks for it itself
@@ -294,7 +294,7 @@ def training_batches(settings: Settings, dataset, state: TrainState, device) -> 
     for batch in loader:
         if isinstance(batch, UserError):
             raise batch
-        # rank 0's is saved: at the end of a step, and on CUDA, one batch ahead, it is not beyond the next step's samples
+        # on CUDA one batch ahead of the step: a save between steps has where the next step's first window begins
         state.position = batch.pop("position", None)
         if not cuda:
             yield batch
@@ -376,13 +376,13 @@ def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device
 
 
 def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still on the device."""
+    """One optimizer step. Returns this rank's mean loss and the global gradient norm, a DTensor, both still unread."""
     total = 0.0
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or not (settings.defer_grad_sync or settings.zero_stage == 1))
-        if not last:  # replicas meet once a step; until then each shard group sums its own reduce-scatters
-            model.set_requires_all_reduce(False)
+        # replicas meet once a step; after the line above, which sets this too
+        model.set_requires_all_reduce(last)
         # Below stage 3 the parameters stay whole from the first microbatch to the last: one all-gather a step.
         model.set_reshard_after_backward(last or settings.zero_stage == 3)
         with tracker.data_wait():

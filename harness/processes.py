@@ -127,5 +127,4 @@ def say(*message) -> None:
 
 
 def columns(lines: dict[str, str]) -> str:
-    """One line for each name, the texts below each other."""
     return "\n".join(f"{name:10} {text}" for name, text in lines.items())

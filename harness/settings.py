@@ -235,6 +235,7 @@ def contradiction(s: Settings) -> str | None:
         *((name is not None and (name.strip(". ") == "" or re.search(r"[/\\#?%:]", name)), f"{of}: {name!r} is not a plain folder name")
           for of, name in (("--run-name", s.run_name), ("--project-name", s.project_name))),
         (s.num_steps == 0 and not s.export, "--num-steps: 0 trains nothing; it goes with --export DIR"),
+        (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
         (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 exports one checkpoint, give its PATH"),
         (s.export and pathlib.Path(s.export).expanduser().exists(), f"--export: {s.export} exists already; choose another folder or remove it"),
     ]

@@ -43,6 +43,7 @@ def test_help_names_every_flag_with_its_default():
         "--sequence-length 0",
         "--gradient-accumulation-steps 0",
         "--num-steps 0",
+        "--batch-size auto --num-steps 0 --export there",
         "--num-workers -1",
         "--lr 0",
         "--lr -1",
