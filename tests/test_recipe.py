@@ -155,6 +155,15 @@ def test_sharding_is_verified_parameter_by_parameter(device, arguments):
         train_fsdp.verify_sharding(model, optimizer, mesh)
 
 
+def test_a_state_that_is_not_sharded_is_found(device, arguments):
+    args, mesh, model = built(device, arguments)
+    optimizer = train_fsdp.build_optimizer(args, model)
+    name, parameter = next(iter(model.named_parameters()))
+    optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].full_tensor()
+    with pytest.raises(RuntimeError, match=f"{name}.exp_avg is not sharded"):
+        train_fsdp.verify_sharding(model, optimizer, mesh)
+
+
 def test_an_optimizer_of_other_parameters_is_found(device, arguments):
     args, mesh, model = built(device, arguments)
     _, _, other = built(device, arguments)
