@@ -354,7 +354,7 @@ def describe_identity(settings: Settings, config, tokenizer=None, train_set=None
 def compare(settings: Settings, identity: dict, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words; a UserError names what makes it another run."""
     other = "a resumed run must have the same; to train on from these weights start a new run from an --export"
-    saved = manifest["flags"] | manifest  # of a key that both have, the identity's
+    saved = dataclasses.asdict(Settings()) | manifest["flags"] | manifest  # flags newer than it at their defaults
     for key, now in (identity | {"optimizer": settings.optimizer}).items():
         before, flag = saved[key], f"--{key.replace('_', '-')}"
         if before != now:

@@ -242,6 +242,15 @@ def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
     assert lines[7]["learning_rate"] < 5e-4
 
 
+def test_a_flag_newer_than_the_checkpoint_counts_as_its_default(run, copied, capsys):
+    for path in (copied / "checkpoints").glob("step-*"):
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["sha256"], manifest["flags"]["document_mask"]
+        (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoints.seal(manifest)}))
+    assert run("r", "--resume", "auto", "--num-steps", STEPS + 1) == 0
+    assert "document mask" not in capsys.readouterr().out
+
+
 def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flags):
     settings = parse(flags)
     manifest = {"world_size": 3, "flags": vars(settings) | {"given_accumulation": 1}}
