@@ -8,6 +8,7 @@ import json
 
 import planranks
 import pytest
+import torch
 from conftest import forked, metrics_of, python, words, write_model
 from multirank import COUNTED, MODELS, SIZES
 
@@ -182,3 +183,18 @@ def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
     assert 0 < final["predicted_peak_memory_alloc"] < final["predicted_peak_memory_reserved"] <= 0.7
     assert final["predicted_step_time_ms"] > 0
     assert "planned    alloc" in process.stdout
+
+
+def test_attentions_backward_takes_two_and_a_half_times_its_forward():
+    """Five products for two, as flash attention computes the scores again; a causal mask leaves out half."""
+    from harness.recorder import operator_flops
+
+    query, key = torch.zeros(2, 4, 16, 8), torch.zeros(2, 2, 16, 8)
+    forward, backward = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default
+        for end in ("", "_backward")
+    )
+    whole = 2 * 2 * 4 * 16 * 16 * (8 + 8)
+    assert operator_flops(forward, (query, key, key, 0.0, True), {}, None) == ("attention", whole // 2)
+    given = (query, query, key, key, query, query, 0.0, False)
+    assert operator_flops(backward, given, {}, None) == ("attention", 2.5 * whole)
