@@ -33,12 +33,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import math
 import pathlib
 import re
 import traceback
 from collections.abc import Iterator
 from importlib.util import find_spec
+from math import ceil, inf, isfinite
 from typing import Any
 
 import torch
@@ -53,11 +53,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, models, planning, report, streaming
+from harness import checkpoints, folders, heartbeats, models, planning, report, streaming
 from harness.checkpoints import TrainState
 from harness.export import export
 from harness.loss import choose_loss, full_loss, fuse_loss
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
+from harness.waiting import Waiting
 from utils import UserError
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
     rank, per_round = dist.get_rank(), settings.batch_size * dist.get_world_size()
     windows = min(len(dataset), settings.eval_steps * per_round or len(dataset))
     collate = utils.create_collate_fn(dataset.end_of_text)
-    for first in range(rank * settings.batch_size, math.ceil(windows / per_round) * per_round, per_round):
+    for first in range(rank * settings.batch_size, ceil(windows / per_round) * per_round, per_round):
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index % windows] for index in indices])
         batch["labels"][[index >= windows for index in indices]] = utils.IGNORE_INDEX
@@ -343,8 +344,10 @@ def evaluating(model: nn.Module):
 def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device) -> float:
     """Mean loss over every token of the held-out windows."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
+    heartbeats.at("evaluation")
     with evaluating(model):
         for batch in held_out_batches(settings, dataset, device):
+            heartbeats.at("evaluation")
             tokens = (batch["labels"] != utils.IGNORE_INDEX).sum()
             loss = model(**batch, use_cache=False).loss
             total += torch.stack([loss.double() * tokens, tokens.double()])
@@ -385,12 +388,16 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
         model.set_requires_all_reduce(last)
         # Below stage 3 the parameters stay whole from the first microbatch to the last: one all-gather a step.
         model.set_reshard_after_backward(last or settings.zero_stage == 3)
+        heartbeats.at("data")
         with tracker.data_wait():
             batch = next(batches)
+        heartbeats.at("forward")
         loss = model(**batch, use_cache=False).loss / settings.gradient_accumulation_steps
+        heartbeats.at("backward")
         loss.backward()
         total = total + loss.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or math.inf)
+    heartbeats.at("optimizer")
+    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or inf)
     optimizer.step()
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":
@@ -400,18 +407,31 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
     return total, norm
 
 
-def read_losses(losses: list[torch.Tensor], step: int) -> float:
-    """The global loss of `step`. `losses` are this rank's of the steps up to it that were not read yet, emptied here;
-    a UserError names the first step whose loss is NaN or infinite."""
+def read_losses(losses: list[torch.Tensor]) -> list[float]:
+    """The global losses of the steps that were not read yet. `losses` are this rank's, emptied here."""
     values = torch.stack(losses)
     losses.clear()
     dist.all_reduce(values)
-    values = (values / dist.get_world_size()).tolist()
-    for at, value in enumerate(values, step - len(values) + 1):
-        if not math.isfinite(value):
-            advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
-            raise UserError(f"the loss became {value} at step {at}; {advice}", exit_code=1)
-    return values[-1]
+    return (values / dist.get_world_size()).tolist()
+
+
+def first_not_finite(metrics: dict, losses: list[float]) -> tuple[int, str] | None:
+    """(step, what became of what) of the first figure that is NaN or infinite; `losses` are those of the steps up to
+    that of `metrics`."""
+    named = [(step, "loss", loss) for step, loss in enumerate(losses, metrics["step"] - len(losses) + 1)]
+    named += [(metrics["step"], name, metrics.get(name, 0.0)) for name in ("grad_norm", "eval_loss")]
+    named = [(step, f"{name.replace('_', ' ')} became {value}") for step, name, value in named if not isfinite(value)]
+    return next(iter(named), None)
+
+
+def give_up(job: "Job", step: int, what: str) -> None:
+    """Ends a run whose numbers are no numbers any more; what was saved before stays."""
+    newest = max((job.folder / "checkpoints").glob("step-*"), default=None)
+    kept = f"the newest checkpoint is {newest.name}, from before" if newest else "nothing was saved"
+    if job.resumed and step == job.first_step:
+        kept = f"the run went on from {job.resumed}: remove that folder, and --resume auto goes on from the one before"
+    advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
+    raise UserError(f"the {what} at step {step}; {kept}; {advice}", exit_code=1)
 
 
 @dataclasses.dataclass
@@ -428,12 +448,15 @@ class Job:
     identity: dict  # what a resumed run must have in common with it
     flops_per_token: int
     state: TrainState
+    resumed: pathlib.Path | None  # the checkpoint that it goes on from
+    first_step: int
 
 
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
     trackers = on_main_rank(lambda: report.choose_trackers(settings.log_with))
     folder = on_main_rank(lambda: folders.choose_folder(settings))
+    heartbeats.record_into(folder)
     accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
     report.check_that_figures_will_exist(settings, device)
     on_main_rank(lambda: report.serve_metrics(settings.metrics_host, settings.metrics_port))
@@ -460,10 +483,14 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     state = TrainState(model, optimizer, scheduler, tracker)
     if found:
         state.load(*found)
+        if not state.finite():
+            advice = "remove that folder, and --resume auto goes on from the one before"
+            raise UserError(f"--resume {found[0]}: it holds values that are infinite or NaN; {advice}", exit_code=1)
     say(report.describe_setup(settings, model, mesh, train_set, counted, peak, verified))
     if found:
         say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
-    return Job(settings, device, folder, accelerator, tokenizer, train_set, eval_set, identity, flops, state)
+    data, start = (tokenizer, train_set, eval_set), (found and found[0], state.step + 1)
+    return Job(settings, device, folder, accelerator, *data, identity, flops, state, *start)
 
 
 def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
@@ -473,47 +500,58 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
     batches = training_batches(settings, job.train_set, state, job.device)
     first = state.step + max(settings.perf_warmup_steps, 1) + 1
     profiled = range(first, first + PROFILED_STEPS) if settings.profile else range(0)
-    unread_losses, metrics, stopped = [], {}, False
+    waiting, unread_losses, metrics, broken, stopped = Waiting(state.model), [], {}, None, False
     with contextlib.ExitStack() as trace:
         while state.step < settings.num_steps and not stopped:
             if state.step + 1 in profiled[:1]:
                 trace.enter_context(report.profiling(job.folder, state))
+            heartbeats.at("data", state.step + 1)
             learning_rate = float(state.scheduler.get_last_lr()[0])
-            loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
+            step = state.step + 1
+            last = step == settings.num_steps
+            evaluates = job.eval_set is not None and (last or step % settings.eval_interval == 0)
+            logs = evaluates or last or step == 1 or step % settings.log_interval == 0
+            with waiting.step(logs):
+                loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
             state.scheduler.step()
             state.count(tokens // settings.sequence_length, tokens)
-            step = state.step
             unread_losses.append(loss)
             if step in profiled[-1:]:
                 trace.close()
             reporter.bar.update()
-
-            last = step == settings.num_steps
-            evaluates = job.eval_set is not None and (last or step % settings.eval_interval == 0)
-            logs = evaluates or last or step == 1 or step % settings.log_interval == 0
             speed = {} if step in profiled else tracker.step(tokens, job.flops_per_token, synchronize=logs)
             stop.can_save = True
             stopped = stop.agreed() and not last
             saves = stopped or (settings.checkpoint_interval and (last or step % settings.checkpoint_interval == 0))
             if saves or logs:
-                latest = read_losses(unread_losses, step)  # what is saved or said is finite
-            if logs:
-                gc.collect()
-                metrics = {"step": step, "loss": latest, "grad_norm": grad_norm.full_tensor().item()}
+                losses, norm = read_losses(unread_losses), grad_norm.full_tensor().item()
+                metrics = {"step": step, "loss": losses[-1], "grad_norm": norm}
                 metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens}
-                metrics |= report.figures_of_all_ranks(speed, state, job.device)
+                broken = first_not_finite(metrics, losses)
+                if (saves or last) and not broken and not state.finite():  # it is looked at before it is saved
+                    broken = step, "update made weights or optimizer states infinite or NaN"
+            if logs or broken:
+                gc.collect()
+                metrics |= report.figures_of_all_ranks(speed, state, job.device, waiting.take())
                 story = ""
-                if evaluates:
+                if evaluates and not broken:
                     with tracker.excluded():
                         metrics["eval_loss"] = evaluate(settings, state.model, job.eval_set, job.device)
                         if settings.sample_prompt and not last:
                             story = sample(settings, state.model, job.tokenizer, job.device)
+                    broken = first_not_finite(metrics, losses)
+                heartbeats.at("log")
                 reporter.log(metrics, tracker.get_print_message(metrics))
                 if story:
                     say(story)
+            if broken:
+                saver.finish()
+                give_up(job, *broken)
             if saves:
+                heartbeats.at("save")
                 with tracker.excluded():
                     saver.save(state, wait=stopped or last)
+    heartbeats.at("save")
     stop.can_save = False
     saver.finish()
     return metrics, stopped
@@ -526,7 +564,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, ow
     if own_plan:
         metrics |= planning.predicted_figures(own_plan)
     reporter.end(metrics)
-    say(report.summarize(metrics, job.folder, state.started))
+    say(report.summarize(metrics, job.folder, state.elapsed))
     if settings.sample_prompt:
         say("\n" + sample(settings, state.model, job.tokenizer, job.device))
     if settings.memory_snapshot:
@@ -535,7 +573,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, ow
         export(settings.export, state.model, job.tokenizer)
     if saver.failures:
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
-    if reporter.failed:
+    if reporter.failed or reporter.moved:
         raise UserError(f"--output-dir: {job.folder / 'metrics.jsonl'} could not be written, see above", 1)
     on_main_rank(lambda: report.check_gates(settings, metrics))
     return 0
@@ -601,11 +639,14 @@ RECIPE = planning.Recipe(resolve, build_mesh, build_model, build_optimizer, trai
 
 
 def main(settings: Settings) -> None:
+    watch = None
     try:
         if settings.plan:
             return planning.plan(settings, RECIPE)
         stop = StopRequest()
-        exit_code = run(settings, start_processes(), stop)
+        device = start_processes(settings.timeout_minutes)
+        watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, stop)
+        exit_code = run(settings, device, stop)
         stop_processes(stop)
         sys.exit(exit_code)
     except UserError as error:
@@ -613,7 +654,9 @@ def main(settings: Settings) -> None:
     except torch.cuda.OutOfMemoryError as error:
         savers = ", ".join(planning.as_flags(changes) for changes in planning.memory_savers(settings)[:3])
         fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {savers}.", 1)
-    except Exception:  # a bug: it keeps its traceback
+    except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
+        if gone := watch and watch.explain(error):
+            fail(f"train_fsdp.py: error: {gone}", 1, patience=0)
         fail(traceback.format_exc(), 1)
 
 

@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import socket
+import statistics
 import tempfile
 import time
 import traceback
@@ -579,8 +580,9 @@ class PerformanceTracker:
 
     def reset(self) -> None:
         """Forgets everything; the warmup begins again."""
-        self.steps_seen = 0
+        self.steps_seen, self.productive_before = 0, 0.0  # the latter of earlier processes of the run
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
+        self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._open_window()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
@@ -606,6 +608,7 @@ class PerformanceTracker:
         self.window["seconds"] += time.perf_counter() - self._start
         for key, value in self.window.items():
             self.total[key] += value
+        self.windows.append((self.window["steps"], self.window["seconds"]))
         metrics = self._metrics(self.window)
         self._open_window()
         return metrics
@@ -613,6 +616,15 @@ class PerformanceTracker:
     def summary(self) -> dict[str, float]:
         """Averages over every step after warmup; `{}` when there was none."""
         return self._metrics(self.total) if self.total["steps"] else {}
+
+    def productive_seconds(self) -> float:
+        """What the steps so far, those of the warmup too, take at their usual speed: that of the median window. One
+        that took more than twice as long stood still for the rest."""
+        if not self.windows:
+            return self.productive_before
+        usual = statistics.median_low([seconds / steps for steps, seconds in self.windows])
+        measured = sum(s if s < 2 * n * usual else n * usual for n, s in self.windows)
+        return self.productive_before + measured + usual * min(self.steps_seen, self.warmup_steps)
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ the script. It does not know how a model is built or trained, only its parameter
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -22,6 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import utils
+from harness import heartbeats
+from harness.folders import place_of
 from harness.processes import say
 from harness.settings import MANIFEST, Settings, checkpoint_folder
 from utils import UserError
@@ -73,6 +76,11 @@ class Writer(dcp.FileSystemWriter):
             raise error.__context__ or error from None
 
 
+# The clock may be set while a run goes on, so it is read once and time is then counted.
+PROCESS_STARTED = psutil.Process().create_time()
+CLOCK = time.time() - time.monotonic()
+
+
 @dataclasses.dataclass
 class TrainState:
     """Everything that must survive a restart. The data position is `samples`, as the order of the data is fixed; in a
@@ -86,7 +94,8 @@ class TrainState:
     samples: int = 0  # global, consumed so far
     position: tuple[int, int, int] | None = None  # as StreamedDataset.chunks has it
     tokens: int = 0  # global
-    started: float = dataclasses.field(default_factory=lambda: psutil.Process().create_time())  # of the first process
+    started: float = PROCESS_STARTED  # of the first process
+    elapsed_before: float = 0.0  # seconds from there to the start of this process
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
 
     NUMBERS = ("step", "samples", "position", "tokens", "started", "run_id")
@@ -97,9 +106,24 @@ class TrainState:
         self.samples += samples
         self.tokens += tokens
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first process of the run started; never less than was said before."""
+        return self.elapsed_before + CLOCK + time.monotonic() - PROCESS_STARTED
+
     def numbers(self) -> dict:
         """What goes into the manifest."""
-        return {name: getattr(self, name) for name in self.NUMBERS} | {"tracker": dict(self.tracker.total)}
+        own = {name: getattr(self, name) for name in self.NUMBERS} | {"elapsed": self.elapsed}
+        return own | {"tracker": dict(self.tracker.total), "productive": self.tracker.productive_seconds()}
+
+    def finite(self) -> bool:
+        """Whether every parameter and optimizer state is finite, on all ranks."""
+        tensors = [local_part(unwrapped(parameter)) for parameter in self.model.parameters()]
+        tensors += [getattr(local, "scale", local) for _, _, local in self.optimizer_states()]  # scale: of 8-bit states
+        largest = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], math.inf)
+        broken = largest.isfinite().logical_not().int().to(tensors[0].device)
+        dist.all_reduce(broken)
+        return not broken.item()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What goes into the shards, under names that no number of ranks changes; loading writes into these tensors.
@@ -143,10 +167,18 @@ class TrainState:
         for name, tensor in tensors.items():
             if name.startswith("rng."):
                 (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
+        self.take(numbers)
+
+    def take(self, numbers: dict) -> None:
+        """Takes over what a manifest has."""
         for name in self.NUMBERS:
             setattr(self, name, numbers[name])
-        if self.tracker and numbers["world_size"] == dist.get_world_size():
-            self.tracker.total |= numbers["tracker"]
+        since_then = PROCESS_STARTED - self.started  # by clocks that may have been set, or be another machine's
+        self.elapsed_before = max(since_then, numbers.get("elapsed", 0.0))
+        if self.tracker:
+            self.tracker.productive_before = numbers.get("productive", 0.0)
+            if numbers["world_size"] == dist.get_world_size():
+                self.tracker.total |= numbers["tracker"]
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
             self.scheduler.step()
@@ -194,6 +226,7 @@ class Checkpoints:
 
     def __init__(self, settings: Settings, folder: pathlib.Path, identity: dict, device: torch.device):
         self.settings, self.folder, self.device = settings, folder / "checkpoints", device
+        self.place = place_of(folder)
         self.run = identity | {"world_size": dist.get_world_size(), "flags": dataclasses.asdict(settings)}
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
         on_gpu = dict.fromkeys(("use_pinned_memory", "use_non_blocking_copy"), device.type == "cuda")
@@ -230,10 +263,12 @@ class Checkpoints:
 
     def _together(self, work: Callable[[], Any], main_only: bool = False) -> tuple:
         """Does `work` on every rank or on rank 0, returns all results; if it fails on one rank, all raise its error."""
+        heartbeats.HERE.writing = work.__name__
         try:
             mine = (None if main_only and dist.get_rank() else work(), None)
         except (Exception, dcp.CheckpointException) as error:
             mine = (None, checkpoint_error(error))
+        heartbeats.HERE.writing = ""
         results, errors = zip(*of_all_ranks(mine, self.group), strict=True)
         for error in filter(None, errors):
             raise OSError(error)
@@ -245,8 +280,11 @@ class Checkpoints:
         temporary = self.folder / f".{final.name}.writing"
 
         def prepare():
+            if place_of(self.folder.parent) != self.place:
+                raise OSError(f"{self.folder.parent} was moved away; move it back")
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            self.folder.mkdir(exist_ok=True)
+            temporary.mkdir()
 
         def write():
             dcp.save(staged, storage_writer=Writer(temporary), process_group=self.group)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import utils
-from harness.checkpoints import persistent_tensors
+from harness import heartbeats
+from harness.checkpoints import TrainState, persistent_tensors
 from harness.processes import say
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
@@ -29,6 +30,8 @@ def export(path: str, model: torch.nn.Module, tokenizer) -> None:
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
+    if not TrainState(model).finite():
+        raise utils.UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
     main, final = dist.get_rank() == 0, pathlib.Path(path).expanduser()
     temporary = final.with_name(f".{final.name}.writing")
     tensors, error = persistent_tensors(model), ""
@@ -78,6 +81,7 @@ def export(path: str, model: torch.nn.Module, tokenizer) -> None:
     for name, tensor in tensors.items():
         groups.setdefault((re.match(r".*?\.\d+\.", name) or [""])[0], {})[name] = tensor
     for group in groups.values():
+        heartbeats.at("export")
         whole = {}
         for name, tensor in group.items():
             full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor

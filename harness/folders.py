@@ -3,12 +3,14 @@ before anything is loaded. It does not know what lies in the folder but for the 
 
 import contextlib
 import fcntl
+import json
 import os
 import pathlib
 import tempfile
 import time
 
-from harness.settings import Settings
+from harness import heartbeats
+from harness.settings import Settings, not_a_folder_name
 from utils import UserError
 
 
@@ -17,10 +19,13 @@ def choose_folder(settings: Settings) -> pathlib.Path:
     named, path = settings.resume not in ("none", "auto"), pathlib.Path(settings.resume).expanduser()
     own = next((p for p in (path, *path.parents[:2]) if named and (p / "checkpoints").is_dir()), None)  # PATH's run
     stamp = time.strftime("-%Y%m%d-%H%M%S") if settings.resume == "none" else ""
-    name = settings.run_name or pathlib.Path(settings.model).name + stamp
-    folder = pathlib.Path(settings.output_dir).expanduser() / name
-    if own and not settings.run_name:
-        folder = own
+    model = os.path.expanduser(settings.model)  # a folder such as . or .. has its name elsewhere
+    name = settings.run_name or pathlib.Path(os.path.realpath(model) if os.path.isdir(model) else model).name + stamp
+    if problem := not_a_folder_name(name):
+        raise UserError(f"--run-name: the name {name!r}, from --model, is {problem}; give one")
+    outputs = pathlib.Path(settings.output_dir).expanduser()
+    folder = own if own and not settings.run_name else outputs / name
+    check_place(settings, folder, None if folder == own else outputs)
     goes_on = own and folder.resolve() == own.resolve()
     newest = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="")
     if goes_on and path != own and newest > path.name:
@@ -40,6 +45,26 @@ def choose_folder(settings: Settings) -> pathlib.Path:
     return folder
 
 
+def check_place(settings: Settings, folder: pathlib.Path, outputs: pathlib.Path | None) -> None:
+    """Raises a UserError where a run in `folder` would write outside `outputs`, or over what is not a run's."""
+    if outputs and folder.resolve().parent != outputs.resolve():
+        raise UserError(f"--run-name {folder.name}: {folder} is a link that leads out of {outputs}; remove it")
+    for flag, path in {"--model": settings.model, "--dataset": settings.dataset}.items():
+        if os.path.exists(folder) and os.path.realpath(os.path.expanduser(path)) == str(folder.resolve()):
+            raise UserError(f"--run-name {folder.name}: {folder} is the folder of {flag}; choose another name")
+    if (folder / "config.json").exists() and not any((folder / mark).exists() for mark in (".lock", "metrics.jsonl")):
+        raise UserError(f"--run-name {folder.name}: the config.json in {folder} is not a run's; choose another name")
+    if os.path.isdir(folder / "metrics.jsonl"):
+        raise UserError(f"--run-name {folder.name}: {folder / 'metrics.jsonl'} is a folder; remove it")
+
+
+def place_of(folder: pathlib.Path) -> tuple[int, int] | None:
+    """What a folder keeps when it is moved, and another one in its place has not; None if none is there."""
+    with contextlib.suppress(OSError):
+        status = folder.stat()
+        return status.st_dev, status.st_ino
+
+
 def check_writable(flag: str, path: pathlib.Path) -> None:
     """Raises a UserError now if a folder at `path` could not be made and written later."""
     try:
@@ -48,16 +73,26 @@ def check_writable(flag: str, path: pathlib.Path) -> None:
         raise UserError(f"{flag}: cannot be written ({error.strerror})") from error
 
 
-def lock_folder(folder: pathlib.Path) -> None:
-    """Makes the folder this process's own until it ends, however it ends; a UserError where another process has it. One
-    that was just killed gets a few seconds to be gone."""
+def lock_folder(folder: pathlib.Path) -> int:
+    """Makes the folder this process's own until it ends, however it ends; a UserError names who has it. One that was
+    just killed gets a few seconds to be gone. Returns the lock's file descriptor."""
+    lock = folder / ".lock"
     try:
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})") from error
+        raise UserError(f"--output-dir: {lock} cannot be written ({error.strerror})") from error
     for _ in range(10):
         with contextlib.suppress(BlockingIOError, PermissionError):
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
-            return
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
+            return descriptor
         time.sleep(0.5)
-    raise UserError(f"--run-name {folder.name}: another process is running in {folder}; choose another name")
+    holders = "unknown"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        hosts: dict[str, list[str]] = {}
+        for host, pid in json.loads(os.pread(descriptor, 2**20, 0)):
+            hosts.setdefault(str(host), []).append(str(int(pid)))
+        holders = "; ".join(f"on {host} (kill {' '.join(pids)})" for host, pids in hosts.items())
+    problem = f"another run is in {folder}, its ranks {holders}"
+    raise UserError(f"--run-name {folder.name}: {problem}; end it or choose another name")

@@ -3,21 +3,29 @@ both ends of a run, and by everything that prints. It does not know what the pro
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from harness import heartbeats
 from utils import UserError, from_main_process
 
+STORE_PATIENCE = 15  # seconds until something is said of a store that does not answer
 
-def start_processes() -> torch.device:
-    """Joins the world that torchrun or accelerate made, or makes a world of one; returns this rank's device."""
+
+def start_processes(timeout_minutes: float = 10) -> torch.device:
+    """Joins the world that torchrun or accelerate made, or makes a world of one; returns this rank's device.
+
+    Collectives give up a minute after `timeout_minutes`, when the heartbeats should have said who did not come.
+    """
     env, cuda, gpus = os.environ, torch.cuda.is_available(), torch.cuda.device_count()
     device = torch.device("cuda", int(env.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -25,22 +33,59 @@ def start_processes() -> torch.device:
             raise UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        world = {}
+        world: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes + 1)}
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
+        if "RANK" in env:
+            reach_store(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout_minutes)
         if "RANK" not in env:
-            world = {"store": dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "rank": 0, "world_size": 1}
+            world |= {"store": dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "rank": 0, "world_size": 1}
         elif env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env["GROUP_WORLD_SIZE"] == "1":
             # torchrun's store outlives a restart with the dead ranks' addresses in it (pytorch issue 135712); the
             # count tells restarts apart on one node only, see docs/CHECKPOINTS.md for more
             store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
             store = dist.PrefixStore(f"restart-{env['TORCHELASTIC_RESTART_COUNT']}", store)
-            world = {"store": store, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
+            world |= {"store": store, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
         # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None, **world)
     return device
 
 
+def reach_store(address: str, port: int, timeout_minutes: float) -> None:
+    """Waits until the job's store answers, where torch would warn for minutes without saying what to look at.
+
+    Raises:
+        UserError: the address cannot be resolved, rank 0 is not reached under it, its port is taken, or nobody
+            answers for `timeout_minutes`. After 15 s without an answer one line says what is waited for.
+    """
+    where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
+    start, own_store, said = time.monotonic(), None, False
+    if int(os.environ["RANK"]) == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            own_store = socket.create_server(("", port))  # where torch is going to listen
+        except OSError as error:
+            raise UserError(f"{where}: rank 0 cannot listen there ({error.strerror}); choose another port", 1) from None
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            break
+        except OSError as error:
+            waited = time.monotonic() - start
+            if waited > STORE_PATIENCE and (own_store or isinstance(error, socket.gaierror)):
+                what = "rank 0 is not reached at its own address" if own_store else "no such host"
+                raise UserError(f"{where}: {what} ({error.strerror or error}); name the host of rank 0", 1) from None
+            if waited > 60 * timeout_minutes:
+                raise UserError(f"{where}: rank 0's store does not answer ({error.strerror or error})", 1) from None
+            if waited > STORE_PATIENCE and not said:
+                print(f"train_fsdp.py: waiting for rank 0 at {where} ({error.strerror or error})", file=sys.stderr)
+                said = True
+            time.sleep(0.5)
+    if own_store:
+        own_store.close()
+
+
 def stop_processes(stop: "StopRequest | None" = None) -> None:
     """Leaves the world; a gloo rank that leaves before the others are done can abort them, hence the barrier."""
+    heartbeats.at("end")
     if stop and stop.round:
         stop.round.wait()
     dist.barrier()
@@ -75,12 +120,18 @@ class StopRequest:
             number, now = os.read(read_end, 1)[0], time.monotonic()
             if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
                 continue
-            name, outside = signal.Signals(number).name, not self.can_save
-            if outside and int(os.environ.get("RANK", 0)) == 0:
-                print(f"train_fsdp.py: {name} outside training, nothing to save", file=sys.stderr, flush=True)
-            if outside or now - first > self.SAME_REQUEST:
+            if now - first > self.SAME_REQUEST:
                 os._exit(self.EXIT_CODE)
-            first, self.name = min(first, now), name
+            first = min(first, now)
+            self.request(signal.Signals(number).name)
+
+    def request(self, name: str) -> None:
+        """Asks for a save and an end because of `name`; called in any thread."""
+        if not self.can_save:
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(f"train_fsdp.py: {name} outside training, nothing to save", file=sys.stderr, flush=True)
+            os._exit(self.EXIT_CODE)
+        self.name = name
 
     def agreed(self) -> bool:
         """Whether any rank had a request when this was last asked; every rank asks after every step.
@@ -97,17 +148,18 @@ class StopRequest:
         return answer
 
 
-def fail(message: str, exit_code: int) -> None:
-    """Ends this rank. Of all ranks one prints its message, rank 0 if it fails too, so that one mistake is one line;
-    the others' errors are most often an echo, a collective that broke because one rank had left."""
+def fail(message: str, exit_code: int, patience: float = 3) -> None:
+    """Ends this rank. Of all ranks one prints its message, rank 0 if it fails too within `patience` seconds, so that
+    one mistake is one line; the others' errors are most often an echo, a collective that broke as one rank had left."""
     first = int(os.environ.get("RANK", 0)) == 0
+    heartbeats.HERE.phase = "failure"
     if not first:
-        time.sleep(3)  # what rank 0 found as well it says by now; then the launcher ends this rank here
-    if dist.is_initialized():
-        try:
-            first = dist.distributed_c10d._get_default_store().add("train_fsdp/failed", 1) == 1
-        except RuntimeError:  # the store went with the rank that kept it
-            first = False
+        time.sleep(patience)  # what rank 0 found as well it says by now; then the launcher ends this rank here
+    try:
+        alone = not dist.is_initialized()
+        first = alone or heartbeats.speaks_first(dist.distributed_c10d._get_default_store())
+    except RuntimeError:  # the store went with the rank that kept it, or with the launcher
+        pass
     if first:
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import utils
 from harness import models
 from harness.checkpoints import TrainState
-from harness.folders import lock_folder
+from harness.folders import lock_folder, place_of
 from harness.processes import columns, say
 from harness.settings import ROOT, Settings
 from utils import UserError
@@ -170,6 +170,7 @@ class Report:
                 (folder / "config.json").write_text(json.dumps(describe_run(settings), indent=2) + "\n")
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
+        self.folder, self.place, self.moved = folder, place_of(folder), False
         if accelerator.log_with:
             flags = dataclasses.asdict(settings).items()
             flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flags}
@@ -209,10 +210,14 @@ class Report:
         for key, value in metrics.items() if self.serves else ():
             gauge(key).set(value)
         try:
-            print(json.dumps(metrics | more), file=self.file, flush=True)
+            print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
         except OSError as error:  # the line waits in Python's buffer and is written with a later one
             self.failed = True
             say(f"failed     metrics.jsonl, step {metrics['step']}: {error.strerror}; the run goes on")
+        moved = place_of(self.folder) != self.place
+        if moved and not self.moved:
+            say(f"failed     {self.folder} was moved away; move it back: nothing is lost, checkpoints wait for it")
+        self.moved = moved
 
     def end(self, metrics: dict | None) -> None:
         """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
@@ -230,9 +235,15 @@ class Report:
                 self.file.close()
 
 
+def as_json(metrics: dict) -> dict:
+    """The metrics with null for what is no number, which JSON does not know."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in metrics.items()}  # fmt: skip
+
+
 def describe_held_out(metrics: dict) -> str:
     loss = metrics.get("eval_loss")
-    return "" if loss is None else f"held-out loss {loss:.4f} (perplexity {math.exp(loss):,.2f})"
+    return "" if loss is None else f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})"
 
 
 def open_metrics(path: pathlib.Path, step: int):
@@ -274,9 +285,9 @@ def describe_run(settings: Settings) -> dict:
     return run | {"world_size": dist.get_world_size()}
 
 
-def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
-    """The last words: what the averages after warmup are."""
-    elapsed = tqdm.format_interval(time.time() - started)
+def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
+    """The last words: what the averages after warmup are, `elapsed` seconds after the first start."""
+    elapsed = tqdm.format_interval(elapsed)
     done = f"{metrics['step']:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
     done = ", ".join(filter(None, [done, describe_held_out(metrics)]))
     measured = {
@@ -298,21 +309,30 @@ def summarize(metrics: dict, folder: pathlib.Path, started: float) -> str:
     return "\n" + columns(lines | {"files": str(folder)})
 
 
-def figures_of_all_ranks(speed: dict[str, float], state: TrainState, device: torch.device) -> dict[str, float]:
-    """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput."""
-    worst = utils.memory_figures(device)
+def figures_of_all_ranks(
+    speed: dict[str, float], state: TrainState, device: torch.device, waited_ms: float | None = None
+) -> dict[str, float]:
+    """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput.
+
+    With the milliseconds of a step that each rank waited for the others also `slowest_rank`, the one that worked most.
+    """
+    worst, rank, world = utils.memory_figures(device), dist.get_rank(), dist.get_world_size()
     if "step_time_ms" in speed:
         worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
     if worst:
-        values = torch.tensor(list(worst.values()), dtype=torch.float64, device=device)
+        worked = [0.0] * world  # each rank's own in its place, so that the largest is what it says
+        worked[rank] = max(0.0, speed.get("step_time_ms", 0.0) - (waited_ms or 0.0))
+        values = torch.tensor([*worst.values(), *worked], dtype=torch.float64, device=device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
-        worst = dict(zip(worst, values.tolist(), strict=True))
+        values, worked = values[: len(worst)].tolist(), values[len(worst) :]
+        worst = dict(zip(worst, values, strict=True))
+        if waited_ms is not None and world > 1 and "step_time_ms" in speed:
+            worst["slowest_rank"] = int(worked.argmax())
     if "step_time_ms" not in speed:
         return worst
-    # what the steps so far take at the measured speed, as a share of the time since the run began: start-up,
-    # compilation, evaluation, waiting, and after a resume what was lost and the time between, are the rest
-    elapsed = time.time() - state.started
-    return speed | worst | {"goodput_percent": state.step * state.tracker.summary()["step_time_ms"] / 10 / elapsed}
+    # the rest of the time since the run began is start-up, compilation, evaluation, standing still, and after a resume
+    # what was lost and the time between
+    return speed | worst | {"goodput_percent": min(100.0, 100 * state.tracker.productive_seconds() / state.elapsed)}
 
 
 def time_shares(events, seconds: float) -> dict[str, float]:

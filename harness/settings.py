@@ -110,6 +110,8 @@ class Settings:
     resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}")
     export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR")
 
+    timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", group="failures")
+
     output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output")
     run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]")
     log_with: Literal["none", "wandb", "tensorboard", "all"] = flag("none", "trackers beside metrics.jsonl [none]")
@@ -232,7 +234,7 @@ def contradiction(s: Settings) -> str | None:
         (s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"), "--activation-memory-budget: needs --compile, without --activation-checkpointing"),
         (s.profile and measured < 1, f"--profile: {unmeasured}"),
         (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),
-        *((name is not None and (name.strip(". ") == "" or re.search(r"[/\\#?%:]", name)), f"{of}: {name!r} is not a plain folder name")
+        *((name is not None and not_a_folder_name(name), f"{of}: {name!r} is {not_a_folder_name(name or '')}")
           for of, name in (("--run-name", s.run_name), ("--project-name", s.project_name))),
         (s.num_steps == 0 and not s.export, "--num-steps: 0 trains nothing; it goes with --export DIR"),
         (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
@@ -241,6 +243,13 @@ def contradiction(s: Settings) -> str | None:
     ]
     # fmt: on
     return next((problem for is_wrong, problem in wrong if is_wrong), None)
+
+
+def not_a_folder_name(name: str) -> str:
+    """Why a name that is given, or derived from a model's, cannot be that of one folder; empty if it can."""
+    if name.strip(". ") == "" or re.search(r"[/\\#?%:]", name) or not name.isprintable():
+        return "not a plain folder name"
+    return "too long for a folder, more than 200 bytes" if len(os.fsencode(name)) > 200 else ""
 
 
 def checkpoint_folder(resume: str) -> pathlib.Path:

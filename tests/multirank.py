@@ -4,6 +4,7 @@ The tests start `main` once a session with 1, 2 and 4 ranks and read WORKSPACE/o
 """
 
 import collections
+import fcntl
 import hashlib
 import itertools
 import json
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import models, processes, report
+from harness import checkpoints, models, processes, report
 from harness.settings import parse_args
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
@@ -166,6 +167,28 @@ def as_rank(rank: int, world: int, port: int, output: str, function, arguments: 
 
 def program(*argv: str) -> None:
     train_fsdp.main(parse_args([*argv]))
+
+
+def stalled(how: str, *argv: str) -> None:
+    """The program, of which one rank does not get on: it reads data, evaluates or saves for ever, or nobody reads what
+    rank 0 prints."""
+
+    def forever(*_, **__):
+        time.sleep(1000)
+
+    if os.environ["RANK"] == "1":
+        if how == "data":
+            read, calls = utils.PackedDataset.__getitem__, itertools.count()
+            utils.PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
+        if how == "evaluation":
+            train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
+        if how == "save":
+            checkpoints.sha256 = forever
+    elif how == "print":
+        full = os.pipe()[1]
+        fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)
+        os.dup2(full, 1)
+    program(*argv)
 
 
 def resolved(argv: list):
@@ -313,10 +336,10 @@ def main(workspace: pathlib.Path) -> None:
 
     def worst_figures() -> dict[str, float]:
         """What a log line says of ranks of which the last is the slowest."""
-        tracker = types.SimpleNamespace(summary=lambda: {"step_time_ms": 1.0})
-        state = types.SimpleNamespace(started=time.time() - 100, step=1, tracker=tracker)
+        tracker = types.SimpleNamespace(productive_seconds=lambda: 0.001)
+        state = types.SimpleNamespace(elapsed=100, step=1, tracker=tracker)
         mine = {"step_time_ms": 10.0 * (rank + 1), "data_wait_percent": 5.0 * rank}
-        return report.figures_of_all_ranks(mine, state, device)
+        return report.figures_of_all_ranks(mine, state, device, waited_ms=9.0 * rank)
 
     observe("figures", "worst", worst_figures)
     for name, flags in SAME_LOSSES[world].items():

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -327,7 +328,8 @@ def test_a_folder_with_a_running_run_is_refused(refused, copied, monkeypatch):
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
         message = refused("r", "--resume", "auto", "--num-steps", STEPS + 1)
         other.communicate(b"\n")
-    assert message.startswith("--run-name r: another process is running")
+    assert message.startswith(f"--run-name r: another run is in {copied}, its ranks on {socket.gethostname()} (kill ")
+    assert f"(kill {other.pid})" in message
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -468,10 +470,65 @@ def test_a_slow_disk_skips_checkpoints_and_says_so(run, monkeypatch, tmp_path, c
     assert names(tmp_path / "r") == checkpoint_names(1, STEPS)
 
 
-def test_a_loss_that_is_no_number_is_never_saved(refused, tmp_path):
-    divergent = words("--lr 1e30 --max-grad-norm 0 --warmup-steps 0 --checkpoint-interval 1 --no-async-checkpoint")
-    step = int(re.search(r"step (\d)", refused("r", *divergent, exit_code=1))[1])
-    assert names(tmp_path / "r")[-1:] == checkpoint_names(step - 1)
+# ----------------------------------------------------------------------------------------------------------------------
+# What is saved, exported or called done is finite
+
+DIVERGENT = words("--lr 1e6 --lr-scheduler constant --checkpoint-interval 1 --keep-checkpoints 1 --no-async-checkpoint")
+
+
+def saved_values(checkpoint) -> dict[str, torch.Tensor]:
+    index = checkpoints.SafeReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
+    checkpoints.dcp.load(tensors, storage_reader=checkpoints.SafeReader(checkpoint), no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("divergence", ["", "--lr 1e30 --max-grad-norm 0"])
+def test_a_broken_model_is_never_saved_and_the_last_good_checkpoint_stays(run, refused, tmp_path, divergence):
+    message = refused("r", *DIVERGENT, *words(divergence), "--num-steps", 30, exit_code=1)
+    step = int(re.search(r"at step (\d+); the newest checkpoint is step-(\d+), from before", message)[1])
+    assert names(tmp_path / "r") == checkpoint_names(step - 1)
+    values = saved_values(tmp_path / "r" / "checkpoints" / f"step-{step - 1:08d}")
+    assert all(tensor.isfinite().all() for tensor in values.values() if tensor.is_floating_point())
+    assert not any(line.get("final") for line in metrics_of(tmp_path / "r"))
+
+    # as every start from there will
+    message = refused("r", *DIVERGENT, *words(divergence), "--num-steps", 30, "--resume", "auto", exit_code=1)
+    assert f"at step {step}; the run went on from {tmp_path / 'r'}" in message and "the one before" in message
+
+
+def test_a_run_whose_last_update_breaks_the_model_is_not_done(refused, tmp_path):
+    """The loss of the last step is that from before its update."""
+    flags = words("--lr 3e38 --weight-decay 0 --lr-scheduler constant --num-steps 1 --checkpoint-interval 1")
+    message = refused("r", *flags, "--export", tmp_path / "export", exit_code=1)
+    assert message.startswith(
+        "the update made weights or optimizer states infinite or NaN at step 1; nothing was saved"
+    )
+    assert not (tmp_path / "export").exists() and not (tmp_path / "r" / "checkpoints").exists()
+    (line,) = metrics_of(tmp_path / "r")
+    assert "final" not in line
+
+
+def test_metrics_are_valid_json_where_a_figure_is_no_number(refused, tmp_path):
+    refused("r", *DIVERGENT, "--num-steps", 30, exit_code=1)
+    text = (tmp_path / "r" / "metrics.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert None in (lines[-1]["loss"], lines[-1]["grad_norm"])
+
+
+def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, refused, tmp_path, monkeypatch):
+    with monkeypatch.context() as unchecked:  # as a version without the checks saved it
+        unchecked.setattr(checkpoints.TrainState, "finite", lambda self: True)
+        unchecked.setattr(train_fsdp, "first_not_finite", lambda *_: None)
+        run("r", *DIVERGENT)
+    path = tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}"
+    assert not all(tensor.isfinite().all() for tensor in saved_values(path).values())
+    assert refused("r", "--resume", "auto", "--num-steps", 9, exit_code=1).startswith(
+        f"--resume {path}: it holds values"
+    )
+    export = tmp_path / "export"
+    message = refused("r", "--resume", path, "--num-steps", 0, "--export", export, exit_code=1)
+    assert message.startswith(f"--export {export}: the weights are infinite or NaN") and not export.exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

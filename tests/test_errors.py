@@ -82,7 +82,8 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
     step = int(re.search(r"step (\d+)", message)[1])
     logged = [json.loads(line) for line in (tmp_path / "out" / "r" / "metrics.jsonl").read_text().splitlines()]
     assert 1 < step <= 3
-    assert all(line["step"] < step and line["loss"] < 1e9 for line in logged)
+    assert all(line["step"] < step and line["loss"] < 1e9 for line in logged[:-1])
+    assert logged[-1]["step"] >= step and None in (logged[-1]["loss"], logged[-1]["grad_norm"])
     assert not any(line.get("final") for line in logged)
 
 

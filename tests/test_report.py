@@ -4,6 +4,7 @@ import gc
 import json
 import re
 import socket
+import time
 import urllib.request
 
 import pytest
@@ -12,7 +13,7 @@ from conftest import metrics_of, parse, python, train
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import utils
-from harness import report, settings
+from harness import checkpoints, report, settings
 from utils import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
@@ -175,3 +176,30 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
     observer(0, 2**30, 0, 0)  # device, wanted, allocated, free
     assert written == [str(tmp_path / "it" / "memory-rank-0.pickle")] * 2
     assert (tmp_path / "it").is_dir()
+
+
+@pytest.mark.parametrize("jump", [-7200, 7200])
+def test_a_clock_that_is_set_while_a_run_goes_on_changes_no_figure(run, monkeypatch, capsys, jump):
+    log, now, set_to = report.Report.log, time.time, [0]
+    monkeypatch.setattr(time, "time", lambda: now() + set_to[0])
+
+    def log_and_set(self, metrics, *more):
+        set_to[0] = jump if metrics["step"] >= 3 else 0
+        log(self, metrics, *more)
+
+    monkeypatch.setattr(report.Report, "log", log_and_set)
+    monkeypatch.setattr(checkpoints, "PROCESS_STARTED", now())
+    monkeypatch.setattr(checkpoints, "CLOCK", now() - time.monotonic())
+    folder = run("--num-steps", "6", "--perf-warmup-steps", "1", "--log-interval", "1")
+    assert re.search(r"tokens in 00:[0-5]\d, loss", capsys.readouterr().out)
+    assert all(0 < line["goodput_percent"] <= 100 for line in metrics_of(folder)[1:])
+
+
+def test_a_clock_that_went_back_between_two_starts_takes_no_time_away(device):
+    state = checkpoints.TrainState(torch.nn.Linear(1, 1), tracker=utils.PerformanceTracker())
+    saved = state.numbers() | {"world_size": 1}
+    for started, elapsed, least in ((saved["started"] + 7200, 50.0, 50.0), (saved["started"] - 300, 50.0, 300.0)):
+        state.elapsed_before = 0.0
+        before = state.elapsed
+        state.take(saved | {"started": started, "elapsed": elapsed})
+        assert state.elapsed - before == pytest.approx(least, abs=1)

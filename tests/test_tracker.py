@@ -234,3 +234,22 @@ def test_the_message_has_the_global_speed_and_mfu_and_is_empty_in_warmup(clock):
     assert "1,000 tok/s" in message
     assert "MFU 50.0 %" in message
     assert "\n" not in message
+
+
+def test_what_a_run_stood_still_is_not_productive(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=2)
+    for seconds in (30, 1, 1, 1, 21, 1):  # compilation in the first, and a rank that was stopped for 20 s
+        clock.advance(seconds)
+        tracker.step(TOKENS, FLOPS)
+    assert tracker.summary()["step_time_ms"] == pytest.approx(6000)
+    assert tracker.productive_seconds() == pytest.approx(6)
+    tracker.productive_before = 100
+    assert tracker.productive_seconds() == pytest.approx(106)
+
+
+def test_steps_that_are_slow_now_and_then_are_productive(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0)
+    for seconds in (1.0, 1.5, 1.0, 1.9):
+        clock.advance(seconds)
+        tracker.step(TOKENS, FLOPS)
+    assert tracker.productive_seconds() == pytest.approx(5.4)

@@ -1,0 +1,205 @@
+"""Heartbeats: where every rank of the job is, told through the job's store every few seconds, and the one line that
+names the rank for which the others wait. Started by the script; whoever does something long says so by `at`. It does
+not know what is trained."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+BEAT = 2.0  # seconds between two beats
+SILENT = 3  # beats that did not come: stopped, killed or cut off
+STORE_PATIENCE = timedelta(seconds=10)
+
+RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]  # (host, pid) of each rank
+
+
+@dataclasses.dataclass
+class Here:
+    """Where this process is. Every rank comes through the same phases in the same order: `moves` counts them."""
+
+    phase: str = "preparation"
+    step: int = 0
+    moves: int = 0
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    writing: str = ""  # the part of a checkpoint that its thread is at, while others may wait for it
+    folder: pathlib.Path | None = None  # of the run, for what is written when it stalls
+
+
+HERE = Here()
+
+
+def at(phase: str, step: int | None = None) -> None:
+    """Says that this rank enters a phase; every rank calls this."""
+    HERE.phase, HERE.step, HERE.since = phase, HERE.step if step is None else step, time.monotonic()
+    HERE.moves += 1
+
+
+class Heartbeats(threading.Thread):
+    """Beats, watches that this rank gets on, and ends it with a line when it does not for `seconds`.
+
+    A rank that was itself stopped for a while does not count that as waiting. In the preparation ranks wait for one
+    that reads and tokenizes, however long it takes; only one that falls silent ends the job.
+    """
+
+    def __init__(self, seconds: float, stop):
+        super().__init__(daemon=True)
+        self.seconds, self.stop, self.rank, self.world = seconds, stop, dist.get_rank(), dist.get_world_size()
+        self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # of a thousand ranks 250 a second
+        self.beat, self.launched = 0, "TORCHELASTIC_RUN_ID" in os.environ
+        self.store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own: others may block
+        self.store.set_timeout(STORE_PATIENCE)
+        self.tell()
+        everyone = [RANKS[0]] * self.world
+        dist.all_gather_object(everyone, RANKS[0])  # and now each has told
+        RANKS[:] = everyone
+        self.start()
+
+    def tell(self) -> None:
+        self.beat += 1
+        beat = {"beat": self.beat, "phase": HERE.phase, "step": HERE.step, "moves": HERE.moves, "time": time.time()}
+        beat |= {"seconds": time.monotonic() - HERE.since, "writing": HERE.writing}
+        self.store.set(f"heartbeat/{self.rank}", json.dumps(beat))
+
+    def read(self) -> list[dict]:
+        """The newest beat of each rank."""
+        return [json.loads(beat) for beat in self.store.multi_get([f"heartbeat/{r}" for r in range(self.world)])]
+
+    def run(self) -> None:
+        launcher = os.getppid()
+        moves, waited, before, now = 0, 0.0, None, time.monotonic()
+        while True:
+            time.sleep(self.interval)
+            slept, now = time.monotonic() - now, time.monotonic()
+            if self.launched and os.getppid() != launcher:
+                self.launched = False
+                self.stop.request("the end of its launcher")
+            if HERE.moves != moves:
+                moves, waited, before = HERE.moves, 0.0, None
+            waited += min(slept, 2 * self.interval)
+            try:
+                self.tell()
+                if waited < self.seconds:
+                    continue
+                if before is None:
+                    before, until = self.read(), waited + SILENT * self.interval
+                elif waited >= until:
+                    ranks, what = self.judge(before, self.read())
+                    if what:
+                        self.end(ranks, what)
+                    waited, before = 0.0, None
+            except RuntimeError:  # no answer from the store, which rank 0 or the launcher of its node keeps
+                if waited > self.seconds:
+                    self.end([0], f"nobody answers at {store_address()}, where the job's store was; stopped or killed")
+
+    def name_of(self, rank: int) -> str:
+        return "rank {} ({}, pid {})".format(rank, *RANKS[rank])
+
+    def neighbours(self) -> range:
+        """The ranks that this rank's launcher started, this one too."""
+        first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
+        return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+
+    def judge(self, before: list[dict], now: list[dict]) -> tuple[list[int], str]:
+        """The ranks that do not come and where they are, in words; empty if it is too early to say."""
+        if silent := [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]:
+            last = now[silent[0]]
+            ago = f"{max(0.0, time.time() - last['time']):.0f} s ago in {last['phase']} of step {last['step']}"
+            return silent, f"last seen {ago}; stopped, killed or cut off"
+        if HERE.phase == "preparation":
+            return [], ""
+        least = min(beat["moves"] for beat in now)
+        behind = [rank for rank in range(self.world) if now[rank]["moves"] == least]
+        writing = [rank for rank in behind if now[rank]["writing"]]
+        place = now[(writing or behind)[0]]
+        where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
+        if self.world > 1 and len(behind) == self.world:
+            if not writing:
+                return behind, f"{where}: all wait for each other; the network between them, or a driver"
+            where += f": at the {place['writing']} of a checkpoint"
+        return writing or behind, where
+
+    def end(self, ranks: list[int], what: str) -> None:
+        """Ends this rank, after those for which it waited, so that a launcher names them as the first. One rank says
+        why, and goes also where nobody reads what it prints; what may help goes into the run's folder."""
+        try:
+            says = speaks_first(self.store)
+        except RuntimeError:
+            says = self.rank == min(1, self.world - 1) or os.environ.get("LOCAL_RANK") == "0"
+        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        who = f"all {self.world} ranks" if len(ranks) == self.world > 1 else self.name_of(ranks[0]) + others
+        who += f" did not come within {self.seconds / 60:g} minutes"
+        line = f"train_fsdp.py: error: --timeout-minutes: {who}: {what}\n"
+        if says:  # in a thread, as a pipe that nobody empties would hold this one up
+            threading.Thread(target=lambda: print(line, end="", file=sys.stderr, flush=True), daemon=True).start()
+        with contextlib.suppress(OSError):
+            if HERE.folder:
+                with open(HERE.folder / f"stalled-rank-{self.rank}.txt", "w") as file:
+                    file.write(line)
+                    faulthandler.dump_traceback(file)
+                dump_flight_recorder(HERE.folder, self.rank)
+        if self.rank not in ranks:
+            for rank in {*ranks} & {*self.neighbours()} if "stopped" in what else ():  # it cannot end itself
+                with contextlib.suppress(OSError):
+                    os.kill(RANKS[rank][1], signal.SIGKILL)
+            time.sleep(2 * self.interval)
+        time.sleep(0.5)
+        os._exit(1)
+
+    def explain(self, error: BaseException) -> str:
+        """Who is gone, after a collective broke; empty for any other error, or if all are there."""
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            return ""
+        try:
+            before, until = self.read(), time.monotonic() + SILENT * self.interval
+            gone: list[int] = []
+            while not gone and time.monotonic() < until:
+                time.sleep(0.1)
+                gone = [rank for rank in self.neighbours() if not alive(RANKS[rank][1])]
+            now = self.read()
+            gone = gone or [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]
+        except RuntimeError:
+            return f"{self.name_of(0)} is gone, as nobody answers at {store_address()}, where the job's store was"
+        if not gone:
+            return ""
+        return f"{self.name_of(gone[0])} is gone, last seen in {now[gone[0]]['phase']} of step {now[gone[0]]['step']}"
+
+
+def speaks_first(store) -> bool:
+    """Whether this rank is the first of all that says why the job ends, and so the only one."""
+    return store.add("train_fsdp/failed", 1) == 1
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def store_address() -> str:
+    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', 0)}"
+
+
+def record_into(folder: pathlib.Path) -> None:
+    """Where what helps to find the cause of a stall is written, NCCL's own record of its collectives too."""
+    HERE.folder = folder
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # of this torch, and of older ones
+        os.environ.setdefault(name, str(folder.resolve() / "nccl_trace_rank_"))
+
+
+def dump_flight_recorder(folder: pathlib.Path, rank: int) -> None:
+    """Writes NCCL's record of its last collectives, for torch's `torchfrtrace`."""
+    if dump := getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None):
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(dump())

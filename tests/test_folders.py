@@ -1,0 +1,106 @@
+"""A run writes into one folder below OUTPUT_DIR, which is its own, and nowhere else."""
+
+import os
+
+import pytest
+from conftest import metrics_of, parse, train, words, write_model
+from multirank import SIZES
+
+from harness import folders, report
+from utils import UserError
+
+NO_NAMES = ["", " ", ".", "..", "...", "a/b", "a\\b", "a\nb", "a\x1b[2Jb", "a\u202eb", "x" * 201, "é" * 101]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_name_that_is_no_folders_is_refused(name):
+    with pytest.raises(UserError, match="--run-name"):
+        parse(["--run-name", name])
+
+
+@pytest.mark.parametrize("model", ["/", "company/name\x07", "company/name?", f"company/{'x' * 201}"])
+def test_a_name_derived_from_a_model_obeys_the_same_rule(model, tmp_path):
+    with pytest.raises(UserError, match=r"--run-name: the name .*, from --model, is "):
+        folders.choose_folder(parse(["--model", model, "--resume", "auto", "--output-dir", tmp_path]))
+
+
+@pytest.mark.parametrize("model", [".", "..", "../model/"])
+def test_a_model_given_by_dots_gives_the_run_its_folders_name(tmp_path, monkeypatch, model):
+    write_model(tmp_path / "model", "llama", **SIZES)
+    (tmp_path / "model" / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "model" / ("" if model == "." else "below" if model == ".." else "."))
+    settings = parse(["--model", model, "--resume", "auto", "--output-dir", tmp_path / "out"])
+    assert folders.choose_folder(settings) == tmp_path / "out" / "model"
+
+
+@pytest.mark.parametrize(
+    "flags", ["--model .. --output-dir .", "--run-name model --output-dir ../..", "--run-name other"]
+)
+def test_a_model_is_never_written_over(mistake, tmp_path, monkeypatch, flags):
+    for name in ("model", "other"):
+        write_model(tmp_path / name, "llama", **SIZES)
+    before = (tmp_path / "model" / "config.json").read_bytes()
+    (tmp_path / "model" / "outputs").mkdir()
+    monkeypatch.chdir(tmp_path / "model" / "outputs")
+    where = [] if "--output-dir" in flags else ["--output-dir", tmp_path]
+    derived = [] if "--run-name" in flags else ["--run-name", "model", "--output-dir", tmp_path]
+    message = mistake("--resume", "auto", *words(flags), *where, *derived)
+    assert message.startswith("--run-name ") and "choose another name" in message
+    assert (tmp_path / "model" / "config.json").read_bytes() == before
+    assert not (tmp_path / "model" / "metrics.jsonl").exists() and not (tmp_path / "other" / "metrics.jsonl").exists()
+
+
+def test_a_link_that_leads_out_of_the_output_folder_is_not_followed(mistake, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "r").symlink_to(tmp_path / "elsewhere")
+    assert "is a link that leads out of" in mistake("--resume", "auto")
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_metrics_that_are_a_folder_are_one_line(mistake, tmp_path):
+    (tmp_path / "out" / "r" / "metrics.jsonl").mkdir(parents=True)
+    assert "metrics.jsonl is a folder; remove it" in mistake("--resume", "auto")
+
+
+@pytest.fixture
+def moving(device, arguments, tmp_path, monkeypatch):
+    """A run of 8 steps with a checkpoint of each second one, whose folder is moved away after step 3."""
+    write, run, away = report.Report.write, tmp_path / "out" / "r", tmp_path / "away"
+
+    def start(back_after: int) -> int:
+        def write_and_move(self, metrics, **more):
+            write(self, metrics, **more)
+            if metrics["step"] == 3 and not more:
+                run.rename(away)
+            if metrics["step"] == back_after and not more:
+                away.rename(run)
+
+        monkeypatch.setattr(report.Report, "write", write_and_move)
+        flags = words(
+            "--num-steps 8 --log-interval 1 --checkpoint-interval 2 --no-async-checkpoint --keep-checkpoints 9"
+        )
+        return train([*arguments, *flags], device)
+
+    return start
+
+
+def test_a_run_whose_folder_is_moved_away_and_back_loses_nothing(moving, tmp_path, capsys):
+    with pytest.raises(UserError, match="--checkpoint-interval: 1 checkpoints could not be saved") as raised:
+        moving(back_after=5)
+    assert raised.value.exit_code == 1
+    said = capsys.readouterr().out
+    assert said.count("was moved away; move it back: nothing is lost") == 1
+    assert f"failed     checkpoint step-00000004: {tmp_path / 'out' / 'r'} was moved away; move it back" in said
+    run = tmp_path / "out" / "r"
+    assert [line["step"] for line in metrics_of(run)] == [*range(1, 9), 8]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{n:08d}" for n in (2, 6, 8)]
+
+
+def test_a_run_whose_folder_stays_away_does_not_split_in_two(moving, tmp_path):
+    with pytest.raises(UserError) as raised:
+        moving(back_after=0)
+    assert raised.value.exit_code == 1
+    assert not os.path.lexists(tmp_path / "out" / "r")
+    assert [line["step"] for line in metrics_of(tmp_path / "away")] == [*range(1, 9), 8]
+    assert [path.name for path in (tmp_path / "away" / "checkpoints").iterdir()] == ["step-00000002"]

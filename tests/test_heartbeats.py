@@ -1,0 +1,165 @@
+"""A job that does not get on ends, and says which rank did not come, where it was seen last, and what it did."""
+
+import concurrent.futures
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import multirank
+import psutil
+import pytest
+from conftest import PROGRAM, ROOT, forking, metrics_of, start, torchrun_command, words
+
+from harness import heartbeats
+
+SIZES = words("--sequence-length 32 --batch-size 2 --precision fp32 --num-workers 0 --log-interval 1 --no-compile")
+STALLS = {
+    "stop": "last seen .* ago in [a-z]+ of step \\d+; stopped, killed or cut off",
+    "data": "in data of step \\d+ for \\d+ s",
+    "evaluation": "in evaluation of step 4 for \\d+ s",
+    "save": "in save of step 2 for \\d+ s: at the write of a checkpoint",
+    "print": "in log of step \\d+ for \\d+ s",
+}
+
+
+def wait_until(condition, seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def stalled(tmp_path_factory):
+    """What two ranks print and leave, and the exit codes of those that can end, for each way to stall."""
+    folder = tmp_path_factory.mktemp("stalled")
+
+    def end(how: str) -> dict:
+        flags = ["--demo", *SIZES, "--output-dir", folder, "--run-name", how, "--eval-steps", 1, "--sample-tokens", 1]
+        flags += ["--eval-interval", 4 if how == "evaluation" else 0]
+        flags += ["--num-steps", 1_000_000, "--timeout-minutes", 0.1, "--cache-dir", folder / "cache"]
+        flags += words("--checkpoint-interval 2 --no-async-checkpoint") if how == "save" else []
+        with forking(2, multirank.stalled, how, *map(str, flags)) as (world, output):
+            pids = [process.pid for process in world.processes]
+            if how in ("stop", "kill"):
+                metrics = folder / how / "metrics.jsonl"
+                wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
+                os.kill(pids[1], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+            for process in world.processes[: 1 if how == "stop" else 2]:
+                process.join(120)
+            codes = [process.exitcode for process in world.processes]
+            return {"said": output.read(), "codes": codes, "pids": pids, "folder": folder / how}
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return dict(zip((*STALLS, "kill"), threads.map(end, (*STALLS, "kill")), strict=True))
+
+
+@pytest.mark.parametrize("how", STALLS)
+def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
+    case, rank = stalled[how], 0 if how == "print" else 1
+    (line,) = (line for line in case["said"].splitlines() if "error:" in line)
+    who = f"rank {rank} ({socket.gethostname()}, pid {case['pids'][rank]}) did not come within 0.1 minutes: "
+    assert line.startswith(f"train_fsdp.py: error: --timeout-minutes: {who}")
+    assert re.fullmatch(STALLS[how], line.partition(who)[2])
+    assert case["codes"] == [1, None if how == "stop" else 1]
+    assert "Traceback" not in case["said"]
+    for waiting in {0, 1} - ({1} if how == "stop" else set()):
+        left = (case["folder"] / f"stalled-rank-{waiting}.txt").read_text()
+        assert "did not come" in left and "train_fsdp.py" in left  # and where its threads were
+
+
+def test_a_rank_that_is_gone_is_named_at_once(stalled):
+    case = stalled["kill"]
+    assert f"error: rank 1 ({socket.gethostname()}, pid {case['pids'][1]}) is gone, last seen in " in case["said"]
+    assert "Traceback" not in case["said"]
+    assert case["codes"] == [1, -signal.SIGKILL]
+
+
+def test_the_rank_that_worked_while_the_others_waited_is_the_slowest(observed):
+    assert observed(1)["figures"]["worst"].get("slowest_rank") is None
+    for ranks in (2, 4):  # rank r takes 10 (r + 1) ms, of which it waits 9 r
+        assert observed(ranks)["figures"]["worst"]["slowest_rank"] == ranks - 1
+    for line in metrics_of(observed.models.parent / "runs-2" / "2-replicas-deferred"):
+        assert line["slowest_rank"] in (0, 1)
+
+
+def judged(*ranks: dict, phase: str = "forward") -> tuple[list[int], str]:
+    """What one of these ranks says, after all but the silent ones beat again."""
+    beat = {"beat": 7, "phase": "backward", "step": 3, "moves": 20, "time": time.time(), "seconds": 9, "writing": ""}
+    before = [beat | rank for rank in ranks]
+    watch = object.__new__(heartbeats.Heartbeats)
+    watch.world, heartbeats.HERE.phase = len(ranks), phase
+    return watch.judge(before, [rank | {"beat": 7 if rank.pop("silent", 0) else 8} for rank in before])
+
+
+def test_who_is_silent_comes_before_who_is_behind():
+    assert judged({}, {"silent": 1}, {"moves": 19})[0] == [1]
+    assert judged({}, {}, {"moves": 19, "phase": "data"}) == ([2], "in data of step 3 for 9 s")
+    ranks, what = judged({}, {}, {})
+    assert ranks == [0, 1, 2] and "all wait for each other" in what
+
+
+def test_what_takes_long_before_the_first_step_is_not_a_stall_but_a_rank_that_is_silent_there_is():
+    assert judged({}, {"moves": 19}, phase="preparation") == ([], "")
+    assert judged({}, {"silent": 1}, phase="preparation")[0] == [1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The launcher, and the store of the job
+
+
+def test_ranks_whose_launcher_was_killed_save_and_leave(tmp_path):
+    flags = [
+        "--demo",
+        *SIZES,
+        "--output-dir",
+        tmp_path,
+        "--run-name",
+        "r",
+        "--num-steps",
+        1_000_000,
+        "--eval-interval",
+        0,
+    ]
+    command = [*torchrun_command(2), PROGRAM, *flags]
+    process = subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
+    ranks = [child for child in psutil.Process(process.pid).children() if PROGRAM in child.cmdline()]
+    process.kill()
+    output, _ = process.communicate(timeout=100)  # the ranks hold the pipe until they end
+    assert "stopped    by the end of its launcher after step" in output
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    steps = metrics.read_text().count("\n")
+    assert [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
+
+
+def refused(rank: int, address: str, port: int) -> str:
+    """What a rank says that looks for the store of its job there."""
+    env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    code = "import sys; from harness import processes, settings; processes.STORE_PATIENCE = 0.1; import train_fsdp\n"
+    code += "train_fsdp.main(settings.parse_args(sys.argv[1:]))"
+    process = start([sys.executable, "-W", "ignore", "-c", code, "--demo", "--timeout-minutes", "0.05"], **env)
+    assert process.returncode == 1
+    return process.stderr
+
+
+def test_a_store_that_cannot_be_reached_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        said = refused(0, "127.0.0.1", taken)
+        assert said.startswith(
+            f"train_fsdp.py: error: MASTER_ADDR 127.0.0.1, MASTER_PORT {taken}: rank 0 cannot listen"
+        )
+    for rank in (0, 1):
+        (line,) = refused(rank, "no-such-host.invalid", taken).splitlines()
+        assert line.startswith(f"train_fsdp.py: error: MASTER_ADDR no-such-host.invalid, MASTER_PORT {taken}: ")
+    waiting, error = refused(1, "127.0.0.1", taken).splitlines()
+    assert waiting.startswith("train_fsdp.py: waiting for rank 0 at MASTER_ADDR 127.0.0.1")
+    assert error.endswith("rank 0's store does not answer (Connection refused)")
