@@ -488,7 +488,9 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model, attn_implementation=model._attn_implementation)
+            model = AutoModelForCausalLM.from_config(
+                model, attn_implementation=model._attn_implementation, trust_remote_code=False
+            )
     config = model.config.get_text_config()
     layers = range(config.num_hidden_layers)
     attention = sum(attention_flops_per_token(config, layer, seq_len, causal) for layer in layers)

@@ -54,6 +54,9 @@ class SafeReader(dcp.FileSystemReader):
 
         with open(pathlib.Path(self.path, ".metadata"), "rb") as file:
             metadata = Records(file).load()
+        for record in metadata.storage_data.values():
+            if pathlib.PurePath(record.relative_path).name != record.relative_path:
+                raise pickle.UnpicklingError(f"the index names {record.relative_path}, outside the checkpoint")
         metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -344,6 +347,8 @@ def damage(path: pathlib.Path) -> tuple[dict, str]:
         if manifest.pop("sha256") != seal(manifest):
             wrong = f"{MANIFEST} has changed"
         for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
+            if pathlib.PurePath(name).name != name:
+                raise ValueError(f"{name} is outside the checkpoint")
             if not wrong and (path / name).stat().st_size != size:
                 wrong = f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
             if not wrong and sha256(path / name) != checksum:

@@ -72,7 +72,12 @@ def export(path: str, model: torch.nn.Module, tokenizer) -> None:
         config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
         config.dtype = next(model.parameters()).dtype
         for part in filter(None, (config, model.generation_config, tokenizer)):
+            for name in ("auto_map", "_auto_class"):  # they speak of code that was not run here and is not exported
+                vars(part).pop(name, None)
+                getattr(part, "init_kwargs", {}).pop(name, None)
             part.save_pretrained(temporary)
+        for name in names:
+            shutil.copymode(temporary / "config.json", temporary / name)  # safetensors writes for the owner alone
         temporary.rename(final)
 
     attempt(shutil.rmtree, temporary, ignore_errors=True)

@@ -39,6 +39,7 @@ def choose_folder(settings: Settings) -> pathlib.Path:
         raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
     if folder.exists():
         lock_folder(folder)
+        refuse_links(folder)
     check_writable(f"--output-dir {settings.output_dir}", folder)
     if settings.export:
         check_writable(f"--export {settings.export}", pathlib.Path(settings.export).expanduser())
@@ -96,3 +97,21 @@ def lock_folder(folder: pathlib.Path) -> int:
         holders = "; ".join(f"on {host} (kill {' '.join(pids)})" for host, pids in hosts.items())
     problem = f"another run is in {folder}, its ranks {holders}"
     raise UserError(f"--run-name {folder.name}: {problem}; end it or choose another name")
+
+
+def refuse_links(folder: pathlib.Path) -> None:
+    """Raises a UserError for a link by which something that a run writes would come to lie outside its folder."""
+    inside = os.path.realpath(folder)
+    for path in (*folder.iterdir(), *folder.glob("profile/*")):
+        if path.is_symlink() and not pathlib.Path(os.path.realpath(path)).is_relative_to(inside):
+            advice = "remove it, or choose another name; for another disk give --output-dir"
+            raise UserError(f"--run-name {folder.name}: {path} is a link that leads out of the run's folder; {advice}")
+
+
+def replace_file(path: pathlib.Path, text: str) -> None:
+    """Writes `text` into a new file that then takes the name `path`: whole or not at all, and through no link."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x") as file:  # it has the umask's permissions; a link of that name is an error
+        file.write(text)
+    temporary.replace(path)

@@ -17,10 +17,16 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn.attention import SDPBackend
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, conversion_mapping, masking_utils
+from transformers.models.auto import tokenization_auto
 
 import utils
 from harness.settings import ASSETS, PRESETS, Settings
 from utils import UserError
+
+# A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
+# folder's code, whatever AutoTokenizer was told: no time to answer means that nobody is asked.
+transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+any_class_from_name = tokenization_auto.tokenizer_class_from_name
 
 
 def find_source(model: str) -> tuple[str, str]:
@@ -42,8 +48,9 @@ def load_config(model: str, sequence_length: int):
     source, _ = find_source(model)
     utils.answer_from_cache_without_network(source)
     try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
         what = "its config.json cannot be used" if os.path.exists(source) else nowhere
         raise UserError(f"--model {model}: {what} ({utils.first_line(error)})") from error
@@ -56,15 +63,33 @@ def load_config(model: str, sequence_length: int):
     return config
 
 
+def refuse_foreign_code(what: str, error: Exception) -> None:
+    """Raises a UserError if `error` is transformers' way to say that it would have to run the folder's code."""
+    if "trust_remote_code" in str(error):
+        reason = "it asks for code of its own (auto_map), which is never run"
+        raise UserError(f"{what}: {reason}; choose one that transformers knows by itself") from error
+
+
+def tokenizer_class_from_name(name: str) -> type | None:
+    """transformers' tokenizer of that name; a ValueError where the name is that of anything else."""
+    found = any_class_from_name(name)
+    is_tokenizer = isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
+    if found is None or is_tokenizer or getattr(found, "is_dummy", False):  # a dummy says which package is missing
+        return found
+    raise ValueError(f"its tokenizer_class {name} is no tokenizer")
+
+
 def load_tokenizer(settings: Settings, config):
     """The tokenizer, its vocabulary checked against the model's; None where only synthetic tokens are read."""
     if settings.dataset == "synthetic" and not settings.sample_prompt:
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
     utils.answer_from_cache_without_network(source)
+    tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
+        refuse_foreign_code(f"--tokenizer {source}", error)
         here = os.path.isdir(source)
         where = "the folder has no usable tokenizer" if here else "not a folder, and not to be had from the hub"
         hint = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or use --dataset synthetic, which needs none"
@@ -121,10 +146,11 @@ def describe_attention(settings: Settings, config, device: str) -> str:
 
 def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model without storage, with one of `--attention`'s kernels; by default with what transformers chooses."""
-    implementation = "sdpa" if attention == "cudnn" else attention
+    # always given, None too: the config could name a kernel of the hub
+    options = {"attn_implementation": "sdpa" if attention == "cudnn" else attention, "trust_remote_code": False}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, ImportError) as error:
         raise UserError(f"--attention {attention}: {utils.first_line(error)}") from error
 
@@ -229,6 +255,8 @@ class PretrainedWeights:
             index = pathlib.Path(source, "model.safetensors.index.json")
             files = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
             for file in sorted(set(files)):
+                if pathlib.PurePath(file).name != file:
+                    raise ValueError(f"its index names {file}, which is not in the folder")
                 tensors = safe_open(os.path.join(source, file), framework="pt")
                 for key in tensors.keys():  # noqa: SIM118 - it is no dict
                     name, _ = loading.rename_source_key(key, renamings, converters, prefix, names)

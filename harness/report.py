@@ -22,7 +22,7 @@ from tqdm import tqdm
 import utils
 from harness import models
 from harness.checkpoints import TrainState
-from harness.folders import lock_folder, place_of
+from harness.folders import lock_folder, place_of, replace_file
 from harness.processes import columns, say
 from harness.settings import ROOT, Settings
 from utils import UserError
@@ -167,7 +167,7 @@ class Report:
             lock_folder(folder)
             try:
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
-                (folder / "config.json").write_text(json.dumps(describe_run(settings), indent=2) + "\n")
+                replace_file(folder / "config.json", json.dumps(describe_run(settings), indent=2) + "\n")
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved = folder, place_of(folder), False
@@ -248,26 +248,23 @@ def describe_held_out(metrics: dict) -> str:
 
 def open_metrics(path: pathlib.Path, step: int):
     """The metrics file, open for appending, without what an earlier start wrote after `step`."""
-    if path.exists():
-        lines = []
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that the kill cut off
-                entry = json.loads(line)
-                if entry["step"] <= step and "final" not in entry:
-                    lines.append(line + "\n")
-        path.with_suffix(".tmp").write_text("".join(lines))
-        path.with_suffix(".tmp").replace(path)
+    lines = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # cut off by the kill, or no entry
+            entry = json.loads(line)
+            if entry["step"] <= step and "final" not in entry:
+                lines.append(line.decode() + "\n")
+    replace_file(path, "".join(lines))
     return path.open("a")
 
 
 def finish_metrics(path: pathlib.Path, tracker: utils.PerformanceTracker) -> None:
     """Writes the last line of a run that was killed between its last checkpoint and that line."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    with contextlib.suppress(ValueError, IndexError):
-        last = json.loads(lines[-1])
+    with contextlib.suppress(ValueError, IndexError, TypeError):
+        text = path.read_text() if path.exists() else ""
+        last = json.loads(text.splitlines()[-1])
         if "final" not in last:
-            with path.open("a") as file:
-                print(json.dumps(last | tracker.summary() | {"final": True}), file=file)
+            replace_file(path, text + json.dumps(last | tracker.summary() | {"final": True}) + "\n")
 
 
 def describe_run(settings: Settings) -> dict:
