@@ -25,8 +25,8 @@ parser.add_argument("--compile", action="store_true", help="the whole model")
 args = parser.parse_args()
 
 torch.manual_seed(42)
-config = AutoConfig.from_pretrained(args.model)
-model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+config = AutoConfig.from_pretrained(args.model, trust_remote_code=False)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 if args.compile:
     model.compile()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

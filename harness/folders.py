@@ -1,5 +1,6 @@
-"""Run folders: which folder a run has, that it can be written, and that nobody else is in it. Called by the script
-before anything is loaded. It does not know what lies in the folder but for the marks of a run."""
+"""Run folders: which folder a run has, that it can be written, that nobody else is in it, how a file in it is replaced.
+Called by the script before anything is loaded, and by `report`. It does not know what lies in the folder but for the
+marks of a run."""
 
 import contextlib
 import fcntl
