@@ -86,8 +86,9 @@ def lock_folder(folder: pathlib.Path) -> int:
     for _ in range(10):
         with contextlib.suppress(BlockingIOError, PermissionError):
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
+            if os.fstat(descriptor).st_nlink == 1:  # else a hard link: it is a file of somewhere else too
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
             return descriptor
         time.sleep(0.5)
     holders = "unknown"

@@ -369,6 +369,8 @@ def test_a_link_that_leads_out_of_the_runs_folder_is_refused_and_its_target_stay
     link.parent.mkdir(parents=True)
     target.write_text("precious")
     link.symlink_to(target)
+    if name != ".lock":
+        (tmp_path / "out" / "r" / ".lock").touch()  # as a run has it
     flags = [] if name != "metrics.jsonl" else ["--resume", "auto"]  # it is a run already, otherwise
     message = mistake(*flags)
     assert message.startswith(("--run-name r: ", "--output-dir: ")) and "link" in message
@@ -388,6 +390,17 @@ def test_a_file_is_replaced_and_not_written_through_a_link(tmp_path, link):
     folders.replace_file(path, "new")
     assert (target.read_text(), path.read_text(), path.is_symlink()) == ("precious", "new", False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "target"]
+
+
+def test_a_hard_link_in_the_locks_place_is_not_written(tmp_path):
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "run").mkdir()
+    os.link(tmp_path / "target", tmp_path / "run" / ".lock")
+    os.close(folders.lock_folder(tmp_path / "run"))
+    assert (tmp_path / "target").read_text() == "precious"
+    (tmp_path / "run" / ".lock").unlink()
+    os.close(folders.lock_folder(tmp_path / "run"))
+    assert (tmp_path / "run" / ".lock").read_text() != ""
 
 
 def test_the_files_of_a_run_and_an_export_have_the_permissions_of_the_umask(device, arguments, tmp_path):
