@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 import psutil
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 BEAT = 2.0  # seconds between two beats
 SILENT = 3  # beats that did not come: stopped, killed or cut off
-STORE_PATIENCE = timedelta(seconds=10)
+STORE_PATIENCE = 10.0  # seconds
 
 RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]  # (host, pid) of each rank
 
@@ -58,24 +59,42 @@ class Heartbeats(threading.Thread):
         super().__init__(daemon=True)
         self.seconds, self.stop, self.rank, self.world = seconds, stop, dist.get_rank(), dist.get_world_size()
         self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # of a thousand ranks 250 a second
-        self.beat, self.launched = 0, "TORCHELASTIC_RUN_ID" in os.environ
+        self.beat, self.asking, self.launched = 0, None, "TORCHELASTIC_RUN_ID" in os.environ
         self.store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own: others may block
-        self.store.set_timeout(STORE_PATIENCE)
+        self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
         self.tell()
         everyone = [RANKS[0]] * self.world
         dist.all_gather_object(everyone, RANKS[0])  # and now each has told
         RANKS[:] = everyone
         self.start()
 
+    def ask(self, operation: Callable, *args):
+        """What an operation of the store returns; a RuntimeError when there is no answer, for which some of them would
+        wait for ever."""
+        answer: list = []
+
+        def run():
+            with contextlib.suppress(RuntimeError):
+                answer.append(operation(*args))
+
+        if self.asking is None or not self.asking.is_alive():
+            self.asking = threading.Thread(target=run, daemon=True)
+            self.asking.start()
+            self.asking.join(STORE_PATIENCE + 1)
+        if not answer:
+            raise RuntimeError(f"no answer from the store at {store_address()}")
+        return answer[0]
+
     def tell(self) -> None:
         self.beat += 1
         beat = {"beat": self.beat, "phase": HERE.phase, "step": HERE.step, "moves": HERE.moves, "time": time.time()}
         beat |= {"seconds": time.monotonic() - HERE.since, "writing": HERE.writing}
-        self.store.set(f"heartbeat/{self.rank}", json.dumps(beat))
+        self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
 
     def read(self) -> list[dict]:
         """The newest beat of each rank."""
-        return [json.loads(beat) for beat in self.store.multi_get([f"heartbeat/{r}" for r in range(self.world)])]
+        keys = [f"heartbeat/{rank}" for rank in range(self.world)]
+        return [json.loads(beat) for beat in self.ask(self.store.multi_get, keys)]
 
     def run(self) -> None:
         launcher = os.getppid()
@@ -98,11 +117,11 @@ class Heartbeats(threading.Thread):
                 elif waited >= until:
                     ranks, what = self.judge(before, self.read())
                     if what:
-                        self.end(ranks, what)
+                        self.end(self.describe(ranks, what), ranks, "stopped" in what)
                     waited, before = 0.0, None
-            except RuntimeError:  # no answer from the store, which rank 0 or the launcher of its node keeps
+            except RuntimeError as error:
                 if waited > self.seconds:
-                    self.end([0], f"nobody answers at {store_address()}, where the job's store was; stopped or killed")
+                    self.end(f"{self.name_of(self.rank)} waits in {HERE.phase} of step {HERE.step}, and {gone(error)}")
 
     def name_of(self, rank: int) -> str:
         return "rank {} ({}, pid {})".format(rank, *RANKS[rank])
@@ -131,17 +150,19 @@ class Heartbeats(threading.Thread):
             where += f": at the {place['writing']} of a checkpoint"
         return writing or behind, where
 
-    def end(self, ranks: list[int], what: str) -> None:
-        """Ends this rank, after those for which it waited, so that a launcher names them as the first. One rank says
-        why, and goes also where nobody reads what it prints; what may help goes into the run's folder."""
-        try:
-            says = speaks_first(self.store)
-        except RuntimeError:
-            says = self.rank == min(1, self.world - 1) or os.environ.get("LOCAL_RANK") == "0"
+    def describe(self, ranks: list[int], what: str) -> str:
         others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
         who = f"all {self.world} ranks" if len(ranks) == self.world > 1 else self.name_of(ranks[0]) + others
-        who += f" did not come within {self.seconds / 60:g} minutes"
-        line = f"train_fsdp.py: error: --timeout-minutes: {who}: {what}\n"
+        return f"{who} did not come within {self.seconds / 60:g} minutes: {what}"
+
+    def end(self, problem: str, ranks: Collection[int] = (), stopped: bool = False) -> None:
+        """Ends this rank, after `ranks`, for which it waited, so that a launcher names them as the first. One rank says
+        why, and goes also where nobody reads what it prints; what may help goes into the run's folder."""
+        try:
+            says = self.ask(speaks_first, self.store)
+        except RuntimeError:
+            says = os.environ.get("LOCAL_RANK", "0") == "0"
+        line = f"train_fsdp.py: error: --timeout-minutes: {problem}\n"
         if says:  # in a thread, as a pipe that nobody empties would hold this one up
             threading.Thread(target=lambda: print(line, end="", file=sys.stderr, flush=True), daemon=True).start()
         with contextlib.suppress(OSError):
@@ -151,7 +172,7 @@ class Heartbeats(threading.Thread):
                     faulthandler.dump_traceback(file)
                 dump_flight_recorder(HERE.folder, self.rank)
         if self.rank not in ranks:
-            for rank in {*ranks} & {*self.neighbours()} if "stopped" in what else ():  # it cannot end itself
+            for rank in {*ranks} & {*self.neighbours()} if stopped else ():  # it cannot end itself
                 with contextlib.suppress(OSError):
                     os.kill(RANKS[rank][1], signal.SIGKILL)
             time.sleep(2 * self.interval)
@@ -164,17 +185,18 @@ class Heartbeats(threading.Thread):
             return ""
         try:
             before, until = self.read(), time.monotonic() + SILENT * self.interval
-            gone: list[int] = []
-            while not gone and time.monotonic() < until:
+            missing: list[int] = []
+            while not missing and time.monotonic() < until:
                 time.sleep(0.1)
-                gone = [rank for rank in self.neighbours() if not alive(RANKS[rank][1])]
+                missing = [rank for rank in self.neighbours() if not alive(RANKS[rank][1])]
             now = self.read()
-            gone = gone or [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]
-        except RuntimeError:
-            return f"{self.name_of(0)} is gone, as nobody answers at {store_address()}, where the job's store was"
-        if not gone:
+            missing = missing or [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]
+        except RuntimeError as error:
+            return f"{self.name_of(self.rank)} lost the others, and {gone(error)}"
+        if not missing:
             return ""
-        return f"{self.name_of(gone[0])} is gone, last seen in {now[gone[0]]['phase']} of step {now[gone[0]]['step']}"
+        last = now[missing[0]]
+        return f"{self.name_of(missing[0])} is gone, last seen in {last['phase']} of step {last['step']}"
 
 
 def speaks_first(store) -> bool:
@@ -186,6 +208,10 @@ def alive(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def gone(error: RuntimeError) -> str:
+    return f"there is {error}: rank 0, the launcher beside it, their node, or the way to it is gone"
 
 
 def store_address() -> str:
