@@ -250,7 +250,14 @@ def test_commands_are_found_where_they_are():
 
 
 OTHERS = {
-    "torchrun": {"--nproc_per_node", "--max-restarts", "--shutdown-timeout", "--signals-to-handle"},
+    "torchrun": {
+        "--nproc_per_node",
+        "--max-restarts",
+        "--rdzv_conf",
+        "--rdzv_endpoint",
+        "--shutdown-timeout",
+        "--signals-to-handle",
+    },
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
     "sbatch": {"--signal"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
