@@ -36,7 +36,7 @@ def choose_folder(settings: Settings) -> pathlib.Path:
     if metrics.exists() and not goes_on and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"
         raise UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
-    if settings.resume == "auto" and not newest and metrics.exists() and '"final": true' in metrics.read_text():
+    if settings.resume == "auto" and not newest and metrics.exists() and b'"final": true' in metrics.read_bytes():
         raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
     if folder.exists():
         lock_folder(folder)

@@ -1,6 +1,8 @@
 """GPUs: what programs reach of a GPU's datasheet, as a plan computes with it. Called by `planning`. It does not know
 models. The datasheets' figures stand in `utils.GPUS`, where an MFU needs them too."""
 
+import json
+
 from utils import UserError, find_gpu
 
 # Shares of a datasheet's figure that programs reach; one set for every GPU kind.
@@ -33,6 +35,8 @@ def find_rates(gpu: str, measured: dict[str, float]) -> dict[str, float]:
         "intra_node_gb_per_s": LINK_SHARE * kind.link,
         "inter_node_gb_per_s": NETWORK_SHARE * kind.network,
     }
+    if not isinstance(measured, dict) or not all(type(rate) in (int, float) and rate > 0 for rate in measured.values()):
+        raise UserError(f"--plan-rates: needs a JSON object of positive numbers, such as {json.dumps(rates)}")
     if unknown := set(measured) - set(rates):
         raise UserError(f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(rates)}")
     return rates | measured | {"peak_tflops": kind.peak_tflops}

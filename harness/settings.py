@@ -239,7 +239,7 @@ def contradiction(s: Settings) -> str | None:
         (s.num_steps == 0 and not s.export, "--num-steps: 0 trains nothing; it goes with --export DIR"),
         (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
         (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 exports one checkpoint, give its PATH"),
-        (s.export and pathlib.Path(s.export).expanduser().exists(), f"--export: {s.export} exists already; choose another folder or remove it"),
+        (s.export and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
     ]
     # fmt: on
     return next((problem for is_wrong, problem in wrong if is_wrong), None)
@@ -260,7 +260,7 @@ def checkpoint_folder(resume: str) -> pathlib.Path:
 
 def flags_of_checkpoint(resume: str) -> dict:
     """The flags that say what model a checkpoint holds; none if it cannot be read, which is reported later."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         flags = json.loads((checkpoint_folder(resume) / MANIFEST).read_text())["flags"]
         names = "model tokenizer dataset sequence_length precision fp8_recipe fp8_emulate optimizer"
         return {name: flags[name] for name in names.split()}

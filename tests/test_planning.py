@@ -12,6 +12,9 @@ import torch
 from conftest import forked, metrics_of, python, words, write_model
 from multirank import COUNTED, MODELS, SIZES
 
+import utils
+from harness import gpus
+
 GIB = 2**30
 CASES = [
     pytest.param(ranks, name, id=f"{ranks}-{name}") for ranks in planranks.RANKS for name in planranks.cases(ranks)
@@ -198,3 +201,9 @@ def test_attentions_backward_takes_two_and_a_half_times_its_forward():
     assert operator_flops(forward, (query, key, key, 0.0, True), {}, None) == ("attention", whole // 2)
     given = (query, query, key, key, query, query, 0.0, False)
     assert operator_flops(backward, given, {}, None) == ("attention", 2.5 * whole)
+
+
+@pytest.mark.parametrize("rates", [[1], "fast", {"matmul_tflops": "5"}, {"matmul_tflops": -1}, {"matmul_tflops": True}])
+def test_rates_that_are_no_positive_numbers_are_refused(rates):
+    with pytest.raises(utils.UserError, match="--plan-rates: needs a JSON object of positive numbers"):
+        gpus.find_rates("H100 SXM", rates)
