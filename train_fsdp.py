@@ -592,7 +592,8 @@ def nothing_to_train(job: Job) -> int:
     """A resumed run that had taken all its steps."""
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
-        report.finish_metrics(job.folder / "metrics.jsonl", job.state.tracker)
+        checkpoints.remove_leftovers(job.folder)
+    on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
     if job.settings.export:
         export(job.settings.export, job.state.model, job.tokenizer)
     return 0
@@ -625,7 +626,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     with contextlib.ExitStack() as cleanup:
         reporter = report.Report(job.settings, job.accelerator, job.folder, job.state)
         cleanup.callback(reporter.close)
-        saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device)
+        saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         own_plan = cleanup.enter_context(planning.own_plan(job.settings, device))
         gc.collect()
         gc.freeze()  # what is here now stays; cycles are collected at log lines, as a collection in the middle of a

@@ -36,7 +36,11 @@ def choose_folder(settings: Settings) -> pathlib.Path:
     if metrics.exists() and not goes_on and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"
         raise UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
-    if settings.resume == "auto" and not newest and metrics.exists() and '"final": true' in metrics.read_text():
+    try:
+        ended = metrics.exists() and '"final": true' in metrics.read_text()
+    except OSError as error:
+        raise UserError(f"--output-dir: {metrics} cannot be read ({error.strerror})", 1) from error
+    if settings.resume == "auto" and not newest and ended:
         raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
     if folder.exists():
         lock_folder(folder)
@@ -111,9 +115,11 @@ def refuse_links(folder: pathlib.Path) -> None:
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:
-    """Writes `text` into a new file that then takes the name `path`: whole or not at all, and through no link."""
+    """Writes `text` into a new file that, synced, takes the name `path`: whole or not at all, and through no link."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.unlink(missing_ok=True)
     with temporary.open("x") as file:  # it has the umask's permissions; a link of that name is an error
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
