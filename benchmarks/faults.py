@@ -525,11 +525,11 @@ def in_a_shard(point: Point) -> bool:
 
 
 def all_of_it(name: str, fault: str, point: Point) -> bool:
-    """What the benchmark injects: all that makes a difference, but for the middle of shards, where there are only kills
-    of a fresh run, and for the last three scenarios, with the operations of the first two, where there are only kills
-    and single errors, of rank 0 of two only around mkdir, fsync and rename."""
+    """What the benchmark injects: all that makes a difference, but in the middle of shards only kills of a fresh run, at
+    every fourth write, and in the last three scenarios, which have the operations of the first two, only kills and
+    single errors, on rank 0 of two around mkdir, fsync and rename alone."""
     if in_a_shard(point):
-        return name == "a fresh run" and fault == "kill before"
+        return name == "a fresh run" and fault == "kill before" and point.count % 4 == 0
     if name == "2 ranks" and point.rank == 0 and point.operation not in ("mkdir", "fsync", "rename"):
         return False
     thin = name in ("a run that a signal stops", "a run that saves in the background", "2 ranks")
