@@ -525,7 +525,7 @@ def in_a_shard(point: Point) -> bool:
 
 
 def all_of_it(name: str, fault: str, point: Point) -> bool:
-    """What the benchmark injects: all that makes a difference, but in the middle of shards only kills of a fresh run, at
+    """What the benchmark injects: all that makes a difference, but in the middle of shards only kills of a fresh run at
     every fourth write, and in the last three scenarios, which have the operations of the first two, only kills and
     single errors, on rank 0 of two around mkdir, fsync and rename alone."""
     if in_a_shard(point):
