@@ -121,6 +121,8 @@ class Watch:
         if here and self.fault == "torn" and torn:
             torn()
             self.kill()
+        if self.fault == "slow disk" and operation in WRITING:
+            time.sleep(0.01)
         if self.happened and self.fault == "full disk" and operation in WRITING:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if (here and self.fault == "error") or (self.happened and self.fault == "disk gone"):
@@ -583,7 +585,7 @@ def choose_start(choose: random.Random, layout: tuple[int, str], folder: pathlib
         flags += f" --batch-size {saved['batch_size']} --gradient-accumulation-steps {saved['given_accumulation']}"
     flags += f" --num-steps {LONG} --checkpoint-interval {choose.randint(1, 3)}"
     flags += f" --keep-checkpoints {choose.randint(1, 3)} --{choose.choice(('', 'no-'))}async-checkpoint"
-    end = choose.choice(("SIGTERM", "SIGUSR1", "SIGKILL", "kill before", "error", "torn"))
+    end = choose.choice(("SIGTERM", "SIGUSR1", "SIGKILL", "kill before", "error", "torn", "slow disk"))
     if end.startswith("SIG"):
         return Start(flags, ranks, (min(len(steps_of(folder)) + choose.randint(1, 4), LONG - 1), end))
     return Start(flags, ranks, None, end, choose.randint(1, 150))
