@@ -585,7 +585,7 @@ def leave_early(job: Job, reporter: report.Report, saver: checkpoints.Checkpoint
     who = stop.name or "a signal to another rank"
     saved = f", saved in {saver.folder}; --resume auto --run-name {job.folder.name} goes on"
     say(f"stopped    by {who} after step {job.state.step}" + saved * (not saver.failures))
-    return 1 if saver.failures else StopRequest.EXIT_CODE
+    return 1 if saver.failures or reporter.failed else StopRequest.EXIT_CODE
 
 
 def nothing_to_train(job: Job) -> int:

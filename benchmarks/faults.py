@@ -2,12 +2,11 @@
 
     python benchmarks/faults.py --json benchmarks/results/faults.json
 
-An undisturbed run is watched: every open, write, fsync, close, mkdir, rename, unlink and rmdir below its output folder
-is a point. Then for each point the run is started again with one fault there (see FAULTS), and once more without any,
-by the same command. What the first start may do is in `verdict`, what must hold after the second in `verdict_after`.
-After that random sequences of starts, stops, kills, damage and other flags, whose losses must be those of the
-undisturbed run.
-Exits with 1 if anything did not hold.
+An undisturbed run is watched: every open, write, truncate, fsync, close, mkdir, rename, unlink and rmdir below its
+output folder is a point. Then for each point the run is started again with one fault there (see FAULTS), and once more
+without any, by the same command. What the first start may do is in `verdict`, what must hold after the second in
+`verdict_after`. After that random sequences of starts, stops, kills, damage and other flags, whose losses must be
+those of the undisturbed run. Exits with 1 if anything did not hold.
 
 All ranks are forked from this process, which has the imports. Points are Python's own file operations; an audit hook
 finds those that went past the watch.
@@ -60,7 +59,7 @@ MODEL = {
 FLAGS = "--dataset synthetic --sequence-length 16 --num-workers 0 --precision fp32 --log-interval 1 --lr 1e-2 \
     --lr-scheduler constant --no-compile --perf-warmup-steps 0 --resume auto --run-name r"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-WRITING = ("open w", "write", "fsync", "mkdir")  # what a full disk refuses
+WRITING = ("open w", "write", "truncate", "fsync", "mkdir")  # what a full disk refuses
 FAULTS = {
     "kill before": "SIGKILL before the operation",
     "kill after": "SIGKILL after it",
@@ -252,6 +251,7 @@ class Watch:
         builtins.open = io.open = open_file
         os.fsync, os.rename, os.replace = sync, renaming(os.rename), renaming(os.replace)
         os.open = around(os.open, lambda flags, *_: "open w" if flags & WRITES else "open r")
+        os.pwrite, os.ftruncate = around(os.pwrite, "write"), around(os.ftruncate, "truncate")
         for name in ("mkdir", "unlink", "remove", "rmdir"):
             setattr(os, name, around(getattr(os, name), name.replace("remove", "unlink")))
         sys.addaudithook(self.audit)
@@ -442,8 +442,7 @@ def verdict_after(reference: list[list], folder: pathlib.Path, second: Ending) -
         wrong.append("metrics.jsonl has a line that is none")
     if whole(folder)[-1:] != [f"step-{len(reference):08d}"]:
         wrong.append(f"no checkpoint of the last step, only {whole(folder)}")
-    left = {path.name for path in (folder / "r").rglob("*")} & {"metrics.tmp"}
-    left |= {path.name for path in (folder / "r" / "checkpoints").glob(".*")}
+    left = [path.name for place in (folder / "r", folder / "r" / "checkpoints") for path in place.glob(".*.*ing")]
     return "went on", wrong + [f"left behind: {sorted(left)}"] * bool(left)
 
 

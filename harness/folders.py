@@ -85,16 +85,16 @@ def lock_folder(folder: pathlib.Path) -> int:
     lock = folder / ".lock"
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        for _ in range(10):
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
+                if os.fstat(descriptor).st_nlink == 1:  # else a hard link: it is a file of somewhere else too
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
+                return descriptor
+            time.sleep(0.5)
     except OSError as error:
         raise UserError(f"--output-dir: {lock} cannot be written ({error.strerror})") from error
-    for _ in range(10):
-        with contextlib.suppress(BlockingIOError, PermissionError):
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
-            if os.fstat(descriptor).st_nlink == 1:  # else a hard link: it is a file of somewhere else too
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
-            return descriptor
-        time.sleep(0.5)
     holders = "unknown"
     with contextlib.suppress(OSError, ValueError, TypeError):
         hosts: dict[str, list[str]] = {}
