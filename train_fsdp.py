@@ -585,14 +585,15 @@ def leave_early(job: Job, reporter: report.Report, saver: checkpoints.Checkpoint
     who = stop.name or "a signal to another rank"
     saved = f", saved in {saver.folder}; --resume auto --run-name {job.folder.name} goes on"
     say(f"stopped    by {who} after step {job.state.step}" + saved * (not saver.failures))
-    return 1 if saver.failures else StopRequest.EXIT_CODE
+    return 1 if saver.failures or reporter.failed else StopRequest.EXIT_CODE
 
 
 def nothing_to_train(job: Job) -> int:
     """A resumed run that had taken all its steps."""
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
-        report.finish_metrics(job.folder / "metrics.jsonl", job.state.tracker)
+        checkpoints.remove_leftovers(job.folder)
+    on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
     if job.settings.export:
         export(job.settings.export, job.state.model, job.tokenizer)
     return 0
@@ -625,7 +626,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     with contextlib.ExitStack() as cleanup:
         reporter = report.Report(job.settings, job.accelerator, job.folder, job.state)
         cleanup.callback(reporter.close)
-        saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device)
+        saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         own_plan = cleanup.enter_context(planning.own_plan(job.settings, device))
         gc.collect()
         gc.freeze()  # what is here now stays; cycles are collected at log lines, as a collection in the middle of a

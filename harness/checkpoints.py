@@ -159,7 +159,9 @@ class TrainState:
         reader, tensors = SafeReader(path), self.tensors()
         own = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
         try:
-            saved = reader.read_metadata().state_dict_metadata
+            index = reader.read_metadata()
+            reader.read_metadata = lambda: index  # a rank where DCP's own look failed would load alone
+            saved = index.state_dict_metadata
             tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not own.search(name)}
             dcp.load(tensors, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as error:
@@ -224,11 +226,18 @@ class Checkpoints:
     """Saves the state of all ranks without gathering it, in the background, and never leaves half a checkpoint.
 
     A checkpoint is staged in a hidden folder; when every rank has written and every file's size and checksum is in the
-    manifest, the folder gets its final name, and only then old ones go.
+    manifest, the folder gets its final name, and only then old ones go. `sync_log` makes the log so far durable.
     """
 
-    def __init__(self, settings: Settings, folder: pathlib.Path, identity: dict, device: torch.device):
-        self.settings, self.folder, self.device = settings, folder / "checkpoints", device
+    def __init__(
+        self,
+        settings: Settings,
+        folder: pathlib.Path,
+        identity: dict,
+        device: torch.device,
+        sync_log: Callable[[], None],
+    ):
+        self.settings, self.folder, self.device, self.sync_log = settings, folder / "checkpoints", device, sync_log
         self.place = place_of(folder)
         self.run = identity | {"world_size": dist.get_world_size(), "flags": dataclasses.asdict(settings)}
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
@@ -238,8 +247,7 @@ class Checkpoints:
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
-            for leftover in (*self.folder.glob(".step-*.writing"), *self.folder.glob(".step-*.deleting")):
-                shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed
+            remove_leftovers(folder)
 
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Saves `state`; returns after the copy, or with `wait` when all is on disk. Every rank calls this."""
@@ -298,6 +306,7 @@ class Checkpoints:
             for name, (size, _) in files.items():
                 if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
+            self.sync_log()  # or a resumed run might lack the lines of the steps before it
             contents = manifest | {"files": files}
             (temporary / MANIFEST).write_text(json.dumps(contents | {"sha256": seal(contents)}, indent=1))
             sync(temporary / MANIFEST)
@@ -307,7 +316,8 @@ class Checkpoints:
             sync(self.folder)
             older = sorted(path for path in self.folder.glob("step-*") if path.name < final.name)
             for path in older[: max(0, len(older) - self.settings.keep_checkpoints + 1)]:
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")), ignore_errors=True)
+                path.rename(path.with_name(f".{path.name}.deleting"))
+            remove_leftovers(self.folder.parent)
 
         try:
             self._together(prepare, main_only=True)
@@ -323,6 +333,13 @@ class Checkpoints:
         size = sum(size for size, _ in files.values())
         stood = "" if stall is None else f", the loop stood still for {stall:.3f} s"
         say(f"saved      {final.name}, {size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s{stood}")
+
+
+def remove_leftovers(folder: pathlib.Path) -> None:
+    """Removes what was being written or deleted when a run was killed; what cannot be removed now, a later save or
+    start tries again."""
+    for leftover in folder.glob("checkpoints/.step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def sync(path: pathlib.Path) -> None:

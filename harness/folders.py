@@ -36,7 +36,11 @@ def choose_folder(settings: Settings) -> pathlib.Path:
     if metrics.exists() and not goes_on and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"
         raise UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
-    if settings.resume == "auto" and not newest and metrics.exists() and b'"final": true' in metrics.read_bytes():
+    try:
+        ended = metrics.exists() and b'"final": true' in metrics.read_bytes()
+    except OSError as error:
+        raise UserError(f"--output-dir: {metrics} cannot be read ({error.strerror})", 1) from error
+    if settings.resume == "auto" and not newest and ended:
         raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
     if folder.exists():
         lock_folder(folder)
@@ -81,16 +85,16 @@ def lock_folder(folder: pathlib.Path) -> int:
     lock = folder / ".lock"
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        for _ in range(10):
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
+                if os.fstat(descriptor).st_nlink == 1:  # else a hard link: it is a file of somewhere else too
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
+                return descriptor
+            time.sleep(0.5)
     except OSError as error:
         raise UserError(f"--output-dir: {lock} cannot be written ({error.strerror})") from error
-    for _ in range(10):
-        with contextlib.suppress(BlockingIOError, PermissionError):
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
-            if os.fstat(descriptor).st_nlink == 1:  # else a hard link: it is a file of somewhere else too
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
-            return descriptor
-        time.sleep(0.5)
     holders = "unknown"
     with contextlib.suppress(OSError, ValueError, TypeError):
         hosts: dict[str, list[str]] = {}
@@ -111,9 +115,11 @@ def refuse_links(folder: pathlib.Path) -> None:
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:
-    """Writes `text` into a new file that then takes the name `path`: whole or not at all, and through no link."""
+    """Writes `text` into a new file that, synced, takes the name `path`: whole or not at all, and through no link."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.unlink(missing_ok=True)
     with temporary.open("x") as file:  # it has the umask's permissions; a link of that name is an error
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 import utils
 from harness import models
-from harness.checkpoints import TrainState
+from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
 from harness.processes import columns, say
 from harness.settings import ROOT, Settings
@@ -163,9 +164,9 @@ class Report:
         self.accelerator, self.num_steps, self.file, self.failed = accelerator, settings.num_steps, None, False
         self.serves = settings.metrics_port is not None
         if accelerator.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock_folder(folder)
             try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock_folder(folder)
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
                 replace_file(folder / "config.json", json.dumps(describe_run(settings), indent=2) + "\n")
             except OSError as error:
@@ -205,12 +206,20 @@ class Report:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
         say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, [*parts, held_out])))
 
+    def sync(self) -> None:
+        """Makes the lines so far durable, those included that could not be written at their time."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        sync(pathlib.Path(self.file.name).parent)
+
     def write(self, metrics: dict, **more) -> None:
         """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
         for key, value in metrics.items() if self.serves else ():
             gauge(key).set(value)
         try:
             print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
+            if more:
+                os.fsync(self.file.fileno())
         except OSError as error:  # the line waits in Python's buffer and is written with a later one
             self.failed = True
             say(f"failed     metrics.jsonl, step {metrics['step']}: {error.strerror}; the run goes on")
@@ -246,25 +255,33 @@ def describe_held_out(metrics: dict) -> str:
     return "" if loss is None else f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})"
 
 
-def open_metrics(path: pathlib.Path, step: int):
-    """The metrics file, open for appending, without what an earlier start wrote after `step`."""
+def whole_lines(path: pathlib.Path) -> list[dict]:
+    """The lines of a metrics file, if there is one, but for those cut off by a kill or that are no entry."""
     lines = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # cut off by the kill, or no entry
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             entry = json.loads(line)
-            if entry["step"] <= step and "final" not in entry:
-                lines.append(line.decode() + "\n")
-    replace_file(path, "".join(lines))
+            if entry["step"] >= 0:
+                lines.append(entry)
+    return lines
+
+
+def open_metrics(path: pathlib.Path, step: int):
+    """The metrics file, open for appending, without what an earlier start wrote after `step`."""
+    lines = [line for line in whole_lines(path) if line["step"] <= step and "final" not in line]
+    replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
     return path.open("a")
 
 
-def finish_metrics(path: pathlib.Path, tracker: utils.PerformanceTracker) -> None:
+def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
     """Writes the last line of a run that was killed between its last checkpoint and that line."""
-    with contextlib.suppress(ValueError, IndexError, TypeError):
-        text = path.read_text() if path.exists() else ""
-        last = json.loads(text.splitlines()[-1])
-        if "final" not in last:
-            replace_file(path, text + json.dumps(last | tracker.summary() | {"final": True}) + "\n")
+    try:
+        lines = whole_lines(path)
+        if lines and "final" not in lines[-1]:
+            lines.append(lines[-1] | state.tracker.summary() | {"final": True})
+            replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
+    except OSError as error:
+        raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
 
 
 def describe_run(settings: Settings) -> dict:

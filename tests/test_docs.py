@@ -79,6 +79,14 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
     assert broken_links(tmp_path / "from.md") == bad
 
 
+def test_a_test_that_a_document_names_is_there():
+    tests = {
+        name for path in (ROOT / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())
+    }
+    named = {word for path in DOCUMENTS for word in INLINE.findall(path.read_text()) if re.fullmatch(r"test_\w+", word)}
+    assert named and named - tests == set()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Snippets
 

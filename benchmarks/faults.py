@@ -1,0 +1,720 @@
+"""Makes every operation of a run on its files fail, and kills the run before and after each, one at a time.
+
+    python benchmarks/faults.py --json benchmarks/results/faults.json
+
+An undisturbed run is watched: every open, write, truncate, fsync, close, mkdir, rename, unlink and rmdir below its
+output folder is a point. Then for each point the run is started again with one fault there (see FAULTS), and once more
+without any, by the same command. What the first start may do is in `verdict`, what must hold after the second in
+`verdict_after`. After that random sequences of starts, stops, kills, damage and other flags, whose losses must be
+those of the undisturbed run. Exits with 1 if anything did not hold.
+
+All ranks are forked from this process, which has the imports. Points are Python's own file operations; an audit hook
+finds those that went past the watch.
+"""
+
+import argparse
+import builtins
+import collections
+import contextlib
+import dataclasses
+import errno
+import gc
+import hashlib
+import io
+import json
+import os
+import pathlib
+import platform
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+import torch
+import transformers
+from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
+
+import train_fsdp
+from harness import checkpoints, report
+from harness.processes import StopRequest
+from harness.settings import parse_args
+
+STEPS = 4
+KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
+MODEL = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+FLAGS = "--dataset synthetic --sequence-length 16 --num-workers 0 --precision fp32 --log-interval 1 --lr 1e-2 \
+    --lr-scheduler constant --no-compile --perf-warmup-steps 0 --resume auto --run-name r"
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+WRITING = ("open w", "write", "truncate", "fsync", "mkdir")  # what a full disk refuses
+FAULTS = {
+    "kill before": "SIGKILL before the operation",
+    "kill after": "SIGKILL after it",
+    "torn": "half of what is written, then SIGKILL",
+    "power cut": "SIGKILL after it; what was not synced is gone from the files, names stay",
+    "power cut, names": "SIGKILL after it; what was not synced is gone, and so are renames",
+    "error": "EIO, once",
+    "full disk": "ENOSPC from here on for whatever writes",
+    "disk gone": "EIO from here on for everything",
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Faults, inside a rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The `count`-th time that `rank` did `operation` on `path`, which is relative to the output folder."""
+
+    rank: int
+    operation: str
+    path: str
+    count: int
+
+
+class Watch:
+    """Sees every operation of this process on files below `folder`, writes each down as a line of the descriptor
+    `log`, and lets `fault` happen at `point`. Installed once, before the run begins."""
+
+    def __init__(self, folder: pathlib.Path, log: int, rank: int, fault: str, point: "Point | int | None"):
+        self.folder, self.log, self.rank, self.fault, self.point = str(folder), log, rank, fault, point
+        self.counts: collections.Counter = collections.Counter()
+        self.local = threading.local()  # .seen: this thread's operation is written down already
+        self.happened = False
+        self.durable: dict[str, int] = {}  # size on the disk of files whose last writes are not synced
+        self.renames: dict[str, tuple[str, bytes | None]] = {}  # unsynced: new name -> old name, what it replaced
+        self.install()
+
+    def inside(self, path, folder: int | None = None) -> str | None:
+        """The absolute path, if it is below the watched folder."""
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        elif folder is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fspath(path))
+        path = os.path.abspath(os.fspath(path))
+        return path if isinstance(path, str) and (path + "/").startswith(self.folder + "/") else None
+
+    def perform(self, operation: str, path: str, work, torn=None):
+        """Does `work`, with what goes wrong before, instead or after. `torn` does half of it."""
+        name = os.path.relpath(path, self.folder)
+        self.counts[operation, name] += 1
+        point = Point(self.rank, operation, name, self.counts[operation, name])
+        here = self.point in (point, self.counts.total())
+        os.write(self.log, (json.dumps(dataclasses.astuple(point)) + "\n").encode())
+        self.happened |= here
+        if here and self.fault == "kill before":
+            self.kill()
+        if here and self.fault == "torn" and torn:
+            torn()
+            self.kill()
+        if self.fault == "slow disk" and operation in WRITING:
+            time.sleep(0.01)
+        if self.happened and self.fault == "full disk" and operation in WRITING:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        if (here and self.fault == "error") or (self.happened and self.fault == "disk gone"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        try:
+            return self.unseen(work)
+        finally:
+            if here and self.fault.startswith("power cut"):
+                self.cut_power()
+            if here and self.fault in ("kill after", "power cut", "power cut, names"):
+                self.kill()
+
+    def unseen(self, work):
+        """Does `work`, which the audit hook need not report."""
+        before, self.local.seen = getattr(self.local, "seen", False), True
+        try:
+            return work()
+        finally:
+            self.local.seen = before
+
+    def audit(self, event: str, arguments: tuple) -> None:
+        """Writes down, as rank -1, what changes a file below the folder and was not seen."""
+        names = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink")
+        if event in names or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES):
+            path = arguments[0]
+            if not getattr(self.local, "seen", False) and isinstance(path, str | os.PathLike) and self.inside(path):
+                os.write(self.log, (json.dumps([-1, event, str(path), 1]) + "\n").encode())
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def cut_power(self) -> None:
+        """What a disk may have forgotten that was not synced."""
+        for path, size in self.durable.items():
+            with contextlib.suppress(FileNotFoundError):
+                self.truncate(path, size)
+        for new, (old, replaced) in reversed(self.renames.items()) if self.fault == "power cut, names" else ():
+            with contextlib.suppress(FileNotFoundError):  # it has gone since
+                self.rename(new, old)
+                if replaced is not None:
+                    pathlib.Path(new).write_bytes(replaced)
+
+    def install(self) -> None:
+        watch = self
+        self.truncate, self.rename, open_, fsync = os.truncate, os.rename, io.open, os.fsync
+
+        class Raw(io.FileIO):
+            def write(self, data):
+                path = watch.inside(self.fileno())
+
+                def work():
+                    watch.durable.setdefault(path, os.fstat(self.fileno()).st_size)
+                    return io.FileIO.write(self, data)
+
+                half = len(memoryview(data).cast("B")) // 2
+                return watch.perform("write", path, work, lambda: io.FileIO.write(self, memoryview(data)[:half]))
+
+            def close(self):
+                if not self.closed:
+                    path = watch.inside(self.fileno())
+                    io.FileIO.close(self)
+                    watch.perform("close", path, lambda: None)
+
+        def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *more, **options):
+            plain = lambda: open_(file, mode, buffering, encoding, errors, newline, *more, **options)  # noqa: E731
+            path = None if isinstance(file, int) else watch.inside(file)
+            if path is None:
+                return plain()
+            if options.get("opener"):  # which calls os.open
+                return watch.unseen(plain)
+            kind = mode.replace("b", "").replace("t", "")
+            if kind == "r":
+                return watch.perform("open r", path, plain)
+            if kind not in "wxa" or more or options:
+                raise NotImplementedError(f"open({file}, {mode})")
+
+            def work():
+                if kind == "w":
+                    watch.durable[path] = 0
+                return io.BufferedWriter(Raw(path, kind))
+
+            buffer = watch.perform("open w", path, work)
+            return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding, errors, newline)
+
+        def sync(descriptor):
+            path = watch.inside(descriptor)
+            if path is None:
+                return fsync(descriptor)
+
+            def work():
+                fsync(descriptor)
+                watch.durable.pop(path, None)
+                for new in [new for new in watch.renames if os.path.dirname(new) == path]:
+                    del watch.renames[new]
+
+            return watch.perform("fsync", path, work)
+
+        def renaming(original):
+            def move(source, target, **options):
+                old, new = watch.inside(source), watch.inside(target)
+                if old is None:
+                    return original(source, target, **options)
+
+                def work():
+                    replaced = pathlib.Path(new)
+                    before = replaced.read_bytes() if replaced.is_file() else None
+                    original(source, target, **options)
+                    watch.renames[new] = (old, before)
+                    for name in [name for name in watch.durable if (name + "/").startswith(old + "/")]:
+                        watch.durable[new + name.removeprefix(old)] = watch.durable.pop(name)
+
+                return watch.perform("rename", new, work)
+
+            return move
+
+        def around(original, operation):
+            def call(path, *args, dir_fd=None, **options):
+                where = watch.inside(path, dir_fd)
+                options |= {} if dir_fd is None else {"dir_fd": dir_fd}
+                plain = lambda: original(path, *args, **options)  # noqa: E731
+                name = operation if isinstance(operation, str) else operation(*args)
+                return plain() if where is None else watch.perform(name, where, plain)
+
+            return call
+
+        builtins.open = io.open = open_file
+        os.fsync, os.rename, os.replace = sync, renaming(os.rename), renaming(os.replace)
+        os.open = around(os.open, lambda flags, *_: "open w" if flags & WRITES else "open r")
+        os.pwrite, os.ftruncate = around(os.pwrite, "write"), around(os.ftruncate, "truncate")
+        for name in ("mkdir", "unlink", "remove", "rmdir"):
+            setattr(os, name, around(getattr(os, name), name.replace("remove", "unlink")))
+        sys.addaudithook(self.audit)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One start of the program
+
+
+@dataclasses.dataclass
+class Start:
+    """How the program is started: its flags, on how many ranks, and what happens to it."""
+
+    flags: str = ""
+    ranks: int = 1
+    stop: tuple[int, str] | None = None  # (step, signal's name) of rank 0
+    fault: str = ""
+    point: Point | int | None = None  # a number counts the operations of each rank
+
+
+@dataclasses.dataclass
+class Ending:
+    codes: list[int]  # exit code of each rank, or minus the signal
+    output: str
+    points: list[Point]
+
+    @property
+    def code(self) -> int:
+        return self.codes[0]
+
+    def errors(self) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith("train_fsdp.py: error: ")]
+
+
+def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, output: int) -> None:
+    """The forked process: the program, watched."""
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115
+    warnings.filterwarnings("ignore")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if start.ranks > 1:
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": start.ranks, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    Watch(folder, log, rank, start.fault, start.point)
+    if start.stop and rank == 0:
+        step, name = start.stop
+        count, requests = checkpoints.TrainState.count, []
+
+        class Request(StopRequest):
+            def __init__(self):
+                requests.append(self)
+                super().__init__()
+
+        train_fsdp.StopRequest = Request
+
+        def counted(state, *args):
+            count(state, *args)
+            if state.step == step:
+                os.kill(os.getpid(), getattr(signal, name))
+                while not requests[0].name:  # until the thread that listens has it
+                    time.sleep(0.01)
+
+        checkpoints.TrainState.count = counted
+    report.describe_run = lambda settings: {}  # which asks git, the slowest part of a start here
+    argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
+    train_fsdp.main(parse_args(argv.split()))
+
+
+def run(start: Start, folder: pathlib.Path, timeout: float = 60) -> Ending:
+    """Starts the program with output folder `folder` and waits for its end. As a launcher does, it kills the other
+    ranks some time after one was killed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as output:
+        for file in (log, output):
+            os.set_inheritable(file.fileno(), True)
+        append = [os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND) for file in (log, output)]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pids, codes, deadline = [], {}, time.monotonic() + timeout
+        for rank in range(start.ranks):
+            if pid := os.fork():
+                pids.append(pid)
+                continue
+            code = 70
+            try:
+                as_rank(rank, start, port, folder, *append)
+                code = 0
+            except SystemExit as left:
+                code = left.code or 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        while len(codes) < len(pids):
+            for rank, pid in enumerate(pids):
+                if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[rank] = os.waitstatus_to_exitcode(ended[1])
+                    if codes[rank] not in (0, 143):
+                        deadline = min(deadline, time.monotonic() + (2 if codes[rank] < 0 else 15))
+            if time.monotonic() > deadline:
+                for rank, pid in enumerate(pids):
+                    if rank not in codes:
+                        os.kill(pid, signal.SIGKILL)
+                deadline += timeout
+            time.sleep(0.005)
+        for descriptor in append:
+            os.close(descriptor)
+        log.seek(0)
+        output.seek(0)
+        points = [Point(*json.loads(line)) for line in log.read().splitlines()]
+        return Ending([codes[rank] for rank in range(len(pids))], output.read().decode(), points)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What must hold
+
+
+def logged(folder: pathlib.Path) -> list[dict]:
+    """The whole lines of the run's metrics.jsonl."""
+    file, entries = folder / "r" / "metrics.jsonl", []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
+
+
+def steps_of(folder: pathlib.Path) -> list[list]:
+    return [[line[key] for key in KEYS] for line in logged(folder) if "final" not in line]
+
+
+def is_whole(path: pathlib.Path) -> bool:
+    """Whether a checkpoint is what its manifest says."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        seal = manifest.pop("sha256")
+        data = {name: (path / name).read_bytes() for name in manifest["files"]}
+    except (OSError, ValueError):
+        return False
+    found = {name: [len(content), hashlib.sha256(content).hexdigest()] for name, content in data.items()}
+    return seal == checkpoints.seal(manifest) and found == manifest["files"]
+
+
+def whole(folder: pathlib.Path) -> list[str]:
+    """The complete checkpoints by name, oldest first."""
+    return sorted(path.name for path in (folder / "r" / "checkpoints").glob("step-*") if is_whole(path))
+
+
+def verdict(fault: str, before: list[str], folder: pathlib.Path, first: Ending) -> tuple[str, list[str]]:
+    """(how a start with a fault ended, what it did that it must not)."""
+    wrong, errors, said = [], first.errors(), re.findall(r"^failed +\S+", first.output, re.MULTILINE)
+    if "Traceback" in first.output or 70 in first.codes:
+        wrong.append("a traceback")
+    if len(errors) > 1:
+        wrong.append(f"{len(errors)} error lines")
+    if not whole(folder)[-1:] >= before[-1:]:
+        wrong.append(f"the newest complete checkpoint {before[-1:]} is gone, there are {whole(folder)}")
+    if -signal.SIGKILL in first.codes:
+        return "killed", wrong + ["hung"] * (fault in ("error", "full disk", "disk gone"))
+    if errors:
+        if first.code not in (1, 2):
+            wrong.append(f"an error with exit code {first.code}")
+        return ("one line, exit 1, the run went on" if said else f"one line, exit {first.code}"), wrong
+    if said and first.code != 1:
+        wrong.append(f"a failure was said and the exit code is {first.code}")
+    return f"exit {first.code}" + ", a line" * bool(said), wrong
+
+
+def verdict_after(reference: list[list], folder: pathlib.Path, second: Ending) -> tuple[str, list[str]]:
+    """(how the next start without a fault ended, what of it must not be)."""
+    if "Traceback" in second.output or 70 in second.codes:
+        return "traceback", ["a traceback of the next start"]
+    if second.code in (1, 2) and len(second.errors()) == 1:
+        return "refused: " + second.errors()[0].partition(" error: ")[2].replace(str(folder), ""), []
+    wrong, lines = [], logged(folder)
+    if second.code:
+        wrong.append(f"the next start ended with {second.codes}")
+    if steps_of(folder) != reference:
+        wrong.append(f"steps {[step[0] for step in steps_of(folder)]} of metrics.jsonl, or other figures")
+    if [bool(line.get("final")) for line in lines] != [False] * len(reference) + [True]:
+        wrong.append("metrics.jsonl does not end with one final line")
+    if (folder / "r" / "metrics.jsonl").read_text().count("\n") != len(lines):
+        wrong.append("metrics.jsonl has a line that is none")
+    if whole(folder)[-1:] != [f"step-{len(reference):08d}"]:
+        wrong.append(f"no checkpoint of the last step, only {whole(folder)}")
+    left = [path.name for place in (folder / "r", folder / "r" / "checkpoints") for path in place.glob(".*.*ing")]
+    return "went on", wrong + [f"left behind: {sorted(left)}"] * bool(left)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Enumeration
+
+SAVES = f"--batch-size 4 --num-steps {STEPS} --checkpoint-interval 2 --keep-checkpoints 1 --no-async-checkpoint"
+
+
+def leave_debris(run: pathlib.Path) -> None:
+    """Of a run that has ended, what a kill during its last save might have left, and a damaged checkpoint."""
+    shutil.copytree(run / "checkpoints" / "step-00000004", run / "checkpoints" / ".step-00000004.writing")
+    os.truncate(run / "checkpoints" / "step-00000004" / "__0_0.distcp", 100)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])
+
+
+def tear_final_line(run: pathlib.Path) -> None:
+    """Of a run that has ended, half of the last line."""
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text[: text.rindex('"final"')])
+
+
+# name: (starts that come before, what is then done to the run's folder, the start that is disturbed)
+SCENARIOS = {
+    "a fresh run": ([], None, Start(SAVES)),
+    "a resumed run": ([Start(SAVES + " --keep-checkpoints 2")], leave_debris, Start(SAVES)),
+    "a run that a signal stops": ([Start(SAVES, stop=(2, "SIGKILL"))], None, Start(SAVES, stop=(3, "SIGTERM"))),
+    "a start that only ends a run": ([Start(SAVES)], tear_final_line, Start(SAVES)),
+    "a run that saves in the background": ([], None, Start(SAVES + " --async-checkpoint")),
+    "2 ranks": ([], None, Start(SAVES + " --batch-size 2", ranks=2)),
+}
+
+
+def make_template(name: str, folder: pathlib.Path) -> tuple[Start, list[list], list[Point]]:
+    """Prepares a scenario in folder/template; returns its start, the reference's steps, and its points."""
+    before, change, start = SCENARIOS[name]
+    template, undisturbed = folder / "template", folder / "undisturbed"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    ending = run(Start(start.flags, start.ranks), undisturbed)
+    if ending.code:
+        sys.exit(f"the undisturbed run of {name} failed:\n{ending.output}")
+    reference = steps_of(undisturbed)
+    template.mkdir()
+    for earlier in before:
+        run(earlier, template)
+    if change:
+        change(template / "r")
+    shutil.copytree(template, folder / "watched")
+    return start, reference, run(start, folder / "watched").points
+
+
+def disturb(folder: pathlib.Path, start: Start, reference: list[list], fault: str, point: Point) -> dict:
+    """One start with a fault, one without."""
+    run_folder = folder / "disturbed"
+    shutil.rmtree(run_folder, ignore_errors=True)
+    shutil.copytree(folder / "template", run_folder)
+    before = whole(run_folder)
+    first = run(dataclasses.replace(start, fault=fault, point=point), run_folder)
+    ended, wrong = verdict(fault, before, run_folder, first)
+    second = run(Start(start.flags, start.ranks), run_folder)
+    after, wrong_after = verdict_after(reference, run_folder, second)
+    if point not in first.points:
+        wrong.append("the point was not reached")
+    outputs = [first.output[-3000:], second.output[-3000:]] if wrong + wrong_after else []
+    return {"ended": ended, "after": after, "wrong": wrong + wrong_after, "outputs": outputs}
+
+
+def applies(fault: str, point: Point) -> bool:
+    """Whether a fault makes a difference at a point: reading leaves nothing on the disk."""
+    writes = point.operation != "open r"
+    allowed = {"torn": point.operation == "write", "full disk": point.operation in WRITING, "error": True}
+    return allowed.get(fault, writes if fault != "disk gone" else True)
+
+
+def in_a_shard(point: Point) -> bool:
+    """One of the many alike writes of a shard, neither the first two nor the 25th of its about 50."""
+    return point.operation == "write" and point.path.endswith(".distcp") and point.count not in (1, 2, 25)
+
+
+def all_of_it(name: str, fault: str, point: Point) -> bool:
+    """What the benchmark injects: all that makes a difference, but in the middle of shards only kills of a fresh run at
+    every fourth write, and in the last three scenarios, which have the operations of the first two, only kills and
+    single errors, on rank 0 of two around mkdir, fsync and rename alone."""
+    if in_a_shard(point):
+        return name == "a fresh run" and fault == "kill before" and point.count % 4 == 0
+    if name == "2 ranks" and point.rank == 0 and point.operation not in ("mkdir", "fsync", "rename"):
+        return False
+    thin = name in ("a run that a signal stops", "a run that saves in the background", "2 ranks")
+    return applies(fault, point) and (not thin or fault in ("kill before", "error"))
+
+
+def enumerate_faults(name: str, folder: pathlib.Path, choose=all_of_it, say=print) -> dict:
+    """Every point of a scenario with every fault that `choose` takes; outcomes counted, all that is wrong listed."""
+    began = time.monotonic()
+    start, reference, points = make_template(name, folder)
+    outcomes: dict = collections.defaultdict(collections.Counter)
+    wrong, injected = [], 0
+    if any(point.rank < 0 for point in points):
+        wrong.append({"unwatched": [point for point in points if point.rank < 0]})
+    for fault in FAULTS:
+        for point in [point for point in points if choose(name, fault, point)]:
+            result = disturb(folder, start, reference, fault, point)
+            injected += 1
+            outcomes[fault][f"{result['ended']}; then {result['after']}"] += 1
+            if result["wrong"]:
+                wrong.append({"fault": fault, "point": dataclasses.astuple(point)} | result)
+                say(f"{name}: {fault} at {dataclasses.astuple(point)}: {result['wrong']}")
+    operations = collections.Counter(point.operation for point in points)
+    found = {"points": len(points), "operations": operations, "injected": injected, "outcomes": outcomes}
+    return found | {"wrong": wrong, "seconds": round(time.monotonic() - began)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Random sequences
+
+LONG = 12  # steps of a sequence's run
+GLOBAL_BATCH = 4
+
+
+def choose_layout(choose: random.Random) -> tuple[int, str]:
+    """(ranks, flags) of some way to share the global batch."""
+    ranks = choose.choice((1, 2, 4))
+    stage = choose.choice((0, 1, 2, 3))
+    replicas = choose.choice((1, ranks)) if stage else 1
+    accumulation = choose.choice([n for n in (1, 2, 4) if GLOBAL_BATCH // ranks % n == 0])
+    batch = f"--batch-size {GLOBAL_BATCH // ranks // accumulation} --gradient-accumulation-steps {accumulation}"
+    return ranks, f"{batch} --zero-stage {stage} --dp-replicate-size {replicas}"
+
+
+def choose_start(choose: random.Random, layout: tuple[int, str], folder: pathlib.Path, other_ranks: bool) -> Start:
+    """A start with `layout`, what it saves and how it ends. With `other_ranks` the batch flags may be those that the
+    newest checkpoint was saved with, which the program then fits to the ranks or refuses."""
+    ranks, flags = layout
+    newest = (folder / "r" / "checkpoints" / (whole(folder) or ["none"])[-1]) / "manifest.json"
+    if other_ranks and newest.exists() and choose.random() < 0.3:
+        saved = json.loads(newest.read_text())["flags"]
+        flags += f" --batch-size {saved['batch_size']} --gradient-accumulation-steps {saved['given_accumulation']}"
+    flags += f" --num-steps {LONG} --checkpoint-interval {choose.randint(1, 3)}"
+    flags += f" --keep-checkpoints {choose.randint(1, 3)} --{choose.choice(('', 'no-'))}async-checkpoint"
+    end = choose.choice(("SIGTERM", "SIGUSR1", "SIGKILL", "kill before", "error", "torn", "slow disk"))
+    if end.startswith("SIG"):
+        return Start(flags, ranks, (min(len(steps_of(folder)) + choose.randint(1, 4), LONG - 1), end))
+    return Start(flags, ranks, None, end, choose.randint(1, 150))
+
+
+def harm_newest(choose: random.Random, folder: pathlib.Path) -> str:
+    """Damages a file of the newest checkpoint; says how, or nothing where there is none."""
+    newest = max((folder / "r" / "checkpoints").glob("step-*"), default=None)
+    files = sorted(newest.iterdir()) if newest else []
+    if not files:
+        return ""
+    file, way = choose.choice(files), choose.choice(("flip", "truncate", "delete", "edit the manifest"))
+    content = file.read_bytes()
+    if way == "delete":
+        file.unlink()
+    elif way == "truncate":
+        file.write_bytes(content[: len(content) // 2])
+    elif way == "flip" and content:
+        place = choose.randrange(len(content))
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    elif (newest / "manifest.json").exists():
+        manifest = newest / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"step": ', '"step": 1', 1))
+    return f"{way} ({file.name})"
+
+
+def differs(steps: list[list], reference: list[list], exact: bool) -> bool:
+    """Whether steps are not the first ones of the reference, each once: to the bit, or losses to 1e-5."""
+    if exact:
+        return steps != reference[: len(steps)]
+    same = [
+        (one[0], *one[3:]) == (other[0], *other[3:]) and abs(one[1] - other[1]) <= 1e-5 * abs(other[1])
+        for one, other in zip(steps, reference, strict=False)
+    ]
+    return len(steps) > len(reference) or not all(same)
+
+
+def run_sequence(seed: int, folder: pathlib.Path) -> dict:
+    """A random sequence of starts, and a last one to the end; what happened and what was wrong. Every second sequence
+    stays on one layout, and its losses have to be equal to the bit."""
+    choose, exact = random.Random(seed), seed % 2 == 0
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    layout = choose_layout(choose)
+    ranks, flags = layout if exact else (1, f"--batch-size {GLOBAL_BATCH}")
+    if code := run(Start(f"{flags} --num-steps {LONG}", ranks), folder / "whole").code:
+        sys.exit(f"seed {seed}: the undisturbed run ended with {code}")
+    reference, disturbed, history, wrong = steps_of(folder / "whole"), folder / "disturbed", [], []
+    for _ in range(choose.randint(2, 5)):
+        before = whole(disturbed)
+        start = choose_start(choose, layout if exact else choose_layout(choose), disturbed, not exact)
+        ending = run(start, disturbed)
+        what = f"{start.ranks} ranks {start.flags}, {start.fault or start.stop} {start.point or ''}: {ending.codes}"
+        history.append(what)
+        refused = ending.code in (1, 2) and len(ending.errors()) == 1
+        if -signal.SIGKILL not in ending.codes and ending.code not in (0, 143) and not refused:
+            wrong.append(f"{what}: {ending.output[-2000:]}")
+        if "Traceback" in ending.output:
+            wrong.append(f"{what}: a traceback: {ending.output[-2000:]}")
+        if not whole(disturbed)[-1:] >= before[-1:]:
+            wrong.append(f"{what}: the newest complete checkpoint {before[-1:]} is gone")
+        if differs(steps_of(disturbed), reference, exact):
+            wrong.append(f"{what}: other steps or losses")
+        if choose.random() < 0.3:
+            history.append(harm_newest(choose, disturbed))
+    ranks, flags = layout if exact else choose_layout(choose)
+    ending = run(Start(f"{flags} --num-steps {LONG} --checkpoint-interval 2", ranks), disturbed)
+    if len(ending.errors()) != 1:  # not refused
+        wrong += verdict_after(reference if exact else steps_of(disturbed), disturbed, ending)[1]
+        if len(steps_of(disturbed)) != LONG or differs(steps_of(disturbed), reference, exact):
+            wrong.append("other steps or losses at the end")
+    return {"seed": seed, "history": history, "end": ending.codes, "refused": ending.errors(), "wrong": wrong}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def table(scenarios: dict[str, dict]) -> str:
+    """Outcomes by fault, over all scenarios."""
+    rows: dict = collections.defaultdict(collections.Counter)
+    for result in scenarios.values():
+        for fault, outcomes in result["outcomes"].items():
+            rows[fault].update(outcomes)
+    lines = [f"{fault:18} {count:6}  {outcome}" for fault in rows for outcome, count in rows[fault].most_common()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenarios", nargs="*", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--sequences", type=int, default=50, help="random ones, with the seeds 0, 1, 2, ...")
+    parser.add_argument("--folder", help="where the runs are written [the system's for temporary files]")
+    parser.add_argument("--json", help="the result; what is in it already and not run again stays")
+    args = parser.parse_args()
+    file = pathlib.Path(args.json) if args.json else None
+    result = json.loads(file.read_text()) if file and file.exists() else {"scenarios": {}, "sequences": {"wrong": []}}
+    result["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
+    result["versions"] |= {"transformers": transformers.__version__}
+    result["on"] = f"{os.cpu_count()}-core CPU, {platform.system()} {platform.release()}"
+
+    def keep() -> None:
+        if file:
+            file.write_text(json.dumps(result, indent=1) + "\n")
+
+    gc.collect()
+    gc.freeze()  # what the forks share
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for name in args.scenarios:
+            found = result["scenarios"][name] = enumerate_faults(name, pathlib.Path(folder, name.replace(" ", "-")))
+            counts = f"{found['points']} points, {found['injected']} faults, {len(found['wrong'])} wrong"
+            print(f"{name}: {counts}, {found['seconds']} s", flush=True)
+            keep()
+        if args.sequences:
+            began = time.monotonic()
+            ran = [run_sequence(seed, pathlib.Path(folder, str(seed))) for seed in range(args.sequences)]
+            result["sequences"] = {
+                "run": len(ran),
+                "starts": sum("ranks" in what for sequence in ran for what in [*sequence["history"], "ranks"]),
+                "damaged": sum(bool(what) and "ranks" not in what for sequence in ran for what in sequence["history"]),
+                "refused_at_the_end": sum(bool(sequence["refused"]) for sequence in ran),
+                "wrong": [sequence for sequence in ran if sequence["wrong"]],
+                "seconds": round(time.monotonic() - began),
+            }
+            print("sequences:", json.dumps(result["sequences"], indent=1), flush=True)
+            keep()
+    wrong = sum(len(part["wrong"]) for part in [*result["scenarios"].values(), result["sequences"]])
+    injected = sum(found["injected"] for found in result["scenarios"].values())
+    print(table(result["scenarios"]), f"{injected} faults, {wrong} wrong", sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
