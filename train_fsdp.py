@@ -56,6 +56,7 @@ import utils
 from harness import checkpoints, folders, heartbeats, models, planning, report, streaming
 from harness.checkpoints import TrainState
 from harness.export import export
+from harness.faults import name_fault
 from harness.loss import choose_loss, full_loss, fuse_loss
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
 from harness.waiting import Waiting
@@ -236,6 +237,7 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
         return train, held_out if settings.eval_interval else None
     source = str(ASSETS / "demo" / "stories") if settings.dataset == "demo" else settings.dataset
     corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
+    corpus["skip_bad_records"] = settings.skip_bad_records
     per_microbatch, held_out = settings.batch_size * dist.get_world_size(), None
     if settings.streaming:
         load = functools.partial(streaming.stream_dataset, **corpus, accelerator=accelerator, seed=settings.seed)
@@ -244,8 +246,10 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
             stream, windows = load(split=settings.eval_split), settings.eval_steps * per_microbatch
             held_out = on_main_rank(lambda: stream.head(windows))
     else:
-        load = functools.partial(utils.get_dataset, **corpus, accelerator=accelerator, cache_dir=settings.cache_dir)
-        train = load(split=settings.dataset_split, log=functools.partial(say, "data      "))
+        corpus |= {"cache_dir": settings.cache_dir, "check_whole": settings.resume != "none", "name_fault": name_fault}
+        log = functools.partial(say, "data      ")
+        load = functools.partial(utils.get_dataset, **corpus, accelerator=accelerator, log=log)
+        train = load(split=settings.dataset_split)
         needed = per_microbatch * settings.gradient_accumulation_steps
         if len(train) < needed:
             windows = f"{len(train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
