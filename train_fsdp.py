@@ -53,7 +53,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, heartbeats, models, planning, report, streaming
+from harness import checkpoints, folders, heartbeats, models, planning, report, samples, streaming
 from harness.checkpoints import TrainState
 from harness.export import export
 from harness.faults import name_fault
@@ -232,8 +232,8 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
     """The training windows and, where evaluation is asked for, the held-out ones."""
     vocab_size = config.get_text_config().vocab_size
     if settings.dataset == "synthetic":
-        train = utils.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
-        held_out = utils.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
+        train = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
+        held_out = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
         return train, held_out if settings.eval_interval else None
     source = str(ASSETS / "demo" / "stories") if settings.dataset == "demo" else settings.dataset
     corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
@@ -288,7 +288,7 @@ def training_batches(settings: Settings, dataset, state: TrainState, device) -> 
         share = (settings.batch_size, rank, world, settings.seed, state.samples)
         source = {
             "dataset": dataset,
-            "batch_sampler": utils.GlobalOrderSampler(len(dataset), *share),
+            "batch_sampler": samples.GlobalOrderSampler(len(dataset), *share),
             "collate_fn": utils.create_collate_fn(dataset.end_of_text),
         }
     cuda, ahead = device.type == "cuda", None

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
 GIB = 2**30
@@ -389,25 +389,6 @@ class PackedDataset(Dataset):
         return f"{digest.hexdigest()[:20]}, {len(self.tokens):,} tokens"
 
 
-class SyntheticDataset(Dataset):
-    """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
-
-    end_of_text = None  # there are no documents
-
-    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
-        self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows
-
-    def __len__(self) -> int:
-        return self.windows
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
-        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
-
-    def fingerprint(self) -> str:
-        return f"synthetic, {self.vocab_size:,} ids"
-
-
 def vocabulary_of(tokenizer) -> str:
     """Everything that decides how a tokenizer splits text."""
     return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
@@ -528,39 +509,6 @@ def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarr
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
 
     return collate
-
-
-@dataclass(eq=False)
-class GlobalOrderSampler(Sampler[list[int]]):
-    """Endless batches of data-set indices for one rank: microbatch m of rank r takes the global samples
-    `first_sample + (m * world_size + r) * batch_size ...`, so ranks are disjoint and a step's samples do not depend on
-    how many ranks or microbatches share them.
-
-    The order is a pure function of (seed, global sample index): each epoch is one permutation of the data set, so
-    nothing repeats before all is seen.
-    """
-
-    num_samples: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    seed: int = 0
-    first_sample: int = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for microbatch in itertools.count():
-            first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
-            yield [self.index_of(sample) for sample in range(first, first + self.batch_size)]
-
-    def index_of(self, sample: int) -> int:
-        """Data-set index of the global sample number `sample` (0 is the first sample of the first step)."""
-        epoch, offset = divmod(sample, self.num_samples)
-        return int(_permutation(self.num_samples, self.seed, epoch)[offset])
-
-
-@functools.lru_cache(maxsize=2)
-def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
 
 
 # ---- FLOPs and MFU ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import utils
-from harness import streaming
+from harness import samples, streaming
 from harness.faults import name_fault
 
 END = 0  # end-of-text of the demo tokenizer
@@ -120,7 +120,7 @@ def test_collate_shifts_the_labels_by_one():
 
 
 def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
-    one, same, other = (utils.SyntheticDataset(1000, 32, seed) for seed in (1, 1, 2))
+    one, same, other = (samples.SyntheticDataset(1000, 32, seed) for seed in (1, 1, 2))
     assert one[5].shape == (33,)
     assert (one[5] == same[5]).all()
     assert (one[5] != one[6]).any()
@@ -134,7 +134,9 @@ def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
 
 def order(world_size: int, batch_size: int, microbatches: int, num_samples: int, seed: int = 5) -> list[list[int]]:
     """Data-set indices in the order of global samples, microbatch by microbatch, of all ranks."""
-    samplers = [iter(utils.GlobalOrderSampler(num_samples, batch_size, r, world_size, seed)) for r in range(world_size)]
+    samplers = [
+        iter(samples.GlobalOrderSampler(num_samples, batch_size, r, world_size, seed)) for r in range(world_size)
+    ]
     return [next(sampler) for _ in range(microbatches) for sampler in samplers]
 
 
@@ -168,7 +170,7 @@ def test_an_epoch_that_ends_within_a_batch_goes_on_with_the_next():
 
 
 def test_order_is_a_pure_function_of_seed_and_sample_number():
-    one, same, other = (utils.GlobalOrderSampler(100, 4, seed=seed) for seed in (3, 3, 4))
+    one, same, other = (samples.GlobalOrderSampler(100, 4, seed=seed) for seed in (3, 3, 4))
     backwards = [one.index_of(sample) for sample in reversed(range(300))]
     assert backwards[::-1] == [same.index_of(sample) for sample in range(300)]
     assert backwards[::-1] != [other.index_of(sample) for sample in range(300)]
@@ -177,8 +179,8 @@ def test_order_is_a_pure_function_of_seed_and_sample_number():
 
 
 def test_an_order_can_be_taken_up_in_the_middle():
-    whole = utils.GlobalOrderSampler(50, 2, rank=1, world_size=3)
-    later = utils.GlobalOrderSampler(50, 2, rank=1, world_size=3, first_sample=7 * 2 * 3)
+    whole = samples.GlobalOrderSampler(50, 2, rank=1, world_size=3)
+    later = samples.GlobalOrderSampler(50, 2, rank=1, world_size=3, first_sample=7 * 2 * 3)
     assert list(itertools.islice(whole, 7, 12)) == list(itertools.islice(later, 5))
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import utils
-from harness import processes, streaming
+from harness import processes, samples, streaming
 
 SEQ_LEN = 16
 DOCUMENTS = 3 * streaming.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
@@ -83,7 +83,7 @@ def test_ranks_take_the_windows_that_a_packed_data_set_in_this_order_gives_them(
     count = len(packed) // (world_size * batch_size)
     assert count * world_size * batch_size > 2 * len(packed) // 3 + SEQ_LEN  # into the third epoch
     for rank in range(world_size):
-        sampler = utils.GlobalOrderSampler(len(packed), batch_size, rank, world_size)
+        sampler = samples.GlobalOrderSampler(len(packed), batch_size, rank, world_size)
         sampler.index_of = lambda sample: sample  # the stream is shuffled already
         expected = [packed[index].tolist() for indices in itertools.islice(sampler, count) for index in indices]
         assert samples_of(take(stream, count, batch_size, rank, world_size)) == expected
