@@ -137,9 +137,7 @@ def files_of_split(dataset: str, split: str, files: list[pathlib.Path]) -> dict[
     return {name: [file for file in found[name] if file.endswith(DATA_SUFFIXES)] for name in found if name in named}
 
 
-def load_documents(
-    dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False, cache_dir: str | None = None
-):
+def load_documents(dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False, cache_dir=None):
     """The documents as a `datasets.Dataset` or `datasets.IterableDataset`, from local files or from the hub.
 
     A column `.jsonl` has the lines of such files, a column `.txt` their text, for `read_record`.
@@ -151,8 +149,8 @@ def load_documents(
     answer_from_cache_without_network(dataset)
     kind, options = files[0].suffix if files else "", {}
     if kind in (".jsonl", ".txt"):
-        options = {"encoding": "utf-8-sig", "encoding_errors": "mark"}
-        options["sample_by"] = "line" if kind == ".jsonl" else "document"
+        sample_by = "line" if kind == ".jsonl" else "document"
+        options = {"encoding": "utf-8-sig", "encoding_errors": "mark", "sample_by": sample_by}
         options["features"] = datasets.Features({kind: datasets.Value("string")})
     try:
         if files:
@@ -233,7 +231,7 @@ def token_batches(
     A data set with a column `input_ids` is tokenized already: taken as it is, Arrow to NumPy, it needs no tokenizer.
     `counts`, a Counter, gets the numbers of documents, of empty ones, and of bad records that `skip_bad` left out.
     """
-    end_of_text, seen = getattr(tokenizer, "eos_token_id", None), 0
+    end_of_text = getattr(tokenizer, "eos_token_id", None)
     counts = Counter() if counts is None else counts
     for table in documents.with_format("arrow").iter(batch_size):
         field = next((name for name in ("input_ids", "text", *DATA_SUFFIXES) if name in table.column_names), None)
@@ -247,17 +245,15 @@ def token_batches(
                 yield column.flatten().to_numpy(zero_copy_only=False)
                 continue
         values = divide_at_marks(values_of(column), field)[field] if field == ".txt" else values_of(column)
-        for row, value in enumerate(values, seen + 1):
+        for value in values:
             record = read_record(value, field)
             if record is None and not skip_bad:
-                problem = f"record {row:,} has no text; mend it, or leave such out with --skip-bad-records"
-                error = UnreadableError(f"--dataset {source}: {problem}")
+                error = UnreadableError(f"--dataset {source}: a record has no text; --skip-bad-records leaves such out")
                 error.record = (value, field)
                 raise error
             counts["bad records"] += record is None
             counts["empty documents"] += isinstance(record, str) and not record.strip("\n")
             records += divide_at_marks([record])["text"] if isinstance(record, str) else filter(None, [record])
-        seen += len(values)
         texts = [record for record in records if isinstance(record, str)]
         if texts and end_of_text is None:
             raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
@@ -282,9 +278,7 @@ def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np
         yield tokens.astype(token_dtype(vocab_size), copy=False)
 
 
-def pack_tokens(
-    batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int, counts: dict | None = None
-) -> int:
+def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int, counts: Any = None) -> int:
     """Lays arrays of token ids end to end into the raw file `path`; returns how many tokens it holds.
 
     Their type is `token_dtype(vocab_size)`. The file appears under its name only when it is whole and not empty, and
@@ -304,9 +298,8 @@ def pack_tokens(
                     digest.update(tokens.data)
             if total:
                 os.replace(file.name, path)
-                record = {"tokens": total, "dtype": np.dtype(token_dtype(vocab_size)).name}
-                record |= {"bytes": path.stat().st_size, "sha256": digest.hexdigest(), "counts": counts or {}}
-                write_record(path, record)
+                record = {"dtype": np.dtype(token_dtype(vocab_size)).name, "bytes": path.stat().st_size}
+                write_record(path, record | {"sha256": digest.hexdigest(), "counts": counts or {}})
     except OSError as error:
         raise UserError(f"--cache-dir {path.parent}: cannot write the token cache ({error.strerror})") from error
     return total
@@ -340,20 +333,8 @@ def check_cache(path: pathlib.Path, vocab_size: int, skip_bad: bool, whole: bool
         counts = {kind: int(number) for kind, number in record["counts"].items()}
         bad = counts.get("bad records", 0)
         return (None, f"{bad:,} bad records left out") if bad and not skip_bad else (counts, "")
-    except FileNotFoundError as error:
-        return None, f"no {error.filename}" if path.exists() else ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return None, f"{path.with_suffix('.json')} is damaged, {first_line(error)}"
-
-
-def remove_abandoned(cache: pathlib.Path) -> None:
-    """Removes the folders that killed runs left in a cache; where one's lock is held, its run is alive."""
-    from filelock import FileLock, Timeout
-
-    for folder in cache.glob("tokens-*.bin?*/"):
-        lock = FileLock(f"{str(folder).rpartition('.bin')[0]}.bin.lock", timeout=0)
-        with contextlib.suppress(OSError, Timeout), lock:
-            shutil.rmtree(folder)
+        return None, f"its .json, {first_line(error)}" if path.exists() else ""
 
 
 def token_dtype(vocab_size: int) -> type:
@@ -436,7 +417,7 @@ def get_dataset(
     cache = pathlib.Path(cache_dir or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp")
 
     def prepare() -> pathlib.Path:
-        from filelock import FileLock
+        from filelock import FileLock, Timeout
 
         files = local_files(dataset)
         try:
@@ -447,33 +428,32 @@ def get_dataset(
         tokens = [vocabulary_of(tokenizer), tokenizer.eos_token_id, vocab_size]
         identity = json.dumps([1, dataset, split, content, *tokens])
         path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
-        remove_abandoned(path.parent)
+        for folder in path.parent.glob("tokens-*.bin?*/"):  # of killed runs; where its lock is held, one is alive
+            lock = FileLock(f"{str(folder).rpartition('.bin')[0]}.bin.lock", timeout=0)
+            with contextlib.suppress(OSError, Timeout), lock:
+                shutil.rmtree(folder)
         check = functools.partial(check_cache, path, vocab_size, skip_bad_records, check_whole)
         counts, wrong = check()
         done = ""
         if counts is None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                lock = FileLock(f"{path}.lock").acquire()
+                # with the lock two runs that start together, or nodes with a common disk, tokenize once
+                with FileLock(f"{path}.lock"), tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+                    counts, wrong = check()
+                    if counts is None:
+                        start, counts = time.perf_counter(), Counter()
+                        documents = documents or load_documents(dataset, split, files, cache_dir=folder)
+                        reading = (dataset, TOKENIZE_BATCH, skip_bad_records, counts)
+                        if not pack_tokens(token_batches(documents, tokenizer, *reading), path, vocab_size, counts):
+                            raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
+                        again = f" again (the cache was damaged: {wrong})" * bool(wrong)
+                        seconds = time.perf_counter() - start
+                        done = f"tokenized {counts['documents']:,} documents{again} in {seconds:.1f} s, "
+            except UnreadableError as error:
+                raise name_fault(error, dataset, split, files, cache) from error
             except OSError as error:
                 raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
-            with lock:  # two runs that start together, or nodes with a common disk, tokenize once
-                counts, wrong = check()
-                if counts is None:
-                    start, counts = time.perf_counter(), Counter()
-                    try:
-                        with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
-                            documents = documents or load_documents(dataset, split, files, cache_dir=folder)
-                            options = {"skip_bad": skip_bad_records, "counts": counts}
-                            tokens = token_batches(documents, tokenizer, dataset, **options)
-                            total = pack_tokens(tokens, path, vocab_size, counts)
-                    except UnreadableError as error:
-                        raise name_fault(error, dataset, split, files, cache) from error
-                    if not total:
-                        raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
-                    again = f" again (the cache was damaged: {wrong})" * bool(wrong)
-                    seconds = time.perf_counter() - start
-                    done = f"tokenized {counts['documents']:,} documents{again} in {seconds:.1f} s, "
         left_out = [f"{kind} {counts[kind]:,}" for kind in ("empty documents", "bad records") if counts.get(kind)]
         log(f"{done}cached in {path}" + f", left out: {', '.join(left_out)}" * bool(left_out))
         return path
