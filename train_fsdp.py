@@ -53,9 +53,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, heartbeats, models, planning, report, streaming
+from harness import checkpoints, folders, heartbeats, models, planning, report, samples, streaming
 from harness.checkpoints import TrainState
 from harness.export import export
+from harness.faults import name_fault
 from harness.loss import choose_loss, full_loss, fuse_loss
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
 from harness.waiting import Waiting
@@ -231,11 +232,12 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
     """The training windows and, where evaluation is asked for, the held-out ones."""
     vocab_size = config.get_text_config().vocab_size
     if settings.dataset == "synthetic":
-        train = utils.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
-        held_out = utils.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
+        train = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
+        held_out = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
         return train, held_out if settings.eval_interval else None
     source = str(ASSETS / "demo" / "stories") if settings.dataset == "demo" else settings.dataset
     corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
+    corpus["skip_bad_records"] = settings.skip_bad_records
     per_microbatch, held_out = settings.batch_size * dist.get_world_size(), None
     if settings.streaming:
         load = functools.partial(streaming.stream_dataset, **corpus, accelerator=accelerator, seed=settings.seed)
@@ -244,8 +246,10 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
             stream, windows = load(split=settings.eval_split), settings.eval_steps * per_microbatch
             held_out = on_main_rank(lambda: stream.head(windows))
     else:
-        load = functools.partial(utils.get_dataset, **corpus, accelerator=accelerator, cache_dir=settings.cache_dir)
-        train = load(split=settings.dataset_split, log=functools.partial(say, "data      "))
+        corpus |= {"cache_dir": settings.cache_dir, "check_whole": settings.resume != "none", "name_fault": name_fault}
+        log = functools.partial(say, "data      ")
+        load = functools.partial(utils.get_dataset, **corpus, accelerator=accelerator, log=log)
+        train = load(split=settings.dataset_split)
         needed = per_microbatch * settings.gradient_accumulation_steps
         if len(train) < needed:
             windows = f"{len(train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
@@ -284,7 +288,7 @@ def training_batches(settings: Settings, dataset, state: TrainState, device) -> 
         share = (settings.batch_size, rank, world, settings.seed, state.samples)
         source = {
             "dataset": dataset,
-            "batch_sampler": utils.GlobalOrderSampler(len(dataset), *share),
+            "batch_sampler": samples.GlobalOrderSampler(len(dataset), *share),
             "collate_fn": utils.create_collate_fn(dataset.end_of_text),
         }
     cuda, ahead = device.type == "cuda", None

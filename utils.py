@@ -5,8 +5,10 @@ Importing this module starts nothing and needs no GPU, no network and no optiona
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
+import glob
 import hashlib
 import itertools
 import json
@@ -14,12 +16,14 @@ import logging
 import os
 import pathlib
 import re
+import shutil
 import socket
 import statistics
 import tempfile
 import time
 import traceback
 import urllib.parse
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
 GIB = 2**30
@@ -59,11 +63,19 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
+class UnreadableError(UserError):
+    """Data that cannot be read; `harness.faults` finds out why."""
+
+    record: tuple[Any, str] | None = None  # the first bad record and its field, where there is one
+
+
 # ---- Data: documents are tokenized once into one flat, memory-mapped token array and read back as windows ------------
 
 DATA_SUFFIXES = (".jsonl", ".txt", ".parquet")
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a .txt file, as in the original TinyStories files
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+NOT_UTF8 = "\ufdd0not UTF-8\ufdd1"  # stands for bytes of a file that are no text, until `read_record` meets it
+codecs.register_error("mark", lambda error: (NOT_UTF8, error.end))
 
 
 def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
@@ -113,39 +125,97 @@ def local_files(dataset: str) -> list[pathlib.Path]:
     return []
 
 
-def load_documents(dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False):
-    """The documents as a `datasets.Dataset` or `datasets.IterableDataset`, from local files or from the hub."""
+def files_of_split(dataset: str, split: str, files: list[pathlib.Path]) -> dict[str, list[str]]:
+    """The local files of the splits that `split` names, else of all; `datasets` tells splits by the names of files."""
+    if not os.path.isdir(dataset):
+        return {"train": [str(file) for file in files]}
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    root = os.path.realpath(dataset)
+    found = DataFilesDict.from_patterns(get_data_patterns(root), base_path=root)
+    named = found.keys() & re.split(r"[^\w.]", split) or found
+    return {name: [file for file in found[name] if file.endswith(DATA_SUFFIXES)] for name in found if name in named}
+
+
+def load_documents(dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False, cache_dir=None):
+    """The documents as a `datasets.Dataset` or `datasets.IterableDataset`, from local files or from the hub.
+
+    A column `.jsonl` has the lines of such files, a column `.txt` their text, for `read_record`.
+    """
     import datasets
 
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
     answer_from_cache_without_network(dataset)
-    kind = {".jsonl": "json", ".txt": "text", ".parquet": "parquet", "": dataset}[files[0].suffix if files else ""]
-    where = {"data_dir": dataset} if os.path.isdir(dataset) else {"data_files": str(files[0])} if files else {}
-    options = {"sample_by": "document"} if kind == "text" else {}
+    kind, options = files[0].suffix if files else "", {}
+    if kind in (".jsonl", ".txt"):
+        sample_by = "line" if kind == ".jsonl" else "document"
+        options = {"encoding": "utf-8-sig", "encoding_errors": "mark", "sample_by": sample_by}
+        options["features"] = datasets.Features({kind: datasets.Value("string")})
     try:
-        documents = datasets.load_dataset(kind, split=split, streaming=streaming, **where, **options)
+        if files:
+            splits = files_of_split(dataset, split, files)
+            options["data_files"] = {name: [*map(glob.escape, splits[name])] for name in splits}
+            if kind == ".parquet":
+                check_columns(itertools.chain(*splits.values()))
+        builder = {"": dataset, ".parquet": "parquet"}.get(kind, "text")
+        documents = datasets.load_dataset(builder, split=split, streaming=streaming, cache_dir=cache_dir, **options)
     except Exception as error:
-        if files or "split" in str(error):
-            cause = first_line(error.__cause__ or error)
-            divide = " Divide one file with --dataset-split 'train[:95%]' --eval-split 'train[95%:]'."
-            hint = divide * (len(files) == 1 and "Unknown split" in cause)
-            raise UserError(f"--dataset {dataset}, split {split!r}: cannot be read ({cause}).{hint}") from error
-        cause = f"not a local file or folder, and not to be had from the hub ({first_line(error)})"
-        hint = f"without a network use a local {'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
-        raise UserError(f"--dataset {dataset}: {cause}; {hint}") from error
-    if streaming and kind == "text":  # shuffled and tokenized by story, not by file
-        documents = documents.map(divide_at_marks, batched=True, batch_size=1, input_columns="text")
+        cause = first_line(error.__cause__ or error)
+        raise UnreadableError(f"--dataset {dataset}, split {split!r}: cannot be read ({cause})") from error
+    if streaming and kind == ".txt":  # shuffled and tokenized by story, not by file
+        divide = functools.partial(divide_at_marks, field=kind)
+        documents = documents.map(divide, batched=True, batch_size=1, input_columns=kind)
     return documents
 
 
-def divide_at_marks(texts: list[str | None]) -> dict[str, list[str]]:
-    """The field `text` of each document in `texts`, of which one may hold several; empty ones are left out."""
+def check_columns(files: Iterator[str]) -> None:
+    """A ValueError where `.parquet` files differ in what they hold: `datasets` would turn numbers of one into text."""
+    import pyarrow.parquet
+
+    schemas = {str(pyarrow.parquet.read_schema(file)) for file in files}
+    fields = {tuple(re.findall(r"^(?:text|input_ids): (?:large_)?(\w+)", schema, re.MULTILINE)) for schema in schemas}
+    if len(fields) > 1:
+        raise ValueError("the files have fields of different types")
+
+
+def read_record(value: Any, field: str) -> str | list[int] | None:
+    """The text or token ids of a record, or None for a bad one, which has neither.
+
+    `field` is the column of `value`, .jsonl for a line of such a file, .txt for a document of one.
+    """
+    if field == ".jsonl":
+        try:
+            record = json.loads(value) if value.strip() else {"input_ids": []}  # a blank line is no document
+        except (ValueError, RecursionError):
+            return None
+        record = record if isinstance(record, dict) else {}
+        field = "input_ids" if "input_ids" in record else "text"
+        value = record.get(field)
+    if field == "input_ids":
+        good = isinstance(value, list) and set(map(type, value)) <= {int}
+        good = good and 0 <= min(value, default=0) <= max(value, default=0) < 2**32
+    else:
+        good = isinstance(value, str) and NOT_UTF8 not in value and not (field == ".txt" and "\0" in value)
+        good = good and (value.isascii() or not re.search("[\ud800-\udfff]", value))  # of an escape in JSON
+    return value if good else None
+
+
+def values_of(column) -> list:
+    """The values of an Arrow column, marked where text is not UTF-8, which Arrow does not check."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [value and value.decode(errors="mark") for value in column.cast("binary").to_pylist()]
+
+
+def divide_at_marks(texts: list[str], field: str = "text") -> dict[str, list[str]]:
+    """The field `field` of each document in `texts`, of which one may hold several; empty ones are left out."""
     parts = []
     for text in filter(None, texts):
         divided = [part.strip("\n") for part in text.split(DOCUMENT_MARK)] if DOCUMENT_MARK in text else [text]
-        parts += filter(None, divided)
-    return {"text": parts}
+        parts += (part for part in divided if part.strip("\n"))
+    return {field: parts}
 
 
 def first_line(error: BaseException) -> str:
@@ -153,29 +223,49 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def token_batches(documents, tokenizer, source: str, batch_size: int = TOKENIZE_BATCH) -> Iterator[np.ndarray]:
+def token_batches(
+    documents, tokenizer, source: str, batch_size: int = TOKENIZE_BATCH, skip_bad: bool = False, counts: Any = None
+) -> Iterator[np.ndarray]:
     """Token ids of all documents in order, an end-of-text token after each, as one flat array per `batch_size` rows.
 
     A data set with a column `input_ids` is tokenized already: taken as it is, Arrow to NumPy, it needs no tokenizer.
+    `counts`, a Counter, gets the numbers of documents, of empty ones, and of bad records that `skip_bad` left out.
     """
     end_of_text = getattr(tokenizer, "eos_token_id", None)
+    counts = Counter() if counts is None else counts
     for table in documents.with_format("arrow").iter(batch_size):
-        if "input_ids" in table.column_names:
-            yield table["input_ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            continue
-        if "text" not in table.column_names:
+        field = next((name for name in ("input_ids", "text", *DATA_SUFFIXES) if name in table.column_names), None)
+        if field is None:
             raise UserError(f"--dataset {source}: no field 'text' (fields: {', '.join(table.column_names)})")
-        if end_of_text is None:
+        column, records = table[field], []
+        if re.search("list<.*: u?int", str(column.type)):
+            column = column.combine_chunks()
+            if not (column.null_count or column.flatten().null_count):
+                counts["documents"] += len(column)
+                yield column.flatten().to_numpy(zero_copy_only=False)
+                continue
+        values = divide_at_marks(values_of(column), field)[field] if field == ".txt" else values_of(column)
+        for value in values:
+            record = read_record(value, field)
+            if record is None and not skip_bad:
+                error = UnreadableError(f"--dataset {source}: a record has no text; --skip-bad-records leaves such out")
+                error.record = (value, field)
+                raise error
+            counts["bad records"] += record is None
+            counts["empty documents"] += isinstance(record, str) and not record.strip("\n")
+            records += divide_at_marks([record])["text"] if isinstance(record, str) else filter(None, [record])
+        texts = [record for record in records if isinstance(record, str)]
+        if texts and end_of_text is None:
             raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
-        texts = divide_at_marks(table["text"].to_pylist())["text"]
         if tokenizer.is_fast:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
             encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            documents_ids = [encoding.ids for encoding in encodings]
+            encoded = (encoding.ids for encoding in encodings)
         else:
-            documents_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        ended = itertools.chain.from_iterable(itertools.chain(ids, (end_of_text,)) for ids in documents_ids)
-        yield np.fromiter(ended, dtype=np.uint32, count=sum(map(len, documents_ids)) + len(documents_ids))
+            encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        documents_ids = [[*next(encoded), end_of_text] if isinstance(record, str) else record for record in records]
+        counts["documents"] += len(documents_ids)
+        yield np.fromiter(itertools.chain(*documents_ids), dtype=np.uint32, count=sum(map(len, documents_ids)))
 
 
 def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np.ndarray]:
@@ -188,27 +278,63 @@ def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np
         yield tokens.astype(token_dtype(vocab_size), copy=False)
 
 
-def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int) -> int:
+def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int, counts: Any = None) -> int:
     """Lays arrays of token ids end to end into the raw file `path`; returns how many tokens it holds.
 
-    Their type is `token_dtype(vocab_size)`. The file appears under its name only when it is whole and not empty.
+    Their type is `token_dtype(vocab_size)`. The file appears under its name only when it is whole and not empty, and
+    after it, in a `.json` beside it, the record that `check_cache` compares it with: size, checksum and `counts`.
 
     Raises:
         UserError: an id is not below `vocab_size`; the disk is full or not writable.
     """
-    path, total = pathlib.Path(path), 0
+    path, total, digest = pathlib.Path(path), 0, hashlib.sha256()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # readable by its owner only
+            with open(os.path.join(folder, "tokens"), "wb") as file:
                 for tokens in in_vocabulary(batches, vocab_size):
                     total += len(tokens)
                     file.write(tokens.data)
+                    digest.update(tokens.data)
             if total:
                 os.replace(file.name, path)
+                record = {"dtype": np.dtype(token_dtype(vocab_size)).name, "bytes": path.stat().st_size}
+                write_record(path, record | {"sha256": digest.hexdigest(), "counts": counts or {}})
     except OSError as error:
         raise UserError(f"--cache-dir {path.parent}: cannot write the token cache ({error.strerror})") from error
     return total
+
+
+def write_record(path: pathlib.Path, record: dict) -> None:
+    """Replaces what stands beside a token cache about it, at once."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+        file = pathlib.Path(folder, "record")
+        file.write_text(json.dumps(record))
+        os.replace(file, path.with_suffix(".json"))
+
+
+def check_cache(path: pathlib.Path, vocab_size: int, skip_bad: bool, whole: bool) -> tuple[dict | None, str]:
+    """(what was counted in the corpus, "") for a token cache that is as it was written, else (None, what is wrong).
+
+    It is compared with its checksum if `whole` or if the file has changed since that was last done, which its ctime
+    tells: no program can set it.
+    """
+    try:
+        record, status, now = json.loads(path.with_suffix(".json").read_text()), path.stat(), time.time_ns()
+        if status.st_size != record["bytes"] or record["dtype"] != np.dtype(token_dtype(vocab_size)).name:
+            return None, f"{status.st_size:,} bytes, not {record['bytes']:,}"
+        if whole or record.get("checked") != status.st_ctime_ns:
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
+                    return None, "another checksum"
+            if now - status.st_ctime_ns > 10**9:  # a change within the clock's tick would have the same ctime
+                with contextlib.suppress(OSError):  # a disk that can only be read
+                    write_record(path, record | {"checked": status.st_ctime_ns})
+        counts = {kind: int(number) for kind, number in record["counts"].items()}
+        bad = counts.get("bad records", 0)
+        return (None, f"{bad:,} bad records left out") if bad and not skip_bad else (counts, "")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return None, f"its .json, {first_line(error)}" if path.exists() else ""
 
 
 def token_dtype(vocab_size: int) -> type:
@@ -244,25 +370,6 @@ class PackedDataset(Dataset):
         return f"{digest.hexdigest()[:20]}, {len(self.tokens):,} tokens"
 
 
-class SyntheticDataset(Dataset):
-    """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
-
-    end_of_text = None  # there are no documents
-
-    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
-        self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows
-
-    def __len__(self) -> int:
-        return self.windows
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
-        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
-
-    def fingerprint(self) -> str:
-        return f"synthetic, {self.vocab_size:,} ids"
-
-
 def vocabulary_of(tokenizer) -> str:
     """Everything that decides how a tokenizer splits text."""
     return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
@@ -277,6 +384,9 @@ def get_dataset(
     vocab_size: int | None = None,
     cache_dir: str | os.PathLike | None = None,
     log: Callable[[str], None] = lambda line: None,
+    skip_bad_records: bool = False,
+    check_whole: bool = False,
+    name_fault: Callable[..., UserError] = lambda error, *_: error,
 ) -> PackedDataset:
     """Tokenizes a corpus once, caches it as one flat file, and returns it as packed windows.
 
@@ -294,6 +404,9 @@ def get_dataset(
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
         log: receives one line about what was done.
+        skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
+        check_whole: compare a cache with its checksum even if it has not changed since that was last done.
+        name_fault: `harness.faults.name_fault`, which says more of what cannot be read: file, line, what to do.
 
     Raises:
         UserError: no such data, no text field, no documents, hub not reachable, shorter than one window, or a
@@ -304,29 +417,46 @@ def get_dataset(
     cache = pathlib.Path(cache_dir or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp")
 
     def prepare() -> pathlib.Path:
-        from filelock import FileLock
+        from filelock import FileLock, Timeout
 
         files = local_files(dataset)
-        documents = None if files else load_documents(dataset, split, files)
+        try:
+            documents = None if files else load_documents(dataset, split, files)
+        except UnreadableError as error:
+            raise name_fault(error, dataset, split, files, cache) from error
         content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files] or documents._fingerprint
         tokens = [vocabulary_of(tokenizer), tokenizer.eos_token_id, vocab_size]
         identity = json.dumps([1, dataset, split, content, *tokens])
         path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(f"{path}.lock").acquire()
-        except OSError as error:
-            raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
-        with lock:  # two runs that start together, or nodes with a common disk, tokenize once
-            if path.exists():
-                log(f"cached in {path}")
-                return path
-            start = time.perf_counter()
-            documents = documents or load_documents(dataset, split, files)
-            if not pack_tokens(token_batches(documents, tokenizer, dataset), path, vocab_size):
-                raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
-            log(f"tokenized {len(documents):,} documents in {time.perf_counter() - start:.1f} s, cached in {path}")
-            return path
+        for folder in path.parent.glob("tokens-*.bin?*/"):  # of killed runs; where its lock is held, one is alive
+            lock = FileLock(f"{str(folder).rpartition('.bin')[0]}.bin.lock", timeout=0)
+            with contextlib.suppress(OSError, Timeout), lock:
+                shutil.rmtree(folder)
+        check = functools.partial(check_cache, path, vocab_size, skip_bad_records, check_whole)
+        counts, wrong = check()
+        done = ""
+        if counts is None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # with the lock two runs that start together, or nodes with a common disk, tokenize once
+                with FileLock(f"{path}.lock"), tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+                    counts, wrong = check()
+                    if counts is None:
+                        start, counts = time.perf_counter(), Counter()
+                        documents = documents or load_documents(dataset, split, files, cache_dir=folder)
+                        reading = (dataset, TOKENIZE_BATCH, skip_bad_records, counts)
+                        if not pack_tokens(token_batches(documents, tokenizer, *reading), path, vocab_size, counts):
+                            raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
+                        again = f" again (the cache was damaged: {wrong})" * bool(wrong)
+                        seconds = time.perf_counter() - start
+                        done = f"tokenized {counts['documents']:,} documents{again} in {seconds:.1f} s, "
+            except UnreadableError as error:
+                raise name_fault(error, dataset, split, files, cache) from error
+            except OSError as error:
+                raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+        left_out = [f"{kind} {counts[kind]:,}" for kind in ("empty documents", "bad records") if counts.get(kind)]
+        log(f"{done}cached in {path}" + f", left out: {', '.join(left_out)}" * bool(left_out))
+        return path
 
     path = from_main_process(prepare, accelerator is None or accelerator.is_local_main_process)
     return pack(np.memmap(path, token_dtype(vocab_size), mode="r"), seq_len, dataset, split)
@@ -359,39 +489,6 @@ def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarr
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
 
     return collate
-
-
-@dataclass(eq=False)
-class GlobalOrderSampler(Sampler[list[int]]):
-    """Endless batches of data-set indices for one rank: microbatch m of rank r takes the global samples
-    `first_sample + (m * world_size + r) * batch_size ...`, so ranks are disjoint and a step's samples do not depend on
-    how many ranks or microbatches share them.
-
-    The order is a pure function of (seed, global sample index): each epoch is one permutation of the data set, so
-    nothing repeats before all is seen.
-    """
-
-    num_samples: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    seed: int = 0
-    first_sample: int = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for microbatch in itertools.count():
-            first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
-            yield [self.index_of(sample) for sample in range(first, first + self.batch_size)]
-
-    def index_of(self, sample: int) -> int:
-        """Data-set index of the global sample number `sample` (0 is the first sample of the first step)."""
-        epoch, offset = divmod(sample, self.num_samples)
-        return int(_permutation(self.num_samples, self.seed, epoch)[offset])
-
-
-@functools.lru_cache(maxsize=2)
-def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
 
 
 # ---- FLOPs and MFU ---------------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class Settings:
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]")
     document_mask: bool = flag(False, "attention stays inside each document, up to the tokenizer's end-of-text token [off]")
     streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only, at most one data loading process per rank [off]")
+    skip_bad_records: bool = flag(False, "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that are not UTF-8 [the first one is an error]")
     num_workers: int = flag(1, "data loading processes per rank [1]", least=0)
     cache_dir: str | None = flag(None, "where tokenized data is kept [~/.cache/train_fsdp]")
 

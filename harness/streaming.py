@@ -2,9 +2,11 @@
 script where --streaming is given. It does not know the loop; a position is all that a restart needs."""
 
 import collections
+import contextlib
 import functools
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,8 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 import utils
+from harness.faults import name_fault
+from harness.processes import say
 
 STREAM_BATCH = 64  # documents per call of the tokenizer: training waits for the first of them
 SHUFFLE_BUFFER = 10_000  # documents of a stream among which the next is drawn
@@ -28,10 +32,13 @@ class StreamedDataset:
 
     end_of_text: int | None = None
 
-    def __init__(self, tokenizer, seq_len: int, source: str, split: str, vocab_size: int, seed: int):
+    def __init__(self, tokenizer, seq_len: int, source: str, split: str, vocab_size: int, seed: int, skip_bad: bool):
         self.tokenizer, self.seq_len, self.source = tokenizer, seq_len, source
-        self.split, self.vocab_size, self.seed = split, vocab_size, seed
-        self.documents = utils.load_documents(source, split, utils.local_files(source), streaming=True)
+        self.split, self.vocab_size, self.seed, self.skip_bad = split, vocab_size, seed, skip_bad
+        self.files, self.counts = utils.local_files(source), collections.Counter()
+        with self._naming_faults(), tempfile.TemporaryDirectory() as folder:  # `datasets` has notes to write
+            cache = folder if self.files else None
+            self.documents = utils.load_documents(source, split, self.files, streaming=True, cache_dir=cache)
         self.beginning = self.head(1).fingerprint()
 
     def fingerprint(self) -> str:
@@ -67,12 +74,18 @@ class StreamedDataset:
             epoch, seen = epoch + 1, 0
 
     def _read(self, documents) -> Iterator[np.ndarray]:
-        try:
-            batches = utils.token_batches(documents, self.tokenizer, self.source, STREAM_BATCH)
+        with self._naming_faults():
+            options = {"skip_bad": self.skip_bad, "counts": self.counts}
+            batches = utils.token_batches(documents, self.tokenizer, self.source, STREAM_BATCH, **options)
             yield from utils.in_vocabulary(batches, self.vocab_size)
-        except (OSError, ValueError) as error:  # the network's or a file's, hours into a run too
-            cause = f"cannot be read ({utils.first_line(error)})"
-            raise utils.UserError(f"--dataset {self.source}, split {self.split!r}: {cause}") from error
+
+    @contextlib.contextmanager
+    def _naming_faults(self) -> Iterator[None]:
+        """Errors of the data within are a UserError; they can be the network's or a file's, hours into a run too."""
+        try:
+            yield
+        except (utils.UnreadableError, OSError, ValueError) as error:
+            raise name_fault(error, self.source, self.split, self.files) from error
 
 
 @dataclass(eq=False)
@@ -104,8 +117,13 @@ class StreamedBatches(IterableDataset):
         seq_len, collate = self.stream.seq_len, utils.create_collate_fn(self.stream.end_of_text)
         size = self.batch_size * seq_len
         first = self.first_sample * seq_len + self.rank * size  # token of this rank's next batch
+        told = 0  # bad records that have been told of
         held, positions = np.empty(0, utils.token_dtype(self.stream.vocab_size)), collections.deque()
         for position, tokens in self.stream.chunks(self.position or (0, 0, 0)):
+            bad = self.stream.counts["bad records"]
+            if self.rank == 0 and bad >= max(1, 10 * told):
+                told = bad
+                say("data      ", f"left out so far: bad records {bad:,}")
             positions.append(position)
             held = np.concatenate([held, tokens])
             end = position[0] + len(tokens)
@@ -119,9 +137,17 @@ class StreamedBatches(IterableDataset):
 
 
 def stream_dataset(
-    tokenizer, seq_len: int, dataset: str, split: str = "train", accelerator=None, vocab_size: int = 0, seed: int = 0
+    tokenizer,
+    seq_len: int,
+    dataset: str,
+    split: str = "train",
+    accelerator=None,
+    vocab_size: int = 0,
+    seed: int = 0,
+    skip_bad_records: bool = False,
 ) -> StreamedDataset:
     """Opens a corpus for streaming; arguments and errors are those of `get_dataset`, but `split` is without a slice."""
     dataset = os.path.expanduser(dataset)
-    prepare = functools.partial(StreamedDataset, tokenizer, seq_len, dataset, split, vocab_size or len(tokenizer), seed)
+    corpus = (dataset, split, vocab_size or len(tokenizer), seed, skip_bad_records)
+    prepare = functools.partial(StreamedDataset, tokenizer, seq_len, *corpus)
     return utils.from_main_process(prepare, accelerator is None or accelerator.is_main_process)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import checkpoints, export, processes
+from harness import checkpoints, export, processes, samples
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -134,9 +134,9 @@ def test_saving_changes_no_number(run, finished, tmp_path):
 
 def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
     seen = []
-    index_of = utils.GlobalOrderSampler.index_of
+    index_of = samples.GlobalOrderSampler.index_of
     monkeypatch.setattr(
-        utils.GlobalOrderSampler, "index_of", lambda self, sample: seen.append(sample) or index_of(self, sample)
+        samples.GlobalOrderSampler, "index_of", lambda self, sample: seen.append(sample) or index_of(self, sample)
     )
     run("r", stop_after=2)
     run("r", "--resume", "auto")

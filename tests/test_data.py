@@ -1,10 +1,14 @@
 """Text becomes windows of tokens: nothing is lost, nothing comes twice, and no start tokenizes what one did before."""
 
+import errno
 import itertools
 import json
 import os
 import pathlib
+import sys
 
+import datasets
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -14,6 +18,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import utils
+from harness import samples, streaming
+from harness.faults import name_fault
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
@@ -34,6 +40,14 @@ def encoded(tokenizer, texts: list[str]) -> list[int]:
 def write_jsonl(path: pathlib.Path, texts: list[str]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def write_lines(path: pathlib.Path, lines: list) -> str:
+    """A .jsonl file of these texts, and of these bytes as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = (line if isinstance(line, bytes) else json.dumps({"text": line}).encode() for line in lines)
+    path.write_bytes(b"".join(line + b"\n" for line in whole))
     return str(path)
 
 
@@ -106,7 +120,7 @@ def test_collate_shifts_the_labels_by_one():
 
 
 def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
-    one, same, other = (utils.SyntheticDataset(1000, 32, seed) for seed in (1, 1, 2))
+    one, same, other = (samples.SyntheticDataset(1000, 32, seed) for seed in (1, 1, 2))
     assert one[5].shape == (33,)
     assert (one[5] == same[5]).all()
     assert (one[5] != one[6]).any()
@@ -120,7 +134,9 @@ def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
 
 def order(world_size: int, batch_size: int, microbatches: int, num_samples: int, seed: int = 5) -> list[list[int]]:
     """Data-set indices in the order of global samples, microbatch by microbatch, of all ranks."""
-    samplers = [iter(utils.GlobalOrderSampler(num_samples, batch_size, r, world_size, seed)) for r in range(world_size)]
+    samplers = [
+        iter(samples.GlobalOrderSampler(num_samples, batch_size, r, world_size, seed)) for r in range(world_size)
+    ]
     return [next(sampler) for _ in range(microbatches) for sampler in samplers]
 
 
@@ -154,7 +170,7 @@ def test_an_epoch_that_ends_within_a_batch_goes_on_with_the_next():
 
 
 def test_order_is_a_pure_function_of_seed_and_sample_number():
-    one, same, other = (utils.GlobalOrderSampler(100, 4, seed=seed) for seed in (3, 3, 4))
+    one, same, other = (samples.GlobalOrderSampler(100, 4, seed=seed) for seed in (3, 3, 4))
     backwards = [one.index_of(sample) for sample in reversed(range(300))]
     assert backwards[::-1] == [same.index_of(sample) for sample in range(300)]
     assert backwards[::-1] != [other.index_of(sample) for sample in range(300)]
@@ -163,8 +179,8 @@ def test_order_is_a_pure_function_of_seed_and_sample_number():
 
 
 def test_an_order_can_be_taken_up_in_the_middle():
-    whole = utils.GlobalOrderSampler(50, 2, rank=1, world_size=3)
-    later = utils.GlobalOrderSampler(50, 2, rank=1, world_size=3, first_sample=7 * 2 * 3)
+    whole = samples.GlobalOrderSampler(50, 2, rank=1, world_size=3)
+    later = samples.GlobalOrderSampler(50, 2, rank=1, world_size=3, first_sample=7 * 2 * 3)
     assert list(itertools.islice(whole, 7, 12)) == list(itertools.islice(later, 5))
 
 
@@ -174,9 +190,8 @@ def test_an_order_can_be_taken_up_in_the_middle():
 
 def load(tokenizer, tmp_path, source, split: str = "train", seq_len: int = 4, **options) -> list[int]:
     """The flat tokens of a corpus, as `get_dataset` packs them."""
-    dataset = utils.get_dataset(
-        tokenizer, seq_len, dataset=str(source), split=split, cache_dir=tmp_path / "cache", **options
-    )
+    options = {"cache_dir": tmp_path / "cache", "name_fault": name_fault} | options
+    dataset = utils.get_dataset(tokenizer, seq_len, dataset=str(source), split=split, **options)
     assert len(dataset) == (len(dataset.tokens) - 1) // seq_len
     return dataset.tokens.tolist()
 
@@ -227,6 +242,41 @@ def test_slices_of_a_split_are_disjoint_and_together_the_whole(tokenizer, tmp_pa
     assert second == encoded(tokenizer, texts[30:])
 
 
+def test_what_lies_beside_the_text_files_of_a_folder_is_not_read(tokenizer, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "story.txt").write_text(TEXTS[0])
+    (tmp_path / "data" / "NOTES.md").write_text("no story")
+    assert load(tokenizer, tmp_path, tmp_path / "data") == encoded(tokenizer, TEXTS[:1])
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
+def test_a_byte_order_mark_and_windows_line_ends_change_no_token(tokenizer, tmp_path, name):
+    plain = "\n".join(TEXTS) if name.endswith("txt") else pathlib.Path(write_jsonl(tmp_path / name, TEXTS)).read_text()
+    (tmp_path / name).write_text(plain)
+    expected = load(tokenizer, tmp_path, tmp_path / name)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / name).write_bytes(b"\xef\xbb\xbf" + plain.replace("\n", "\r\n").encode())
+    assert load(tokenizer, tmp_path, tmp_path / "other" / name) == expected
+
+
+def test_a_file_name_with_brackets_is_a_name(tokenizer, tmp_path):
+    assert load(tokenizer, tmp_path, write_jsonl(tmp_path / "data[1].jsonl", TEXTS)) == encoded(tokenizer, TEXTS)
+
+
+def test_tokenized_lines_and_text_keep_their_order(tokenizer, tmp_path):
+    file = write_lines(tmp_path / "data.jsonl", [TEXTS[0], b'{"input_ids": [5, 6, 0]}', TEXTS[1], b""])
+    assert load(tokenizer, tmp_path, file) == [*encoded(tokenizer, TEXTS[:1]), 5, 6, 0, *encoded(tokenizer, TEXTS[1:2])]
+
+
+def test_one_document_may_be_large(tokenizer, tmp_path):
+    text = "Tom had a red ball. " * 500_000  # 10 MB, a chunk of what reads lines
+    file = write_jsonl(tmp_path / "data.jsonl", [TEXTS[0], text, TEXTS[1]])
+    tokens = load(tokenizer, tmp_path, file)
+    assert tokens[: len(encoded(tokenizer, TEXTS[:1]))] == encoded(tokenizer, TEXTS[:1])
+    assert tokens.count(END) == 3
+    assert tokenizer.decode(tokens).count("Tom had a red ball.") == 500_000
+
+
 def test_more_documents_than_one_tokenizer_call_takes_keep_their_order(tokenizer, tmp_path):
     texts = [f"Number {number}." for number in range(2 * utils.TOKENIZE_BATCH + 7)]
     file = write_jsonl(tmp_path / "data.jsonl", texts)
@@ -272,16 +322,21 @@ def cached(tmp_path) -> dict[str, int]:
     return {str(file): file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("*.bin")}
 
 
-def test_a_second_start_tokenizes_nothing(tokenizer, tmp_path):
+def test_a_second_start_tokenizes_nothing_and_does_not_import_datasets(tokenizer, tmp_path, monkeypatch):
     file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    new = write_jsonl(tmp_path / "new.jsonl", TEXTS)
     first, files = load(tokenizer, tmp_path, file), cached(tmp_path)
     assert len(files) == 1
+    monkeypatch.setitem(sys.modules, "datasets", None)  # an import of it fails
     lines: list[str] = []
     assert load(Broken(tokenizer), tmp_path, file, log=lines.append) == first
     assert cached(tmp_path) == files
     assert len(lines) == 1
+    with pytest.raises(ImportError):
+        load(tokenizer, tmp_path, new)
+    monkeypatch.undo()
     with pytest.raises(AssertionError, match="tokenizes again"):  # the stand-in does break when it is asked
-        load(Broken(tokenizer), tmp_path, write_jsonl(tmp_path / "new.jsonl", TEXTS))
+        load(Broken(tokenizer), tmp_path, new)
 
 
 def test_another_sequence_length_uses_the_same_cache(tokenizer, tmp_path):
@@ -313,6 +368,155 @@ def test_another_vocabulary_or_split_has_a_cache_of_its_own(tokenizer, tmp_path)
     assert len(cached(tmp_path)) == 3
 
 
+def cache_of(tmp_path) -> tuple[pathlib.Path, pathlib.Path]:
+    """The one token cache and its record."""
+    (tokens,) = (tmp_path / "cache").glob("*.bin")
+    return tokens, tokens.with_suffix(".json")
+
+
+def cut_to_a_fifth(tokens, record):
+    os.truncate(tokens, tokens.stat().st_size // 10 * 2)
+
+
+DAMAGES = {
+    "cut to a fifth": cut_to_a_fifth,
+    "cut by a byte": lambda tokens, record: os.truncate(tokens, tokens.stat().st_size - 1),
+    "emptied": lambda tokens, record: os.truncate(tokens, 0),
+    "overwritten": lambda tokens, record: tokens.write_bytes(bytes(tokens.stat().st_size)),
+    "another text": lambda tokens, record: tokens.write_bytes(b"no tokens"),
+    "a version without records": lambda tokens, record: record.unlink(),
+    "record emptied": lambda tokens, record: os.truncate(record, 0),
+    "record of another shape": lambda tokens, record: record.write_text("[1]"),
+    "record of bytes": lambda tokens, record: record.write_bytes(b"\xff\0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_token_cache_is_tokenized_again_and_said(tokenizer, tmp_path, damage):
+    file, lines = write_jsonl(tmp_path / "data.jsonl", TEXTS), []
+    first = load(tokenizer, tmp_path, file)
+    DAMAGES[damage](*cache_of(tmp_path))
+    assert load(tokenizer, tmp_path, file, log=lines.append) == first
+    assert lines[0].startswith("tokenized 5 documents again (the cache was damaged: ")
+    assert load(Broken(tokenizer), tmp_path, file) == first
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), of_record=st.booleans())
+def test_whatever_is_changed_in_a_cache_the_tokens_are_the_same_or_made_again(
+    tokenizer, tmp_path_factory, data, of_record
+):
+    tmp_path = tmp_path_factory.mktemp("corrupted")
+    file, lines = write_jsonl(tmp_path / "data.jsonl", TEXTS), []
+    first = load(tokenizer, tmp_path, file)
+    victim = cache_of(tmp_path)[of_record]
+    content = bytearray(victim.read_bytes())
+    where = data.draw(st.integers(0, len(content)))
+    content[where : where + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
+    victim.write_bytes(content)
+    assert load(tokenizer, tmp_path, file, log=lines.append) == first
+    if not of_record:
+        assert (" again" in lines[0]) == (bytes(content) != np.array(first, np.uint16).tobytes())
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list:
+    """What was compared with its checksum; all files count as older than the clock's tick."""
+    seen, digest, now = [], utils.hashlib.file_digest, utils.time.time_ns
+    monkeypatch.setattr(utils.hashlib, "file_digest", lambda file, kind: seen.append(file.name) or digest(file, kind))
+    monkeypatch.setattr(utils.time, "time_ns", lambda: now() + 2 * 10**9)
+    return seen
+
+
+def test_a_cache_is_compared_with_its_checksum_once_after_each_change_and_on_demand(tokenizer, tmp_path, reads):
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    first = load(tokenizer, tmp_path, file)
+    counts = []
+    for options in ({}, {}, {}, {"check_whole": True}, {}):
+        assert load(Broken(tokenizer), tmp_path, file, **options) == first
+        counts.append(len(reads))
+    assert counts == [1, 1, 1, 2, 2]
+
+
+def test_a_change_that_leaves_size_and_time_alone_is_found(tokenizer, tmp_path, reads):
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    first = load(tokenizer, tmp_path, file)
+    load(tokenizer, tmp_path, file)
+    assert "checked" in json.loads(cache_of(tmp_path)[1].read_text())
+    tokens, lines = cache_of(tmp_path)[0], []
+    before, content = tokens.stat(), tokens.read_bytes()
+    tokens.write_bytes(content[:-2] + b"\1\1")
+    os.utime(tokens, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert load(tokenizer, tmp_path, file, log=lines.append) == first
+    assert "checksum" in lines[0]
+
+
+def test_a_cache_that_has_changed_within_the_clocks_tick_is_compared_again(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    load(tokenizer, tmp_path, file)
+    load(tokenizer, tmp_path, file)
+    assert "checked" not in json.loads(cache_of(tmp_path)[1].read_text())
+
+
+def test_a_cache_serves_from_a_disk_that_can_only_be_read(tokenizer, tmp_path, monkeypatch):
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    first = load(tokenizer, tmp_path, file)
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    monkeypatch.setattr(utils.tempfile, "TemporaryDirectory", refuse)
+    (tmp_path / "cache" / "tokens-0.binabc").mkdir()  # abandoned, and cannot be removed
+    assert load(Broken(tokenizer), tmp_path, file) == first
+    with pytest.raises(utils.UserError, match=r"--cache-dir .*Read-only file system"):
+        load(tokenizer, tmp_path, write_jsonl(tmp_path / "new.jsonl", TEXTS))
+
+
+def test_what_killed_runs_left_goes_and_what_a_live_one_writes_stays(tokenizer, tmp_path):
+    for name in ("tokens-dead.binx8_1", "tokens-live.bin_z92"):
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        (tmp_path / "cache" / name / "tokens").write_text("half")
+    with filelock.FileLock(tmp_path / "cache" / "tokens-live.bin.lock"):
+        load(tokenizer, tmp_path, write_jsonl(tmp_path / "data.jsonl", TEXTS))
+        assert [folder.name for folder in (tmp_path / "cache").glob("*/")] == ["tokens-live.bin_z92"]
+    load(tokenizer, tmp_path, tmp_path / "data.jsonl")
+    assert [*(tmp_path / "cache").glob("*/")] == []
+
+
+def test_cache_files_have_the_permissions_of_the_umask(tokenizer, tmp_path):
+    before = os.umask(0o027)
+    try:
+        load(tokenizer, tmp_path, write_jsonl(tmp_path / "data.jsonl", TEXTS))
+    finally:
+        os.umask(before)
+    assert [file.stat().st_mode & 0o777 for file in cache_of(tmp_path)] == [0o640, 0o640]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o750
+
+
+def test_local_data_are_copied_nowhere_but_under_the_cache_dir_and_only_while_it_is_tokenized(
+    tokenizer, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "no folder")
+    load(tokenizer, tmp_path, write_jsonl(tmp_path / "data.jsonl", TEXTS))
+    assert {path.suffix for path in (tmp_path / "cache").rglob("*")} <= {".bin", ".json", ".lock"}
+    assert len(streaming.stream_dataset(tokenizer, 4, dataset=str(tmp_path / "data.jsonl")).head(1)) == 1
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_full_disk_under_what_datasets_writes_is_named(tokenizer, tmp_path, monkeypatch, local):
+    def fill(*_, **__):
+        raise datasets.exceptions.DatasetGenerationError("failed") from OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(datasets, "load_dataset", fill)
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    with pytest.raises(utils.UserError) as raised:
+        load(tokenizer, tmp_path, file if local else "someone/stories")
+    place = f"--cache-dir {tmp_path / 'cache'}" if local else "HF_DATASETS_CACHE "
+    assert str(raised.value).startswith(place) and "No space left" in str(raised.value)
+
+
 def test_the_cache_lies_where_the_environment_says(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     utils.get_dataset(tokenizer, 4, dataset=write_jsonl(tmp_path / "data.jsonl", TEXTS), split="train")
@@ -323,27 +527,140 @@ def test_the_cache_lies_where_the_environment_says(tokenizer, tmp_path, monkeypa
 # Mistakes
 
 
+def read(way: str, tokenizer, tmp_path, source, seq_len: int = 16, **options):
+    """Reads a whole corpus as a run with a token cache does, or as one with --streaming does; its tokens."""
+    if way == "cached":
+        return load(tokenizer, tmp_path, source, seq_len=seq_len, **options)
+    stream = streaming.stream_dataset(tokenizer, seq_len, dataset=str(source), **options)
+    return stream.head(0).tokens.tolist()
+
+
+WAYS = pytest.mark.parametrize("way", ["cached", "streamed"])
+GOOD = b'{"text": "Once upon a time there was a fox who had a red ball and liked it."}\n'
+UNUSABLE = [  # file, content, what the error says after the file's name
+    ("none.jsonl", None, ": no such file"),
+    ("data.jsonl", b"", ": the file is empty"),
+    ("data.jsonl", b'{"text": ""}\n', "it holds no text"),
+    ("data.jsonl", b"\n\n\n", "it holds no text"),
+    ("data.txt", b"\n\n\n", "it holds no text"),
+    ("data.jsonl", b'{"text": "A"}\n', "--sequence-length"),
+    ("data.csv", b"text\nA fox.\n", ".jsonl"),
+    ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
+    ("data.jsonl", GOOD + b'{"story": "A fox."}\n', ', line 2: no field \'text\' in {"story": "A fox."}; 1 of 2 lines'),
+    ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),
+    ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5001: broken JSON"),
+    ("data.jsonl", b'{"text": null}\n' + GOOD + b'{"text": null}', ", line 1: null instead of text; 2 of 3 lines"),
+    ("data.jsonl", GOOD + b'{"text": 5}\n', ", line 2: 5 instead of text"),
+    ("data.jsonl", GOOD + b'{"text": ["A"]}\n', ', line 2: ["A"] instead of text'),
+    ("data.jsonl", GOOD + b'{"text": {"A": 1}}\n', ', line 2: {"A": 1} instead of text'),
+    ("data.jsonl", GOOD + b"[1, 2]\n5\n", ", line 2: no field 'text' in [1, 2]; 2 of 3 lines"),
+    ("data.jsonl", GOOD + b'{"text": "caf\xe9"}\n', ", line 2: bytes that are not UTF-8"),
+    ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),
+    ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),
+    ("data.jsonl", GOOD + b'{"input_ids": [1, -2]}\n', ", line 2: [1, -2] instead of token ids"),
+    ("data.txt", b"A fox.\nA caf\xe9.\n", ", line 2: bytes that are not UTF-8"),
+    ("data.txt", b"A fox.\n\0\n", ", line 2: a NUL byte"),
+    ("data.parquet", {"text": ["A fox.", None]}, ", row 2: null instead of text; 1 of 2 rows"),
+    ("data.parquet", {"text": [1, 2]}, ", row 1: 1 instead of text; 2 of 2 rows"),
+    ("data.parquet", {"story": ["A fox."]}, ": no field 'text' (fields: story)"),
+    ("data.parquet", {"input_ids": [[1, 2], [3, None]]}, ", row 2: [3, null] instead of token ids"),
+]
+
+
+def write(path: pathlib.Path, content: bytes | dict | None) -> pathlib.Path:
+    path.parent.mkdir(exist_ok=True)
+    if isinstance(content, dict):
+        write_parquet(path, **content)
+    elif content is not None:
+        path.write_bytes(content)
+    return path
+
+
+@WAYS
+@pytest.mark.parametrize("name, content, says", UNUSABLE)
+def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, way, name, content, says):
+    file = write(tmp_path / name, content)
+    with pytest.raises(utils.UserError) as raised:
+        read(way, tokenizer, tmp_path, file)
+    message = str(raised.value)
+    assert message.startswith(f"--dataset {file}") and says in message.removeprefix(f"--dataset {file}")
+    assert "\n" not in message
+    assert "--eval-split" not in message  # no advice for another mistake
+    assert ("--skip-bad-records" in message) == (" of " in says or ", line" in says or ", row" in says)
+    assert raised.value.exit_code == 2
+
+
+@WAYS
+@pytest.mark.parametrize("bad", [content for _, content, says in UNUSABLE if ", line 2" in says and GOOD in content])
+def test_bad_records_are_left_out_and_counted_if_asked(tokenizer, tmp_path, way, bad):
+    bad, lines = bad.removeprefix(GOOD).splitlines(), []
+    text = json.loads(GOOD)["text"]
+    file = write_lines(tmp_path / "data.jsonl", [text, *bad, "", text])
+    expected = encoded(tokenizer, [text, text])
+    if way == "cached":
+        assert load(tokenizer, tmp_path, file, skip_bad_records=True, log=lines.append) == expected
+        assert lines[0].startswith("tokenized 2 documents in ")
+        assert lines[0].endswith(f", left out: empty documents 1, bad records {len(bad)}")
+        assert load(Broken(tokenizer), tmp_path, file, skip_bad_records=True, log=lines.append) == expected
+        assert lines[1].endswith(f", left out: empty documents 1, bad records {len(bad)}")
+        with pytest.raises(utils.UserError, match="line 2"):  # a cache without them is none for a run that wants all
+            load(tokenizer, tmp_path, file)
+    else:
+        stream = streaming.stream_dataset(tokenizer, 4, dataset=file, skip_bad_records=True)
+        stream.counts.clear()
+        assert stream.head(0).tokens.tolist() == expected
+        assert stream.counts == {"documents": 2, "empty documents": 1, "bad records": len(bad)}
+
+
+@WAYS
 @pytest.mark.parametrize(
     "name, content, says",
     [
-        ("data.jsonl", "", "empty"),
-        ("data.jsonl", '{"text": ""}\n', "no text"),
-        ("data.jsonl", '{"story": "A fox."}\n', "'text'"),
-        ("data.jsonl", '{"text": "A fo', "cannot be read"),
-        ("data.jsonl", '{"text": "A"}\n', "--sequence-length"),
-        ("data.csv", "text\nA fox.\n", ".jsonl"),
-        ("data.parquet", "no parquet", "arquet"),
+        ("train-1.jsonl", GOOD + b'{"text": "A fo', ", line 2: broken JSON"),
+        ("train-1.txt", b"A fox.\n\xff\xfe", ", line 2: bytes that are not UTF-8"),
+        ("train-1.parquet", {"text": [5]}, ", row 1: 5 instead of text"),
+        ("train-1.parquet", {"story": ["A fox."]}, ": cannot be read (no field 'text' (fields: story))"),
+        ("train-1.parquet", b"PAR1 cut PAR1", ": cannot be read"),
     ],
 )
-def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, name, content, says):
-    (tmp_path / name).write_text(content)
+def test_of_a_folder_the_file_is_named(tokenizer, tmp_path, way, name, content, says):
+    text = {"text": ["Once upon a time there was a fox who had a red ball and liked it."]}
+    first = text if name.endswith("parquet") else GOOD
+    write(tmp_path / "data" / name.replace("1", "0"), first)
+    write(tmp_path / "data" / name, content)
+    write(tmp_path / "data" / f"a-validation{pathlib.Path(name).suffix}", first)
     with pytest.raises(utils.UserError) as raised:
-        load(tokenizer, tmp_path, tmp_path / name)
-    assert says in str(raised.value)
-    assert str(raised.value).startswith(f"--dataset {tmp_path / name}")
-    assert "\n" not in str(raised.value)
-    assert "--eval-split" not in str(raised.value)  # no advice for another mistake
-    assert raised.value.exit_code == 2
+        read(way, tokenizer, tmp_path, tmp_path / "data")
+    assert str(raised.value).startswith(f"--dataset {tmp_path / 'data' / name}{says}")
+
+
+def test_a_parquet_file_with_a_damaged_page_is_named(tokenizer, tmp_path):
+    file = pathlib.Path(write_parquet(tmp_path / "data.parquet", text=[f"Story {n}." for n in range(3000)]))
+    content = bytearray(file.read_bytes())
+    content[2000:2100] = bytes(100)
+    file.write_bytes(content)
+    for way in ("cached", "streamed"):
+        with pytest.raises(utils.UserError) as raised:
+            read(way, tokenizer, tmp_path, file)
+        assert str(raised.value).startswith(f"--dataset {file}")
+
+
+@WAYS
+def test_a_file_that_is_deleted_under_way_is_named(tokenizer, tmp_path, way, monkeypatch):
+    for number in range(3):
+        write_jsonl(tmp_path / "data" / f"train-{number}.jsonl", TEXTS * 20)
+    gone = tmp_path / "data" / "train-1.jsonl"
+    if way == "streamed":
+        stream = streaming.stream_dataset(tokenizer, 4, dataset=str(tmp_path / "data"))
+        gone.unlink()
+        with pytest.raises(utils.UserError) as raised:
+            list(itertools.islice(stream.chunks((0, 0, 0)), 20))
+    else:
+        split = utils.files_of_split
+        monkeypatch.setattr(utils, "files_of_split", lambda *of: (split(*of), gone.unlink(missing_ok=True))[0])
+        with pytest.raises(utils.UserError) as raised:
+            load(tokenizer, tmp_path, tmp_path / "data")
+    assert str(raised.value).startswith(f"--dataset {gone}")
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "/no/such/folder", "./none", "~/none.txt"])

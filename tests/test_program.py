@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
+from harness import samples
 
 PROMPT = "Once upon a time"
 
@@ -258,7 +259,7 @@ def test_training_is_what_a_plain_loop_computes(device, tmp_path):
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
     dataset = packed(tmp_path, "train")
-    order = iter(utils.GlobalOrderSampler(len(dataset), 4, seed=3))
+    order = iter(samples.GlobalOrderSampler(len(dataset), 4, seed=3))
     losses, norms, rates = [], [], []
     for step in range(steps):
         rates.append(peak * min(step / warmup, (steps - step) / (steps - warmup)))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import utils
-from harness import processes, streaming
+from harness import processes, samples, streaming
 
 SEQ_LEN = 16
 DOCUMENTS = 3 * streaming.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
@@ -83,7 +83,7 @@ def test_ranks_take_the_windows_that_a_packed_data_set_in_this_order_gives_them(
     count = len(packed) // (world_size * batch_size)
     assert count * world_size * batch_size > 2 * len(packed) // 3 + SEQ_LEN  # into the third epoch
     for rank in range(world_size):
-        sampler = utils.GlobalOrderSampler(len(packed), batch_size, rank, world_size)
+        sampler = samples.GlobalOrderSampler(len(packed), batch_size, rank, world_size)
         sampler.index_of = lambda sample: sample  # the stream is shuffled already
         expected = [packed[index].tolist() for indices in itertools.islice(sampler, count) for index in indices]
         assert samples_of(take(stream, count, batch_size, rank, world_size)) == expected
@@ -261,30 +261,6 @@ def test_a_resume_that_changes_the_order_of_the_data_is_refused(device, flags, t
         train([*packed, *other, "--resume", "auto"], device)
 
 
-@pytest.mark.parametrize(
-    "name, content, says",
-    [
-        ("data.jsonl", "", "empty"),
-        ("data.jsonl", '{"text": ""}\n', "no text"),
-        ("data.jsonl", '{"story": "A fox."}\n', "'text'"),
-        ("data.jsonl", '{"text": "A fo', "cannot be read"),
-        ("data.jsonl", '{"text": "A"}\n', "--sequence-length"),
-        ("data.csv", "text\nA fox.\n", ".jsonl"),
-        ("data.parquet", "no parquet", "arquet"),
-        ("none.jsonl", None, "no such file"),
-    ],
-)
-def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, name, content, says):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(utils.UserError) as raised:
-        streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / name))
-    assert says in str(raised.value)
-    assert str(raised.value).startswith(f"--dataset {tmp_path / name}")
-    assert "\n" not in str(raised.value)
-    assert raised.value.exit_code == 2
-
-
 def test_a_split_that_is_not_there_is_named(tokenizer, corpus):
     with pytest.raises(utils.UserError, match=r"split 'test': .*train.*validation"):
         streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="test")
@@ -295,13 +271,23 @@ def test_a_token_without_an_embedding_is_refused(tokenizer, corpus):
         streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), vocab_size=100)
 
 
+def test_a_stream_says_how_many_bad_records_it_leaves_out(device, flags, corpus, tmp_path, capfd):
+    text = (corpus / "train.jsonl").read_text()
+    (tmp_path / "bad.jsonl").write_text(text + '{"text": null}\n' * 21)
+    run = [*flags, "--dataset", tmp_path / "bad.jsonl", "--output-dir", tmp_path]
+    assert train([*run, "--skip-bad-records"], device) == 0
+    told = [line for line in capfd.readouterr().out.splitlines() if "bad records" in line]
+    assert told and all(line.startswith("data       left out so far: bad records ") for line in told)
+    assert 1 <= int(told[-1].split()[-1]) <= 21 * 3
+
+
 def test_a_file_that_breaks_off_ends_the_run_in_one_line(device, flags, corpus, tmp_path):
     (tmp_path / "data").mkdir()
     text = (corpus / "train.jsonl").read_text()
     (tmp_path / "data" / "train-0.jsonl").write_text(text)
     (tmp_path / "data" / "train-1.jsonl").write_text(text + '{"text": "A fo')
     run = [*flags, "--dataset", tmp_path / "data", "--output-dir", tmp_path]
-    with pytest.raises(utils.UserError, match=r"--dataset .*, split 'train': cannot be read") as raised:
+    with pytest.raises(utils.UserError, match=r"--dataset .*train-1.jsonl, line 198: broken JSON") as raised:
         train(run, device)
     assert raised.value.exit_code == 1
     assert "\n" not in str(raised.value)

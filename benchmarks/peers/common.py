@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import utils
+from harness import samples
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -56,7 +57,7 @@ class RandomTokens(torch.utils.data.Dataset):
     def __init__(self, args: argparse.Namespace, vocab_size: int):
         world = int(os.environ.get("WORLD_SIZE", 1))
         windows = args.num_steps * args.batch_size * world
-        self.windows = utils.SyntheticDataset(vocab_size, args.sequence_length, seed=42, windows=windows)
+        self.windows = samples.SyntheticDataset(vocab_size, args.sequence_length, seed=42, windows=windows)
 
     def __len__(self) -> int:
         return len(self.windows)
