@@ -238,6 +238,7 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
     source = str(ASSETS / "demo" / "stories") if settings.dataset == "demo" else settings.dataset
     corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
     corpus["skip_bad_records"] = settings.skip_bad_records
+    models.answer_from_cache_without_network(os.path.expanduser(source))
     per_microbatch, held_out = settings.batch_size * dist.get_world_size(), None
     if settings.streaming:
         load = functools.partial(streaming.stream_dataset, **corpus, accelerator=accelerator, seed=settings.seed)

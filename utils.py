@@ -17,12 +17,10 @@ import os
 import pathlib
 import re
 import shutil
-import socket
 import statistics
 import tempfile
 import time
 import traceback
-import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,22 +35,6 @@ from torch.utils.data import Dataset
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
 GIB = 2**30
-
-
-def answer_from_cache_without_network(source: str) -> None:
-    """Makes the hub libraries answer from their caches at once where `source` is not local and the hub has no address.
-
-    They would try for 20 s otherwise, for each file, with a warning for each try.
-    """
-    from huggingface_hub import constants
-
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    try:
-        if not (proxy or os.path.exists(source)):
-            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 class UserError(Exception):
@@ -146,7 +128,6 @@ def load_documents(dataset: str, split: str, files: list[pathlib.Path], streamin
 
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
-    answer_from_cache_without_network(dataset)
     kind, options = files[0].suffix if files else "", {}
     if kind in (".jsonl", ".txt"):
         sample_by = "line" if kind == ".jsonl" else "document"

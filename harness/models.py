@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 import re
+import socket
+import urllib.parse
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -29,6 +31,22 @@ transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 any_class_from_name = tokenization_auto.tokenizer_class_from_name
 
 
+def answer_from_cache_without_network(source: str) -> None:
+    """Makes the hub libraries answer from their caches at once where `source` is not local and the hub has no address.
+
+    They would try for 20 s otherwise, for each file, with a warning for each try.
+    """
+    from huggingface_hub import constants
+
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    try:
+        if not (proxy or os.path.exists(source)):
+            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def find_source(model: str) -> tuple[str, str]:
     """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
     if preset := PRESETS.get(model):
@@ -46,7 +64,7 @@ def find_source(model: str) -> tuple[str, str]:
 def load_config(model: str, sequence_length: int):
     """The config of a preset, a local folder or a hub id, checked against the sequence length."""
     source, _ = find_source(model)
-    utils.answer_from_cache_without_network(source)
+    answer_from_cache_without_network(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
@@ -84,7 +102,7 @@ def load_tokenizer(settings: Settings, config):
     if settings.dataset == "synthetic" and not settings.sample_prompt:
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
-    utils.answer_from_cache_without_network(source)
+    answer_from_cache_without_network(source)
     tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
