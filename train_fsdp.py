@@ -57,7 +57,7 @@ from harness import checkpoints, folders, heartbeats, models, planning, report, 
 from harness.checkpoints import TrainState
 from harness.export import export
 from harness.faults import name_fault
-from harness.loss import choose_loss, full_loss, fuse_loss
+from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
 from harness.waiting import Waiting
 from utils import UserError
@@ -114,6 +114,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
         fuse_loss(model, settings.compile)
     else:
         model.loss_function = full_loss
+    check_labels(model)
 
     low = torch.bfloat16 if settings.precision in ("bf16", "fp8") else None
     shard = functools.partial(

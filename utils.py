@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import copy
 import functools
 import glob
 import hashlib
@@ -26,12 +27,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
+from torch.utils.flop_counter import flop_registry
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
 GIB = 2**30
@@ -63,7 +66,7 @@ codecs.register_error("mark", lambda error: (NOT_UTF8, error.end))
 def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
 
-    Every rank calls this. An error in `make` is raised on every rank, so that none waits for one that has given up.
+    Every rank calls this; what `make` raises is raised on every rank, so that none waits for one that has given up.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
@@ -94,11 +97,11 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
 
 def local_files(dataset: str) -> list[pathlib.Path]:
     """The data files of a local file or folder; none when `dataset` is a hub id."""
-    path, kinds = pathlib.Path(dataset), "/".join(DATA_SUFFIXES)
+    path = pathlib.Path(dataset)
     files = sorted(f for f in path.rglob("*") if f.suffix in DATA_SUFFIXES) if path.is_dir() else [path]
     if path.exists():
         if {f.suffix for f in files} not in [{suffix} for suffix in DATA_SUFFIXES]:
-            raise UserError(f"--dataset {dataset}: needs {kinds} files, all of one kind")
+            raise UserError(f"--dataset {dataset}: needs {'/'.join(DATA_SUFFIXES)} files, all of one kind")
         if empty := [f for f in files if f.stat().st_size == 0]:
             raise UserError(f"--dataset {empty[0]}: the file is empty")
         return files
@@ -120,10 +123,8 @@ def files_of_split(dataset: str, split: str, files: list[pathlib.Path]) -> dict[
 
 
 def load_documents(dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False, cache_dir=None):
-    """The documents as a `datasets.Dataset` or `datasets.IterableDataset`, from local files or from the hub.
-
-    A column `.jsonl` has the lines of such files, a column `.txt` their text, for `read_record`.
-    """
+    """The documents as a `datasets.Dataset` or `IterableDataset`, from the hub or local files; `.jsonl` gives lines and
+    `.txt` texts in a column of that name, for `read_record`."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -209,8 +210,8 @@ def token_batches(
 ) -> Iterator[np.ndarray]:
     """Token ids of all documents in order, an end-of-text token after each, as one flat array per `batch_size` rows.
 
-    A data set with a column `input_ids` is tokenized already: taken as it is, Arrow to NumPy, it needs no tokenizer.
-    `counts`, a Counter, gets the numbers of documents, of empty ones, and of bad records that `skip_bad` left out.
+    A column `input_ids` is tokenized already and taken as it is. `counts`, a Counter, gets the numbers of documents, of
+    empty ones, and of bad records that `skip_bad` left out.
     """
     end_of_text = getattr(tokenizer, "eos_token_id", None)
     counts = Counter() if counts is None else counts
@@ -262,8 +263,8 @@ def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np
 def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int, counts: Any = None) -> int:
     """Lays arrays of token ids end to end into the raw file `path`; returns how many tokens it holds.
 
-    Their type is `token_dtype(vocab_size)`. The file appears under its name only when it is whole and not empty, and
-    after it, in a `.json` beside it, the record that `check_cache` compares it with: size, checksum and `counts`.
+    The file appears under its name only when it is whole and not empty; after it, in a `.json` beside it, the record
+    that `check_cache` compares it with: size, checksum and `counts`.
 
     Raises:
         UserError: an id is not below `vocab_size`; the disk is full or not writable.
@@ -297,8 +298,7 @@ def write_record(path: pathlib.Path, record: dict) -> None:
 def check_cache(path: pathlib.Path, vocab_size: int, skip_bad: bool, whole: bool) -> tuple[dict | None, str]:
     """(what was counted in the corpus, "") for a token cache that is as it was written, else (None, what is wrong).
 
-    It is compared with its checksum if `whole` or if the file has changed since that was last done, which its ctime
-    tells: no program can set it.
+    It is compared with its checksum if `whole` or if its ctime, which no program can set, is new since the last time.
     """
     try:
         record, status, now = json.loads(path.with_suffix(".json").read_text()), path.stat(), time.time_ns()
@@ -371,27 +371,22 @@ def get_dataset(
 ) -> PackedDataset:
     """Tokenizes a corpus once, caches it as one flat file, and returns it as packed windows.
 
-    The main process of each node tokenizes (all cores); the others wait and map the same file. The cache key covers
-    the documents (path, size and time of local files, the fingerprint of a hub data set), the split, the tokenizer
-    and the vocabulary, so a second start reads nothing but the flat file.
+    The main process of each node tokenizes (all cores); the others map the same file. Its name covers the documents
+    (path, size, time; a hub data set's fingerprint), split, tokenizer and vocabulary: a second start reads it alone.
 
     Args:
-        tokenizer: a transformers tokenizer; its `eos_token` goes after each document.
-        seq_len: tokens per sample; windows are one token longer.
+        tokenizer: of transformers; its `eos_token` goes after each document.
         accelerator: the run's `Accelerator`, or None for one process.
-        dataset: hub id, or a local `.jsonl`, `.txt` or `.parquet` file or folder of them. A `.txt` file is one
-            document, or several with `<|endoftext|>` between them.
-        split: split name with an optional slice in the notation of `datasets`.
+        dataset: hub id, or a local `.jsonl`, `.txt` (with `<|endoftext|>` between documents) or `.parquet` file or
+            folder of them.
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
-        log: receives one line about what was done.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
         check_whole: compare a cache with its checksum even if it has not changed since that was last done.
         name_fault: `harness.faults.name_fault`, which says more of what cannot be read: file, line, what to do.
 
     Raises:
-        UserError: no such data, no text field, no documents, hub not reachable, shorter than one window, or a
-            token id that the model has no embedding for.
+        UserError: no such data, no text in it, hub not reachable, less than one window, an id without embedding.
     """
     vocab_size = vocab_size or len(tokenizer)
     dataset = os.path.expanduser(dataset)
@@ -414,8 +409,7 @@ def get_dataset(
             with contextlib.suppress(OSError, Timeout), lock:
                 shutil.rmtree(folder)
         check = functools.partial(check_cache, path, vocab_size, skip_bad_records, check_whole)
-        counts, wrong = check()
-        done = ""
+        (counts, wrong), done = check(), ""
         if counts is None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -474,7 +468,7 @@ def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarr
 
 # ---- FLOPs and MFU ---------------------------------------------------------------------------------------------------
 
-ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
+MOST_OPERATORS = 100_000  # of one count, which takes seconds; a dense model of 80 layers has 20,000
 
 
 class Gpu(NamedTuple):
@@ -482,8 +476,7 @@ class Gpu(NamedTuple):
 
     name: str  # a pattern; the first of the table that is found in the device's name counts
     peak_tflops: float  # dense bf16 on the tensor cores, without sparsity, with fp32 accumulation
-    # for plans; 0 where nobody has looked it up
-    memory_gib: float = 0  # torch.cuda.get_device_properties().total_memory, less than the name says
+    memory_gib: float = 0  # total_memory of torch's device properties; this and what follows for plans, 0 if unknown
     memory: float = 0
     link: float = 0  # to the GPUs of its node: NVLink, or PCIe where there is none
     network: float = 0  # its share of the node's network cards, in the vendor's reference system
@@ -528,10 +521,7 @@ GPUS = (
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The kind of a GPU by the device name that the driver gives.
-
-    None, never a guess, for one that is not in the table, a laptop's namesake, or a slice of a GPU.
-    """
+    """The kind of a GPU by its driver's name; None, never a guess, for an unlisted one, a laptop's, a slice of one."""
     if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
         return None
     return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}", name, re.IGNORECASE)), None)
@@ -546,71 +536,124 @@ def get_gpu_peak_tflops(name: str | None = None) -> float | None:
 
 
 def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
-    """FLOPs of forward and backward per token, by PaLM (arXiv 2204.02311), appendix B.
+    """FLOPs of forward and backward per token, rounded: what torch counts in the real model (`count_flops`).
 
-    6 x (parameters of each matmul that a token passes) + 12 x layers x heads x head_dim x seq_len. The parameters are
-    read off the modules: projections with their real number of KV heads, the router and the active experts of a
-    mixture, the LM head once whether tied or not, no embedding lookup. `causal=True` halves the attention term. A
-    sliding window or chunk shorter than `seq_len` takes its place there, but not with eager attention, which computes
-    the whole square: with eager attention and eager experts, every product counted here is one that
-    `torch.utils.flop_counter.FlopCounterMode` sees, and the two results are equal.
-
-    Args:
-        model: a transformers causal language model (meta, sharded or whole), or its config.
+    Of softmax attention between linear layers that is the formula of PaLM (arXiv 2204.02311), appendix B, to the digit:
+    6 x (parameters of each matmul that a token passes: real KV heads, active experts, LM head once, no embedding) +
+    12 x layers x heads x head_dim x seq_len, halved with `causal`. A sliding window or chunk takes the place of
+    `seq_len`, not with eager attention. `model` is a causal language model of transformers, sharded too, or its config.
 
     Raises:
-        ValueError: the formula does not hold: a layer is no softmax attention, or the number of active experts is
-            not in the config.
+        ValueError: there is no figure to be trusted, or no causal one; it says why.
     """
-    if not isinstance(model, nn.Module):
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                model, attn_implementation=model._attn_implementation, trust_remote_code=False
-            )
-    config = model.config.get_text_config()
-    layers = range(config.num_hidden_layers)
-    attention = sum(attention_flops_per_token(config, layer, seq_len, causal) for layer in layers)
-    return 6 * matmul_parameters(model) + attention
+    config = getattr(model, "config", model)
+    rest, attention, half = count_flops(config, seq_len, causal)
+    if causal and rest * (seq_len // 2) != count_flops(config, seq_len // 2, causal)[0] * seq_len:
+        raise ValueError("no causal half: more grows with the sequence than softmax attention apart from the rest")
+    return round((rest + (half if causal else attention)) / seq_len)
 
 
-def matmul_parameters(model: nn.Module) -> int:
-    """Number of weights that a token is multiplied with: what 6 FLOPs per token are counted for."""
-    config = model.config.get_text_config()
-    active = next((getattr(config, key) for key in ACTIVE_EXPERTS_KEYS if getattr(config, key, None)), None)
-    total = 0
-    for path, module in model.named_modules(remove_duplicate=False):
-        listed = re.search(r"^(.*\bexperts)\.\d+(\.|$)", path)  # experts as a list of modules
-        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(module, nn.Embedding) or weight.dim() < 2 or name.endswith("bias"):
-                continue
-            experts = len(model.get_submodule(listed[1])) if listed else weight.shape[0] if weight.dim() == 3 else 1
-            if experts > 1 and active is None:
-                raise ValueError(f"the config does not say how many of {experts} experts a token passes")
-            total += weight.numel() // experts * (active if experts > 1 else 1)
-    return total
+class FlopCounter(TorchDispatchMode):
+    """Adds up what the operators inside take, backward too, by the table of torch.utils.flop_counter."""
+
+    flops = convolutions = operators = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        self.operators += 1
+        if self.operators > MOST_OPERATORS:
+            raise OverflowError
+        if formula := flop_registry.get(op.overloadpacket):
+            flops = formula(*args, **(kwargs or {}), out_val=result)
+            if op.overloadpacket is torch.ops.aten.convolution_backward:  # whose formula ignores groups
+                flops = 2 * args[0].numel() * args[2][0].numel() * sum(args[10][:2])
+            self.flops += flops
+            self.convolutions += flops * ("convolution" in op.name())
+        elif re.search("attention|_mm", op.name()):
+            raise ValueError(f"torch has no count for {op.name()}")
+        return result
 
 
-def attention_flops_per_token(config, layer: int, seq_len: int, causal: bool = False) -> int:
-    """FLOPs per token of one layer's two products of queries, keys and values, forward and backward.
+def count_flops(config, seq_len: int, apart: bool = False) -> tuple[float, float, float]:
+    """FLOPs of a forward and backward of one sequence as torch counts them: (all but softmax attention, softmax
+    attention as its masks leave it, the causal half of that). Eager attention is in the first, unless `apart`.
 
-    6 x heads x (head_dim of queries and keys + head_dim of values) x keys that a query meets on average.
+    All layers run on the meta device, where only shapes are computed, so sharding and compilation do not matter. Each
+    token meets its own experts only. Mamba and linear attention run transformers' code in torch; where that takes too
+    many operators (a step for each token), four short sequences are counted and the parabola through them continued.
+
+    Raises:
+        ValueError: the model does not run without data, or the count of a product is not known.
     """
-    kind = (getattr(config, "layer_types", None) or ["sliding_attention"] * (layer + 1))[layer]
-    keys = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    if kind not in keys:
-        raise ValueError(f"layer {layer} is {kind}, and the formula is one of softmax attention")
-    if not getattr(config, "num_attention_heads", None):
-        raise ValueError(f"{config.model_type} has no attention heads, and the formula is one of softmax attention")
-    limit = None if config._attn_implementation == "eager" else getattr(config, keys[kind], None)
-    window = min(limit or seq_len, seq_len)
-    span = window if kind == "chunked_attention" else seq_len  # the first `window` tokens of a span meet fewer keys
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query_dim = getattr(config, "qk_head_dim", None) or head_dim  # multi-head latent attention has two sizes
-    value_dim = getattr(config, "v_head_dim", None) or head_dim
-    per_key = 6 * config.num_attention_heads * (query_dim + value_dim)
-    return per_key * window * (2 * span - window) // (2 * span) if causal else per_key * window
+    from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel, masking_utils
+    from transformers.integrations import hub_kernels
+
+    config, attended, windows = copy.deepcopy(config), [], set()
+
+    def mask(batch_size, q_length, kv_length, local_size=None, dtype=None, **_):
+        windows.update([local_size] if local_size else [])
+        made = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype)
+        made.window = min(local_size or kv_length, kv_length)
+        return made
+
+    def attention(module, query, key, value, attention_mask, **options):
+        keys = key.shape[2]
+        window = getattr(attention_mask, "window", None) or whole(keys)
+        span = window if window == getattr(config.get_text_config(), "attention_chunk_size", None) else keys
+        per_key = 6 * query.shape[:3].numel() * (query.shape[3] + value.shape[3])
+        attended.append((per_key * keys, per_key * window, per_key * window * (2 * span - window) / (2 * span)))
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        biases = [x.sum() for x in (attention_mask, *options.values()) if torch.is_tensor(x) and x.requires_grad]
+        return ((query @ key.mT + sum(biases)).softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+    def whole(length: int) -> int:
+        if min(windows, default=length) < length:
+            raise ValueError("it has a sliding window, but does not say where")
+        return length
+
+    def build(attention: str | None):
+        options = {"attn_implementation": attention, "experts_implementation": "batched_mm", "dtype": torch.float32}
+        return AutoModelForCausalLM.from_config(config, **options).to("meta")  # some make a tensor on the CPU
+
+    def run(tokens: int) -> FlopCounter:
+        attended.clear()
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with FlopCounter() as counter:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return counter
+
+    with (
+        mock.patch.dict(AttentionInterface._global_mapping, counted=attention),
+        mock.patch.dict(masking_utils.AttentionMaskInterface._global_mapping, counted=mask, eager=mask),
+        # transformers reads the tokens in these, and would take kernels that are installed
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
+        mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+        torch.device("meta"),
+    ):
+        try:
+            model = build(config._attn_implementation)
+            eager = model.config._attn_implementation == "eager" and not apart
+            tells = model._can_set_attn_implementation()
+            model = model if eager else build("counted" if tells else "eager")
+            with contextlib.suppress(OverflowError):
+                flops = run(seq_len).flops - sum(part[0] for part in attended)
+                eager or tells or whole(seq_len)
+                return flops, sum(part[1] for part in attended), sum(part[2] for part in attended)
+            for unit in (128, 2):
+                with contextlib.suppress(OverflowError):
+                    counters = [run(unit * n) for n in (1, 2, 3, 4)]
+                    eager or whole(seq_len)
+                    one, two, three, four = (counter.flops for counter in counters)
+                    padding = 2 * counters[0].convolutions - counters[1].convolutions  # of convolutions, once
+                    # a parabola; what is rounded up to a chunk would let it begin above the padding
+                    if four - 3 * three + 3 * two - one or 3 * one - 3 * two + three > padding:
+                        raise ValueError("its FLOPs do not grow evenly with the sequence")
+                    n = seq_len / unit
+                    return one * (n - 2) * (n - 3) / 2 - two * (n - 1) * (n - 3) + three * (n - 1) * (n - 2) / 2, 0, 0
+        except Exception as error:
+            raise ValueError(f"torch cannot count it: {first_line(error).split('. ')[0]}") from error
+    raise ValueError(f"torch does not count it: more than {MOST_OPERATORS:,} operators for eight tokens")
 
 
 def estimate_mfu(
@@ -618,13 +661,9 @@ def estimate_mfu(
 ) -> dict[str, float]:
     """Speed of `num_gpus` devices that together processed `num_tokens` tokens in `time_elapsed` seconds.
 
-    Args:
-        num_tokens: global, of all ranks and microbatches; this is the only place where `num_gpus` divides.
-        peak_tflops: dense peak of one device; by default that of the current GPU.
-
-    Returns:
-        `tokens_per_sec` and `actual_tflops_per_sec`, both global, and where the peak is known
-        `theoretical_tflops_total` (peak x num_gpus) and `mfu_percent` (100 x actual / theoretical).
+    `num_tokens` is global, of all ranks and microbatches: this is the only place where `num_gpus` divides. Returns
+    `tokens_per_sec` and `actual_tflops_per_sec`, both global, and where the dense peak of one device is known (by
+    default the current GPU's) `theoretical_tflops_total` (peak x num_gpus) and `mfu_percent` (100 x actual / it).
 
     Raises:
         ValueError: `time_elapsed` or `num_gpus` is not positive.
@@ -668,10 +707,9 @@ class PerformanceTracker:
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
         """Counts one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
 
-        Returns:
-            `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards the
-            metrics of the window that this step closes: those of `estimate_mfu` and `tokens_per_sec_per_gpu`,
-            `steps_per_sec`, `step_time_ms`, `data_wait_percent`.
+        Returns `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards
+        the metrics of the window that this step closes: those of `estimate_mfu` and `tokens_per_sec_per_gpu`,
+        `steps_per_sec`, `step_time_ms`, `data_wait_percent`.
         """
         self.steps_seen += 1
         if self.steps_seen < self.warmup_steps:
@@ -700,9 +738,7 @@ class PerformanceTracker:
     def productive_seconds(self) -> float:
         """What the steps so far, those of the warmup too, take at their usual speed: that of the median window. One
         that took more than twice as long stood still for the rest."""
-        if not self.windows:
-            return self.productive_before
-        usual = statistics.median_low([seconds / steps for steps, seconds in self.windows])
+        usual = statistics.median_low([seconds / steps for steps, seconds in self.windows] or [0.0])
         measured = sum(s if s < 2 * n * usual else n * usual for n, s in self.windows)
         return self.productive_before + measured + usual * min(self.steps_seen, self.warmup_steps)
 
@@ -731,16 +767,14 @@ class PerformanceTracker:
 
     def get_print_message(self, metrics: dict[str, Any]) -> str:
         """The metrics on one line; empty in warmup."""
-        if "tokens_per_sec" not in metrics:
-            return ""
-        parts = [f"{metrics['tokens_per_sec']:,.0f} tok/s"]
-        if self.num_gpus > 1:
-            parts.append(f"{metrics['tokens_per_sec_per_gpu']:,.0f} tok/s/GPU")
-        if "mfu_percent" in metrics:
-            parts.append(f"MFU {metrics['mfu_percent']:.1f} %")
-        if "peak_memory_reserved" in metrics:
-            parts.append(f"{metrics['peak_memory_reserved']:.1f} GiB")
-        return "  ".join(parts)
+        parts = {
+            "tokens_per_sec": "{:,.0f} tok/s",
+            "tokens_per_sec_per_gpu": "{:,.0f} tok/s/GPU" if self.num_gpus > 1 else "",
+            "mfu_percent": "MFU {:.1f} %",
+            "peak_memory_reserved": "{:.1f} GiB",
+        }
+        said = [text.format(metrics[key]) for key, text in parts.items() if key in metrics and text]
+        return "  ".join(said) if "tokens_per_sec" in metrics else ""
 
     def _open_window(self) -> None:
         wait_for_device()
@@ -763,16 +797,3 @@ class PerformanceTracker:
 def wait_for_device() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def memory_figures(device: torch.device) -> dict[str, float]:
-    """This rank's peaks since the last reset in GiB, by torch's caching allocator; `{}` on a CPU.
-
-    `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
-    `peak_memory_reserved` what the process held of the card.
-    """
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}

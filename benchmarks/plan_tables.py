@@ -32,7 +32,8 @@ def planned(flags: str) -> dict:
     config = models.load_config(settings.model, settings.sequence_length)
     settings = train_fsdp.resolve(settings, config)
     rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", {})
-    return planning.predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates)
+    flops, _ = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    return planning.predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops)
 
 
 def row(*cells) -> None:

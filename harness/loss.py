@@ -1,6 +1,8 @@
 """The loss: cross entropy that never holds the logits of all tokens, and how a transformers model is made to use it.
 Called by the script while it builds a model. It knows no ranks and no sharding: FSDP gathers the head around it."""
 
+import re
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -80,10 +82,39 @@ def choose_loss(fused: bool | None, config) -> bool:
     if fused is False:
         return False
     head = models.on_meta(config).get_output_embeddings()
-    linear = isinstance(head, nn.Linear) and not getattr(config.get_text_config(), "final_logit_softcapping", None)
+    fields = vars(config.get_text_config()).items()
+    capped = any(value for name, value in fields if re.search("^(?!attn).*logits?_soft_?cap", name))
+    linear = isinstance(head, nn.Linear) and not capped
     if fused and not linear:
         raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
     return linear
+
+
+def check_labels(model: nn.Module) -> None:
+    """Makes a forward whose family hands other labels to the loss than it was given, or none, a UserError."""
+    given, loss = {}, model.loss_function
+
+    def checked(logits, labels, *args, **options):
+        if labels is None or labels.shape != given["labels"].shape:
+            raise UserError(f"--model: {type(model).__name__} shifts labels, which are shifted already, or cuts them")
+        return loss(logits, labels)
+
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: given.update(labels=kwargs.get("labels")), with_kwargs=True
+    )
+    model.loss_function = checked
+
+
+def is_multiple(result: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether `result` came from `tensor` by views, casts and constant factors alone, as autograd has recorded it."""
+    node = result.grad_fn
+    while node is not tensor.grad_fn:
+        if not re.match("Mul|Div|ToCopy|View|UnsafeView|Slice|Alias|Clone", node.name()):
+            return False
+        node, *others = (source for source, _ in node.next_functions)
+        if node is None or any(others):
+            return False
+    return True
 
 
 def fuse_loss(model: nn.Module, compiled: bool) -> None:
@@ -96,10 +127,21 @@ def fuse_loss(model: nn.Module, compiled: bool) -> None:
     project = head.forward
     chunk = torch.compile(loss_and_gradient) if compiled else loss_and_gradient
 
+    handed = []  # what the head was given last
+
+    def hand_through(hidden):
+        handed[:] = [hidden]
+        return hidden
+
     def choose_head(module, args, kwargs):
-        head.forward = (lambda hidden: hidden) if kwargs.get("labels") is not None else project
+        head.forward = hand_through if kwargs.get("labels") is not None else project
 
     def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
+        hidden = handed.pop()
+        if logits.requires_grad and not is_multiple(logits, hidden):
+            raise UserError(
+                "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out"
+            )
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
         return LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)
 

@@ -74,6 +74,8 @@ def load_config(model: str, sequence_length: int):
         raise UserError(f"--model {model}: {what} ({utils.first_line(error)})") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
+    if why := untrainable(config):
+        raise UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and sequence_length > positions:
         raise UserError(f"--sequence-length {sequence_length}: {model} has {positions} positions")
@@ -95,6 +97,20 @@ def tokenizer_class_from_name(name: str) -> type | None:
     if found is None or is_tokenizer or getattr(found, "is_dummy", False):  # a dummy says which package is missing
         return found
     raise ValueError(f"its tokenizer_class {name} is no tokenizer")
+
+
+def untrainable(config) -> str:
+    """Why a family would train wrong, or not on layers that are cut and have labels that are shifted already; empty
+    where nothing says so (`loss.check_labels` and `make_real` refuse what shows only later)."""
+    text, family = config.get_text_config(), AutoModelForCausalLM._model_mapping[type(config)]
+    if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
+        return f"{family.__name__} computes a loss of its own, of labels that it may shift"
+    reads = re.search(r"if .*is_decoder", inspect.getsource(inspect.getmodule(family)))  # some have it for nothing
+    if reads and not getattr(text, "is_decoder", True):
+        return "its tokens attend to later ones; set is_decoder to true in its config.json"
+    if skipped := [name for name, value in vars(text).items() if name.endswith("layerdrop") and value]:
+        return f"each rank would skip other layers; set {skipped[0]} to 0 in its config.json"
+    return ""
 
 
 def load_tokenizer(settings: Settings, config):
@@ -185,10 +201,10 @@ def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
 
 
 def count_flops(model: nn.Module, sequence_length: int) -> tuple[int, str]:
-    """FLOPs per token, 0 where no formula holds for the model, and what to say of them."""
+    """FLOPs per token, 0 where no figure can be trusted, and what to say of them."""
     try:
         flops = utils.get_model_flops_per_token(model, sequence_length)
-        return flops, f"{flops / 1e9:,.3f} GFLOP a token"
+        return flops, f"{flops / 1e9:,.3f} GFLOP a token, counted by torch"
     except ValueError as error:
         return 0, f"FLOPs not known, so no MFU ({error})"
 
@@ -216,8 +232,16 @@ def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer
                     tensors[name] = real[tensor]
     if weights:
         weights.load(layer, modules, device)
+    wholes = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    owner = {part: whole for whole in wholes for part in whole.modules()}
     for module in reversed(modules):  # children before parents, as nn.Module.apply does; what was loaded stays
-        model._init_weights(module)
+        owner[module]._init_weights(module)  # a part that is a model has rules of its own
+    made = {id(tensor) for tensor in real.values()}
+    for module in modules:
+        for name, tensor in (module._parameters | module._buffers).items():
+            if id(tensor) in made and not tensor._version and tensor.numel():  # nothing was written into it
+                what = f"{type(module).__name__}.{name}"
+                raise UserError(f"--model: {what} gets no value, from a checkpoint or when its layer is made by itself")
 
 
 def fp8_converter(recipe: str, emulate: bool, planned: bool = False) -> Callable[[nn.Module], None]:

@@ -87,8 +87,9 @@ def layer_period(config) -> tuple[nn.Module, int]:
     return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
 
 
-def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[str, float]) -> dict:
-    """What this configuration needs and gives on `world` GPUs, as the JSON object of --plan without its advice.
+def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[str, float], flops: int) -> dict:
+    """What this configuration needs and gives on `world` GPUs, as the JSON object of --plan without its advice; `flops`
+    are those of a token, 0 where they are not known: there is no MFU then.
 
     Two shallow models are recorded and extrapolated to the full depth, which is exact where layers are alike: memory
     and counts are linear in depth, and a maximum over layers lies at the first or the last of a kind.
@@ -133,13 +134,12 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
             entry["gib_between_nodes"] = entry["gib"] / entry["per_node"]
         collectives.append(entry)
     seconds = predict_time(counts, rates)
-    flops, _ = models.count_flops(model, settings.sequence_length)
     speed = utils.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates["peak_tflops"])
     hours = 1e9 / speed["tokens_per_sec"] / 3600
     return {
         "gpus": world,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "flops_per_token": flops,
+        "flops_per_token": flops or None,
         "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
         "at_peak_gib": dict(zip(KINDS, (peak / utils.GIB).tolist(), strict=True)),
         "peak_at": at[-2] if len(at) == 3 else at[-1],
@@ -158,7 +158,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
         "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
         "tokens_per_sec": speed["tokens_per_sec"],
         "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
-        "mfu_percent": speed["mfu_percent"],
+        "mfu_percent": speed["mfu_percent"] if flops else None,
         "hours_per_billion_tokens": hours,
     } | ({"cost_per_billion_tokens": hours * world * settings.gpu_hour_usd} if settings.gpu_hour_usd else {})
 
@@ -177,7 +177,8 @@ def plan(settings: Settings, recipe: Recipe) -> None:
         raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {gpu} has none; use bf16")
     config = models.load_config(settings.model, settings.sequence_length)
     settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
-    predicted = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates))
+    flops, counted = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    predicted = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
 
     def planned(world: int = worlds[0], **changed) -> dict:
         return predicted(dataclasses.replace(settings, **changed), world)
@@ -185,7 +186,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     batch = largest_batch(planned, rates)
     if settings.batch_size == "auto":
         settings = dataclasses.replace(settings, batch_size=batch or 1)
-    result = {"model": settings.model, "gpu": gpu} | planned() | {"largest_batch_size": batch}
+    result = {"model": settings.model, "gpu": gpu, "flops": counted} | planned() | {"largest_batch_size": batch}
     if not result["fits"]:
         result["fits_with"] = what_fits(settings, config, planned)
     if len(worlds) > 1:
@@ -314,7 +315,7 @@ def describe_plan(settings: Settings, result: dict) -> str:
     setup = {
         "plan": f"{settings.model} on {world} x {result['gpu']}, ZeRO-{settings.zero_stage}, "
         f"replicas x shards {replicas} x {world // replicas}",
-        "model": f"{result['parameters']:,} parameters, {result['flops_per_token'] / 1e9:,.3f} GFLOP a token",
+        "model": f"{result['parameters']:,} parameters, {result['flops']}",
         "technique": ", ".join(techniques),
         "batch": settings.describe_batch(world),
     }
@@ -341,7 +342,8 @@ def describe_plan(settings: Settings, result: dict) -> str:
         *(f"  {name:24}{time_ms[kind]:9,.1f}" for kind, name in kinds.items()),
         f"  {'exposed communication':24}{time_ms['exposed']:9,.1f}   of {time_ms['communication']:,.1f}",
         f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
-        f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, MFU {result['mfu_percent']:.1f} %",
+        f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, "
+        + (f"MFU {result['mfu_percent']:.1f} %" if result["flops_per_token"] else "no MFU"),
         f"  {'a billion tokens':24}{result['hours_per_billion_tokens']:9,.2f} h"
         + (f", ${result['cost_per_billion_tokens']:,.0f}" if settings.gpu_hour_usd else ""),
     ]
@@ -354,7 +356,7 @@ def describe_plan(settings: Settings, result: dict) -> str:
         lines.append("\n    GPUs  replicas   GiB sent   ms a step          tok/s   MFU %   exposed %")
         lines += [
             f"{row['gpus']:8,}{row['dp_replicate_size']:10}{row['communication_gib_per_step']:11.2f}"
-            f"{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:15,.0f}{row['mfu_percent']:8.1f}"
+            f"{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:15,.0f}{row['mfu_percent'] or math.nan:8.1f}"
             f"{row['exposed_communication_percent']:12.1f}" + "   does not fit" * (not row["fits"])
             for row in rows
         ]

@@ -330,7 +330,7 @@ def figures_of_all_ranks(
 
     With the milliseconds of a step that each rank waited for the others also `slowest_rank`, the one that worked most.
     """
-    worst, rank, world = utils.memory_figures(device), dist.get_rank(), dist.get_world_size()
+    worst, rank, world = memory_figures(device), dist.get_rank(), dist.get_world_size()
     if "step_time_ms" in speed:
         worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
     if worst:
@@ -347,6 +347,19 @@ def figures_of_all_ranks(
     # the rest of the time since the run began is start-up, compilation, evaluation, standing still, and after a resume
     # what was lost and the time between
     return speed | worst | {"goodput_percent": min(100.0, 100 * state.tracker.productive_seconds() / state.elapsed)}
+
+
+def memory_figures(device: torch.device) -> dict[str, float]:
+    """This rank's peaks since the last reset in GiB, by torch's caching allocator; `{}` on a CPU.
+
+    `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
+    `peak_memory_reserved` what the process held of the card.
+    """
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
+    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / utils.GIB for name, key in names.items()}
 
 
 def time_shares(events, seconds: float) -> dict[str, float]:

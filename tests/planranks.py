@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_fsdp
 import utils
-from harness import gpus, planning, processes, recorder
+from harness import gpus, models, planning, processes, recorder
 
 CASES = {
     "stage 3": "",
@@ -101,7 +101,8 @@ def measure(argv, device) -> dict:
 
 def plan(argv, ranks: int) -> dict:
     settings, config = resolved(["--plan", *argv])
-    return planning.predict(settings, train_fsdp.RECIPE, config, ranks, gpus.find_rates("H100 SXM", {}))
+    flops, _ = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    return planning.predict(settings, train_fsdp.RECIPE, config, ranks, gpus.find_rates("H100 SXM", {}), flops)
 
 
 def plan_all(workspace: pathlib.Path) -> None:

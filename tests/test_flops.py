@@ -1,6 +1,7 @@
-"""FLOPs per token are what torch's own counter counts, for every family, from a model or its config."""
+"""FLOPs per token are what torch's own counter counts, from a model or its config (every family: test_families.py)."""
 
 import json
+import sys
 
 import multirank
 import pytest
@@ -8,6 +9,10 @@ import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import families
 
 import utils
 from harness import models, settings
@@ -63,7 +68,7 @@ def tiny(name: str, **attention):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_flops_equal_torchs_counter_to_the_digit(name):
+def test_flops_equal_torchs_counter_and_palms_formula_to_the_digit(name):
     model = tiny(name, attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the counter does not see into the grouped matmul of a CPU
@@ -73,6 +78,7 @@ def test_flops_equal_torchs_counter_to_the_digit(name):
     counted = counter.get_total_flops() / tokens.numel()
     assert utils.get_model_flops_per_token(model, SEQUENCE) == counted
     assert utils.get_model_flops_per_token(model.config, SEQUENCE) == counted
+    assert families.palm_flops_per_token(model, SEQUENCE) == counted
 
 
 PARAMETERS = {
@@ -114,6 +120,16 @@ def test_flops_of_a_mixture_count_active_experts_only():
     assert utils.get_model_flops_per_token(config, 4096) == 6 * matmuls + 12 * 48 * 32 * 128 * 4096
 
 
+def test_the_causal_half_is_the_same_for_eager_attention():
+    config = AutoConfig.for_model("llama", **FAMILIES["llama"])
+    halves = set()
+    for config._attn_implementation in ("eager", "sdpa"):
+        whole, half = (utils.get_model_flops_per_token(config, SEQUENCE, causal) for causal in (False, True))
+        halves.add(half)
+        assert whole - half == 6 * 2 * 4 * 16 * SEQUENCE  # layers, heads, head_dim
+    assert len(halves) == 1
+
+
 def test_tying_the_head_to_the_embedding_changes_no_flops():
     tied, untied = (tiny("llama", attn_implementation="eager"), tiny("llama tied", attn_implementation="eager"))
     assert utils.get_model_flops_per_token(tied, 64) == utils.get_model_flops_per_token(untied, 64)
@@ -128,19 +144,60 @@ def test_a_sliding_window_bounds_the_keys_of_fused_attention_alone():
     assert utils.get_model_flops_per_token(fused, 8) == utils.get_model_flops_per_token(eager, 8)
 
 
-def test_only_the_sliding_layers_of_gemma_have_a_window():
-    config = AutoConfig.for_model("gemma2", **FAMILIES["gemma2"])
-    assert config.layer_types == ["sliding_attention", "full_attention"]
-    config._attn_implementation = "sdpa"
-    long, short = (sum(utils.attention_flops_per_token(config, i, length) for i in (0, 1)) for length in (64, 16))
+def test_only_the_layers_whose_mask_has_a_window_are_bounded_by_it():
+    sizes = SIZES | {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    config = AutoConfig.for_model("gemma3_text", **sizes)
+    long, short = (utils.get_model_flops_per_token(config, length) for length in (64, 16))
     assert long - short == 12 * 4 * 16 * (64 - 16)  # of one layer
 
 
-@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "jamba", "recurrent_gemma"])
-def test_flops_of_layers_without_softmax_attention_are_refused(family):
-    config = AutoConfig.for_model(family)
-    with pytest.raises(ValueError, match="attention"):
-        utils.get_model_flops_per_token(config, 64)
+def test_a_window_in_the_config_that_no_mask_uses_bounds_nothing():
+    config = AutoConfig.for_model("qwen2", **SIZES | {"sliding_window": 16, "use_sliding_window": False})
+    without = AutoConfig.for_model("qwen2", **SIZES)
+    assert utils.get_model_flops_per_token(config, 64) == utils.get_model_flops_per_token(without, 64)
+
+
+def test_the_causal_half_of_a_window_and_of_a_chunk_is_what_its_queries_meet():
+    scores_for_each_key = 12 * 2 * 4 * 16  # layers, heads, head_dim
+    window = AutoConfig.for_model("mistral", **SIZES | {"sliding_window": 16})
+    whole, half = (utils.get_model_flops_per_token(window, 64, causal) for causal in (False, True))
+    assert whole - half == scores_for_each_key * 16 * 16 // (2 * 64)
+    chunks = {"attention_chunk_size": 16, "layer_types": ["chunked_attention"] * 2, "head_dim": 16}
+    chunked = AutoConfig.for_model("llama4_text", **SIZES | {"num_local_experts": 4} | chunks)
+    whole, half = (utils.get_model_flops_per_token(chunked, 64, causal) for causal in (False, True))
+    assert whole - half == scores_for_each_key * 16 // 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "bloom"])
+def test_what_is_not_softmax_attention_apart_from_the_rest_has_no_causal_half(family):
+    config = families.small_config(family)
+    with pytest.raises(ValueError, match="no causal half"):
+        utils.get_model_flops_per_token(config, 96, causal=True)
+
+
+@pytest.mark.parametrize(
+    "family, length, operators", [("mamba", 64, 2_500), ("jamba", 64, 2_500), ("qwen3_next", 2048, 6_000)]
+)
+def test_what_takes_too_many_operators_is_continued_from_short_sequences(monkeypatch, family, length, operators):
+    config = families.small_config(family)
+    whole = utils.get_model_flops_per_token(config, length)
+    counts, run = [], utils.FlopCounter.__enter__
+    monkeypatch.setattr(utils.FlopCounter, "__enter__", lambda self: counts.append(self) or run(self))
+    monkeypatch.setattr(utils, "MOST_OPERATORS", operators)
+    assert utils.get_model_flops_per_token(config, length) == whole
+    assert len(counts) > 4
+
+
+def test_products_that_are_rounded_up_to_a_chunk_are_not_continued(monkeypatch):
+    monkeypatch.setattr(utils, "MOST_OPERATORS", 12_000)
+    config = families.small_config("kimi_linear")
+    with pytest.raises(ValueError, match="evenly"):
+        utils.get_model_flops_per_token(config, 4096)
+
+
+def test_a_routing_that_depends_on_the_data_is_refused_by_what_it_is():
+    with pytest.raises(ValueError, match="torch cannot count it"):
+        utils.get_model_flops_per_token(families.small_config("jetmoe"), 64)
 
 
 def test_every_preset_and_the_demo_name_their_family():

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import utils
-from harness import samples
+from harness import report, samples
 
 
 def parse_args(description: str) -> argparse.Namespace:
@@ -86,7 +86,7 @@ class Clock:
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
-            figures = self.tracker.summary() | {"loss": loss.item()} | utils.memory_figures(device()) | told
+            figures = self.tracker.summary() | {"loss": loss.item()} | report.memory_figures(device()) | told
             if main:
                 print(json.dumps(figures), flush=True)
 

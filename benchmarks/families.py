@@ -1,0 +1,356 @@
+"""Walks every causal-LM family of the installed transformers, built small: what is known of its FLOPs, and whether the
+harness trains it right.
+
+    python benchmarks/families.py
+
+FLOPs: `utils.get_model_flops_per_token` against torch's counter on real tensors, and whether PaLM's formula says the
+same. Training: the script's own functions, fp32, a few steps on one rank and on two; right are equal losses that are
+the cross entropy of causal logits. Writes benchmarks/results/families.json and the table in docs/MODELS.md.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import utils
+
+SEQUENCE, STEPS, BATCH, TOLERANCE = 64, 4, 4, 1e-5
+RESULTS, TABLE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "MODELS.md"
+MARKS = ("<!-- made by benchmarks/families.py -->", "<!-- end -->")
+
+# How a field of a default config is made small: the first pattern that is its whole name.
+SMALL = {
+    r"vocab_size.*|n_vocab": 512,
+    r"(num|n|decoder|encoder)_.*layers?|n_layer|num_layers": 4,
+    r"hidden_size|d_model|n_embd|dim|embedding_size|lru_width|word_embed_proj_dim|decoder_hidden_size": 64,
+    r"num_attention_heads|.*attention_heads|n_heads?|num_heads|num_attn_heads": 4,
+    r".*key_value_heads|num_kv_heads|n_head_kv": 2,
+    r"qk_head_dim": 32,
+    r".*head_dim|dim_head|attention_head_size|kv_channels|d_kv|mamba_d_head|mamba_headdim": 16,
+    r".*intermediate_size|n_inner|.*ffn_dim|dim_ff|ffn_hidden_size|dff|d_inner|intermediate_dim": 96,
+    r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|ffn_num_experts": 4,
+    r"num_experts_per_tok(en)?|moe_topk|top_k_experts|moe_k|moe_top_?k": 2,
+    r"(moe_)?n_group|(moe_)?topk_group": 1,
+    r"max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len|context_length|.*_positions": 256,
+    r".*lora_rank|.*_rank|rotary_dim": 8,
+    r".*sliding_window|attention_chunk_size|window_size|attention_window_size": 16,
+    r"chunk_size|.*_chunk_size": 16,
+    r".*drop.*|.*jitter.*": 0,
+}
+# What a family's config wants beside.
+WANTED = {
+    "bailing_hybrid": {"qk_rope_head_dim": 8, "head_dim": 16},
+    "bamba": {"mamba_n_heads": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"mamba_n_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    "nemotron": {"num_key_value_heads": 4},
+    "xmod": {"default_language": "en_XX"},
+}
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
+
+
+def families() -> list[str]:
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small_sizes(config) -> dict:
+    """Small values for the fields of a default config that have a size, its parts' too."""
+    sizes, heads = {}, getattr(config, "num_attention_heads", None)
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            sizes[name] = small_sizes(value)
+        elif name.endswith("_token_id") and value is not None:
+            sizes[name] = 0
+        elif name == "head_dim" and value is None:
+            sizes[name] = 16
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            small = next((to for pattern, to in SMALL.items() if re.fullmatch(pattern, name)), None)
+            if name.endswith("key_value_heads") and value == heads:
+                small = 4
+            if small is not None:
+                sizes[name] = type(value)(min(value, small))
+    return sizes
+
+
+def small_config(family: str):
+    kind = type(AutoConfig.for_model(family))
+    sizes = small_sizes(kind()) | WANTED.get(family, {})
+    config = kind(**sizes)
+    if getattr(config, "is_decoder", None) is False and "bert" in family:
+        config.is_decoder = True
+    config.use_cache = False
+    return config
+
+
+# ---- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def palm_flops_per_token(model, seq_len: int) -> int:
+    """The formula of docs/FLOPS_CALCULATION.md, read off a model's modules and config: 6 x matmul parameters
+    + 6 x heads x (head_dim of keys + head_dim of values) x the keys that a query meets, in each layer."""
+    config = model.config.get_text_config()
+    active = next((getattr(config, key) for key in ACTIVE if getattr(config, key, None)), None)
+    total = 0
+    for path, module in model.named_modules(remove_duplicate=False):
+        listed = re.search(r"^(.*\bexperts)\.\d+(\.|$)", path)  # experts as a list of modules
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(module, torch.nn.Embedding) or weight.dim() < 2 or name.endswith("bias"):
+                continue
+            experts = len(model.get_submodule(listed[1])) if listed else weight.shape[0] if weight.dim() == 3 else 1
+            total += 6 * weight.numel() // experts * (active if experts > 1 else 1)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    windows = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dims = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
+    for kind in kinds:
+        limit = None if config._attn_implementation == "eager" else getattr(config, windows[kind], None)
+        total += 6 * config.num_attention_heads * head_dims * min(limit or seq_len, seq_len)
+    return total
+
+
+def grouped_convolution_backward(grad, inputs, weight, *others, **_) -> int:
+    """What torch's counter takes for that of an ungrouped one."""
+    return 2 * torch.Size(grad).numel() * torch.Size(weight[1:]).numel() * sum(others[7][:2])
+
+
+def flops_on_real_tensors(config) -> float:
+    """FLOPs per token as torch's counter counts an eager step of a model with weights."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # it does not see into a grouped matmul
+    tokens = torch.randint(1, 500, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    mended = {torch.ops.aten.convolution_backward: grouped_convolution_backward}
+    with FlopCounterMode(display=False, custom_mapping=mended) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    return counter.get_total_flops() / SEQUENCE
+
+
+def look_at_flops(config) -> dict:
+    """How the figure comes about: by PaLM's formula or by the counter alone, or why there is none."""
+    config._attn_implementation = "eager"
+    try:
+        figure = utils.get_model_flops_per_token(config, SEQUENCE)
+    except ValueError as error:
+        return {"flops": "none", "flops_why": str(error)}
+    look = {"flops_per_token": figure, "flops_on_real_tensors": flops_on_real_tensors(config), "flops": "counter"}
+    with contextlib.suppress(Exception), torch.device("meta"):  # where it does not apply it lacks its terms
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        if palm_flops_per_token(model, SEQUENCE) == figure:
+            look["flops"] = "formula"
+    return look
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+
+
+def batches(rank: int, world: int):
+    tokens = torch.randint(1, 500, (STEPS, BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+    for step in tokens:
+        mine = step[rank * BATCH // world : (rank + 1) * BATCH // world]
+        yield {"input_ids": mine[:, :-1], "labels": mine[:, 1:]}
+
+
+def train(folder: pathlib.Path, device) -> dict:
+    """Losses of a few steps, and whether the first is the cross entropy of logits that see no later token."""
+    import torch.distributed as dist
+
+    import train_fsdp
+    from harness import models
+    from harness.settings import parse_args
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"
+    flags += f" --batch-size {BATCH // world} --lr 1e-3 --lr-scheduler constant"
+    settings = parse_args(["--model", str(folder), *flags.split()])
+    config = models.load_config(settings.model, settings.sequence_length)
+    settings = train_fsdp.resolve(settings, config)
+    mesh = train_fsdp.build_mesh(settings, device)
+    model = train_fsdp.build_model(settings, config, mesh)
+    optimizer = train_fsdp.build_optimizer(settings, model)
+    train_fsdp.verify_sharding(model, optimizer, mesh)
+    batch, problems = next(batches(0, 1)), []
+    with train_fsdp.evaluating(model):
+        loss = model(**batch, use_cache=False).loss
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        expected = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        changed = torch.cat([batch["input_ids"][:, :40], batch["input_ids"][:, 40:].flip(1)], 1)
+        later = model(input_ids=changed, use_cache=False).logits
+    if not torch.allclose(loss, expected, rtol=TOLERANCE, atol=TOLERANCE):
+        problems.append(f"the loss is {loss.item():.5f}, the cross entropy of the logits {expected.item():.5f}")
+    if not torch.allclose(logits[:, :40], later[:, :40], rtol=1e-3, atol=1e-4):
+        problems.append("logits depend on later tokens")
+    seen = set()
+    for seed in (0, 1):  # with dropout and jitter at 0
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            seen.add(model(**batch, use_cache=False).loss.item())
+    losses, given = [], batches(rank, world)
+    for _ in range(STEPS):
+        mean = train_fsdp.train_step(settings, model, optimizer, given, utils.PerformanceTracker(0, world, 0))[
+            0
+        ].clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return {"losses": losses, "problems": problems, "random": len(seen) > 1}
+
+
+def walk(names: list[str], out: pathlib.Path) -> None:
+    """One rank's way through the families; rank 0 adds a line to `out` for each."""
+    import torch.distributed as dist
+
+    from harness.processes import start_processes, stop_processes
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    device = start_processes()
+    for name in names:
+        found: dict = {"family": name}
+        if dist.get_rank() == 0:
+            with out.open("a") as file:
+                print(json.dumps(found | {"began": True}), file=file)
+        try:
+            config = small_config(name)
+            with tempfile.TemporaryDirectory() as folder:
+                config.save_pretrained(folder)
+                check_size(config)
+                if dist.get_world_size() == 1:
+                    found |= look_at_flops(small_config(name))
+                found["built"] = True
+                found |= train(pathlib.Path(folder), device)
+        except Exception as error:  # of any kind: it is what is looked for
+            found["error"] = f"{type(error).__name__}: {utils.first_line(error)}"[:200]
+            found["error"] = re.sub(r"/tmp/\S+?: ", "", found["error"])
+        if dist.get_rank() == 0:
+            with out.open("a") as file:
+                print(json.dumps(found), file=file)
+        dist.barrier()
+    stop_processes()
+
+
+def check_size(config) -> None:
+    """Raises what building the model raises, and ValueError where it is too large to walk."""
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    if size > 3e7:
+        raise ValueError(f"{size:,} parameters however small its config is made")
+
+
+def collect(ranks: int, names: list[str], folder: pathlib.Path) -> dict[str, dict]:
+    """What `walk` found with a number of ranks; a family that ends or stops the ranks is left there."""
+    out, found, left = folder / f"{ranks}.jsonl", {}, list(names)
+    while left:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command += [__file__, "--walk", str(out), *left]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        seen = -1
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(120)
+            size = out.stat().st_size if out.exists() else 0
+            if process.poll() is None and size == seen:
+                os.killpg(process.pid, signal.SIGKILL)
+            seen = size
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        for line in lines:
+            found[line["family"]] = line
+        for line in found.values():
+            if line.pop("began", None):
+                line["error"] = "the ranks ended or waited for each other"
+        left = [name for name in names if name not in found]
+    return found
+
+
+# ---- Result ----------------------------------------------------------------------------------------------------------
+
+
+def judge(one: dict, two: dict) -> dict:
+    """One family's verdict from what one rank and two found."""
+    verdict = {
+        key: one[key] for key in ("flops", "flops_per_token", "flops_on_real_tensors", "flops_why") if key in one
+    }
+    if not one.get("built"):
+        return verdict | {"verdict": "not built", "why": one.get("error", "")}
+    if errors := [run["error"] for run in (one, two) if "error" in run]:
+        refused = errors[0].startswith("UserError: ")
+        return verdict | {"verdict": "refused" if refused else "fails", "why": errors[0].removeprefix("UserError: ")}
+    apart = max(abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True))
+    tolerance = 1e-2 if one["random"] else TOLERANCE
+    problems = one["problems"] + ([f"losses {apart:.1e} apart"] if not apart <= tolerance else [])
+    verdict |= {"losses": one["losses"], "apart": apart, "verdict": "wrong" if problems else "trains"}
+    if one["random"] and not problems:
+        problems = [f"it draws random numbers of its own, so losses are only near, {apart:.1e} apart"]
+    return verdict | ({"why": "; ".join(problems)} if problems else {})
+
+
+def table(result: dict) -> str:
+    rows = ["| family | FLOPs | training |", "|---|---|---|"]
+    for name, found in sorted(result["families"].items()):
+        why = found.get("why", "").replace("|", "/")
+        rows.append(f"| {name} | {found.get('flops', '')} | {found['verdict']}{': ' * bool(why)}{why} |")
+    return "\n".join(rows)
+
+
+def write_table(result: dict) -> None:
+    text = TABLE.read_text()
+    before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
+    counts = collections.Counter(found["verdict"] for found in result["families"].values())
+    flops = collections.Counter(found.get("flops", "not built") for found in result["families"].values())
+    versions = f"transformers {result['transformers']}, torch {result['torch']}"
+    said = f"{len(result['families'])} families, {versions}. Training: "
+    said += ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    said += ". FLOPs: " + ", ".join(f"{count} {kind}" for kind, count in flops.most_common()) + "."
+    TABLE.write_text(f"{before}{MARKS[0]}\n{said}\n\n{table(result)}\n{MARKS[1]}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="families [all]")
+    parser.add_argument("--walk", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="result file [%(default)s]")
+    args = parser.parse_args()
+    if args.walk:
+        return walk(args.names, args.walk)
+    names = args.names or families()
+    with tempfile.TemporaryDirectory() as folder:
+        one, two = (collect(ranks, names, pathlib.Path(folder)) for ranks in (1, 2))
+    result = {"torch": torch.__version__, "transformers": transformers.__version__, "families": {}}
+    result["families"] = {name: judge(one[name], two[name]) for name in names}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.out == RESULTS:
+        write_table(result)
+    for name, found in result["families"].items():
+        print(f"{name:24} {found.get('flops', '-'):8} {found['verdict']:10} {found.get('why', '')}")
+
+
+if __name__ == "__main__":
+    main()
