@@ -116,7 +116,7 @@ class Heartbeats(threading.Thread):
                     before, until = self.read(), waited + SILENT * self.interval
                 elif waited >= until:
                     ranks, what = self.judge(before, self.read())
-                    if what:
+                    if what and HERE.moves == moves:
                         self.end(self.describe(ranks, what), ranks, "stopped" in what)
                     waited, before = 0.0, None
             except RuntimeError as error:
@@ -137,7 +137,7 @@ class Heartbeats(threading.Thread):
             last = now[silent[0]]
             ago = f"{max(0.0, time.time() - last['time']):.0f} s ago in {last['phase']} of step {last['step']}"
             return silent, f"last seen {ago}; stopped, killed or cut off"
-        if HERE.phase == "preparation":
+        if all(beat["phase"] == "preparation" for beat in now):
             return [], ""
         least = min(beat["moves"] for beat in now)
         behind = [rank for rank in range(self.world) if now[rank]["moves"] == least]

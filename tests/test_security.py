@@ -297,7 +297,9 @@ def data(tmp_path) -> pathlib.Path:
 def read(folder: pathlib.Path, streaming: bool) -> list[str]:
     """Every text of a data set, as the program reads it."""
     documents = utils.load_documents(str(folder), "train", utils.local_files(str(folder)), streaming)
-    return [text for table in documents.with_format("arrow").iter(100) for text in table["text"].to_pylist()]
+    tables = list(documents.with_format("arrow").iter(100))
+    field = "text" if "text" in tables[0].column_names else ".jsonl"
+    return [utils.read_record(value, field) for table in tables for value in table[field].to_pylist()]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
