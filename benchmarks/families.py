@@ -159,7 +159,7 @@ def look_at_flops(config) -> dict:
     try:
         figure = utils.get_model_flops_per_token(config, SEQUENCE)
     except ValueError as error:
-        return {"flops": "none", "flops_why": str(error)}
+        return {"flops": "none", "flops_why": str(error), "flops_on_real_tensors": flops_on_real_tensors(config)}
     look = {"flops_per_token": figure, "flops_on_real_tensors": flops_on_real_tensors(config), "flops": "counter"}
     with contextlib.suppress(Exception), torch.device("meta"):  # where it does not apply it lacks its terms
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -188,7 +188,7 @@ def train(folder: pathlib.Path, device) -> dict:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"
-    flags += f" --batch-size {BATCH // world} --lr 1e-3 --lr-scheduler constant"
+    flags += f" --batch-size {BATCH // world} --lr 1e-4 --lr-scheduler constant"
     settings = parse_args(["--model", str(folder), *flags.split()])
     config = models.load_config(settings.model, settings.sequence_length)
     settings = train_fsdp.resolve(settings, config)

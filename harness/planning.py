@@ -94,13 +94,19 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
     Two shallow models are recorded and extrapolated to the full depth, which is exact where layers are alike: memory
     and counts are linear in depth, and a maximum over layers lies at the first or the last of a kind.
     """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
     from harness.recorder import KINDS, PHASES, record_step  # loads what only a plan needs
 
     model, period = layer_period(config)
     layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
     depth = 2 * edge + (layers - 2 * edge) % period
     depths = [depth, depth + period] if depth + period < layers else [layers]
-    records = [record_step(settings, recipe, config, world, depth, edge) for depth in depths]
+    try:
+        records = [record_step(settings, recipe, config, world, depth, edge) for depth in depths]
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
+        raise UserError(f"--plan: {why} ({utils.first_line(error)})") from error
     few, many = records[0], records[-1]
     beyond = (layers - depths[-1]) / period if len(depths) == 2 else 0
 

@@ -5,6 +5,7 @@ and `plan_all` once, which plans the same and writes WORKSPACE/planned.json.
 """
 
 import contextlib
+import io
 import itertools
 import json
 import pathlib
@@ -116,7 +117,16 @@ def plan_all(workspace: pathlib.Path) -> None:
     result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
     planning.layer_period = lambda config, full=planning.layer_period: (full(config)[0], 10)
     result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
-    (workspace / "planned.json").write_text(json.dumps(result | {"depths": depths}))
+    result["depths"] = depths.copy()
+    planning.largest_batch = lambda *_: 1
+    models.count_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
+    for form in ("", "--json"):
+        flags = f"--gradient-accumulation-steps 5 --plan-gpus 8,16 --plan-gpu A100-SXM4-40GB {form}"
+        settings, _ = resolved(["--plan", *arguments(workspace, flags, "ten")])
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            planning.plan(settings, train_fsdp.RECIPE)
+        result["without FLOPs" + form] = said.getvalue()
+    (workspace / "planned.json").write_text(json.dumps(result))
 
 
 def main(workspace: pathlib.Path) -> None:

@@ -110,6 +110,16 @@ def test_executed_flops_of_eager_attention_are_the_models(planned):
     assert plan["flops_executed"] == plan["flops_per_token"] * 256
 
 
+def test_a_model_whose_flops_are_not_known_is_planned_without_an_mfu(planned):
+    text, found = planned["without FLOPs"], json.loads(planned["without FLOPs--json"])
+    assert (found["flops_per_token"], found["mfu_percent"]) == (None, None)
+    assert [row["mfu_percent"] for row in found["scaling"]] == [None, None, None]
+    assert found["flops"] == "FLOPs not known, so no MFU (a reason)"
+    assert found["flops"] in text
+    assert "MFU 0" not in text
+    assert "no MFU" in text.split("time of a step")[1]
+
+
 def test_checkpointing_executes_more_flops_and_holds_less(planned):
     plans = planned["4"]
     assert plans["checkpointed"]["flops_executed"] > 1.1 * plans["stage 3"]["flops_executed"]
