@@ -593,7 +593,7 @@ def count_flops(config, seq_len: int, apart: bool = False) -> tuple[float, float
     def mask(batch_size, q_length, kv_length, local_size=None, dtype=None, **_):
         windows.update([local_size] if local_size else [])
         made = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype)
-        made.window = min(local_size or kv_length, kv_length)
+        made.window = kv_length if square else min(local_size or kv_length, kv_length)
         return made
 
     def attention(module, query, key, value, attention_mask, **options):
@@ -633,8 +633,8 @@ def count_flops(config, seq_len: int, apart: bool = False) -> tuple[float, float
     ):
         try:
             model = build(config._attn_implementation)
-            eager = model.config._attn_implementation == "eager" and not apart
-            tells = model._can_set_attn_implementation()
+            square = model.config._attn_implementation == "eager"  # whatever the windows
+            eager, tells = square and not apart, model._can_set_attn_implementation()
             model = model if eager else build("counted" if tells else "eager")
             with contextlib.suppress(OverflowError):
                 flops = run(seq_len).flops - sum(part[0] for part in attended)

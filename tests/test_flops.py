@@ -130,6 +130,13 @@ def test_the_causal_half_is_the_same_for_eager_attention():
     assert len(halves) == 1
 
 
+def test_the_causal_half_of_eager_attention_is_that_of_the_whole_square():
+    config = AutoConfig.for_model("mistral", **SIZES | {"sliding_window": 16})
+    config._attn_implementation = "eager"
+    whole, half = (utils.get_model_flops_per_token(config, SEQUENCE, causal) for causal in (False, True))
+    assert whole - half == 6 * 2 * 4 * 16 * SEQUENCE  # layers, heads, head_dim
+
+
 def test_tying_the_head_to_the_embedding_changes_no_flops():
     tied, untied = (tiny("llama", attn_implementation="eager"), tiny("llama tied", attn_implementation="eager"))
     assert utils.get_model_flops_per_token(tied, 64) == utils.get_model_flops_per_token(untied, 64)
