@@ -107,7 +107,7 @@ class Watch:
         path = os.path.abspath(os.fspath(path))
         return path if isinstance(path, str) and (path + "/").startswith(self.folder + "/") else None
 
-    def perform(self, operation: str, path: str, work, torn=None):
+    def perform(self, operation: str, path: str, work, torn=lambda: None):
         """Does `work`, with what goes wrong before, instead or after. `torn` does half of it."""
         name = os.path.relpath(path, self.folder)
         self.counts[operation, name] += 1
@@ -117,7 +117,7 @@ class Watch:
         self.happened |= here
         if here and self.fault == "kill before":
             self.kill()
-        if here and self.fault == "torn" and torn:
+        if here and self.fault == "torn":
             torn()
             self.kill()
         if self.fault == "slow disk" and operation in WRITING:
@@ -683,7 +683,7 @@ def main() -> None:
     result = json.loads(file.read_text()) if file and file.exists() else {"scenarios": {}, "sequences": {"wrong": []}}
     result["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
     result["versions"] |= {"transformers": transformers.__version__}
-    result["on"] = f"{os.cpu_count()}-core CPU, {platform.system()} {platform.release()}"
+    result["on"] = f"{os.cpu_count()}-core CPU, {platform.system()}"
 
     def keep() -> None:
         if file:

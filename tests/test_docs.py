@@ -269,6 +269,7 @@ OTHERS = {
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
     "sbatch": {"--signal"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
+    "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
 }
 
