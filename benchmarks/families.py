@@ -104,8 +104,8 @@ def small_config(family: str):
     kind = type(AutoConfig.for_model(family))
     sizes = small_sizes(kind()) | WANTED.get(family, {})
     config = kind(**sizes)
-    if getattr(config, "is_decoder", None) is False and "bert" in family:
-        config.is_decoder = True
+    if getattr(config, "is_decoder", None) is False:
+        config.is_decoder = True  # an encoder otherwise
     config.use_cache = False
     return config
 

