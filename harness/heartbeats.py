@@ -43,7 +43,8 @@ HERE = Here()
 
 
 def at(phase: str, step: int | None = None) -> None:
-    """Says that this rank enters a phase; every rank calls this."""
+    """Says that this rank enters a phase; every rank calls this. Reading the first batch belongs to the preparation."""
+    phase = HERE.phase if (HERE.phase, phase) == ("preparation", "data") else phase
     HERE.phase, HERE.step, HERE.since = phase, HERE.step if step is None else step, time.monotonic()
     HERE.moves += 1
 
@@ -59,7 +60,9 @@ class Heartbeats(threading.Thread):
         super().__init__(daemon=True)
         self.seconds, self.stop, self.rank, self.world = seconds, stop, dist.get_rank(), dist.get_world_size()
         self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # of a thousand ranks 250 a second
-        self.beat, self.asking, self.launched = 0, None, "TORCHELASTIC_RUN_ID" in os.environ
+        self.silence = max(SILENT * self.interval, min(30.0, seconds / 2))  # a rank may be long in a call of C code
+        self.beat, self.asking, self.lock = 0, None, threading.Lock()
+        self.launched = "TORCHELASTIC_RUN_ID" in os.environ
         self.store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own: others may block
         self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
         self.tell()
@@ -77,10 +80,11 @@ class Heartbeats(threading.Thread):
             with contextlib.suppress(RuntimeError):
                 answer.append(operation(*args))
 
-        if self.asking is None or not self.asking.is_alive():
-            self.asking = threading.Thread(target=run, daemon=True)
-            self.asking.start()
-            self.asking.join(STORE_PATIENCE + 1)
+        with self.lock:
+            if self.asking is None or not self.asking.is_alive():
+                self.asking = threading.Thread(target=run, daemon=True)
+                self.asking.start()
+                self.asking.join(STORE_PATIENCE + 1)
         if not answer:
             raise RuntimeError(f"no answer from the store at {store_address()}")
         return answer[0]
@@ -113,7 +117,7 @@ class Heartbeats(threading.Thread):
                 if waited < self.seconds:
                     continue
                 if before is None:
-                    before, until = self.read(), waited + SILENT * self.interval
+                    before, until = self.read(), waited + self.silence
                 elif waited >= until:
                     ranks, what = self.judge(before, self.read())
                     if what and HERE.moves == moves:

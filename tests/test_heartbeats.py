@@ -71,6 +71,16 @@ def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
     assert left and all("did not come" in text and "train_fsdp.py" in text for text in left)  # where its threads were
 
 
+def test_the_first_batch_belongs_to_the_preparation(monkeypatch):
+    monkeypatch.setattr(heartbeats, "HERE", heartbeats.Here())
+    phases = []
+    for phase in ("data", "data", "forward", "data"):
+        heartbeats.at(phase, 7)
+        phases.append(heartbeats.HERE.phase)
+    assert phases == ["preparation", "preparation", "forward", "data"]
+    assert (heartbeats.HERE.moves, heartbeats.HERE.step) == (4, 7)
+
+
 def test_a_rank_that_is_gone_is_named_at_once(stalled):
     case = stalled["kill"]
     assert f"error: rank 1 ({socket.gethostname()}, pid {case['pids'][1]}) is gone, last seen in " in case["said"]
