@@ -650,6 +650,10 @@ def main(settings: Settings) -> None:
     try:
         if settings.plan:
             return planning.plan(settings, RECIPE)
+        if settings.measure:
+            from harness.measuring import measure  # loads what only a plan needs
+
+            return measure(settings, RECIPE)
         stop = StopRequest()
         device = start_processes(settings.timeout_minutes)
         watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, stop)

@@ -1,42 +1,106 @@
-"""GPUs: what programs reach of a GPU's datasheet, as a plan computes with it. Called by `planning`. It does not know
+"""GPUs: what programs reach of a GPU's datasheet, where it was not measured. Called by `planning`. It does not know
 models. The datasheets' figures stand in `utils.GPUS`, where an MFU needs them too."""
 
+import contextlib
 import json
+import pathlib
+import platform
+import re
 
+import torch
+
+from harness.rates import Rates, find_file, read_file
+from harness.settings import Settings
 from utils import UserError, find_gpu
 
-# Shares of a datasheet's figure that programs reach; one set for every GPU kind.
-MATMUL_SHARE = 0.80  # 790 of 989 TFLOPS: a bf16 product of two 8192 x 8192 matrices, random data, measured on an H200
+# Maximum achievable matmul TFLOPS as a share of the dense peak, bf16 and float8: the best shape of a search, published
+# in stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table".
+MATMUL_SHARES = {
+    "GB200": (0.729, 0.723),
+    "GH200": (0.838, 0.776),
+    "B200": (0.776, 0.763),
+    "B300": (0.786, 0.745),
+    "H200": (0.803, 0.734),
+    "H100": (0.803, 0.709),
+    "A100": (0.869, 0.0),
+    "MI355X": (0.680, 0.680),
+}
+OTHER_SHARES = (0.75, 0.70)  # of a kind that is not in it: assumed
+SHAPES = 0.87  # of that what a model's own shapes reach in training: assumed, see docs/PLAN.md
 ATTENTION_SHARE = 0.475  # 470 of 989 TFLOPS, causal, forward and backward on Hopper: assumed, not measured
 MEMORY_SHARE = 0.90  # 4.3 of 4.8 TB/s: a device copy, measured on an H200
 LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's maintainers expect it (NVIDIA/nccl-tests#326)
 NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
-LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)
-HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
+HOST_US = 10.0  # the host's time for each operator of eager code, autograd and modules included: assumed
+KERNEL_US = 3.0  # the least that a kernel takes on the GPU: assumed
 # What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
 NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank
 FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
 
 
-def find_rates(gpu: str, measured: dict[str, float]) -> dict[str, float]:
-    """Rates of a plan: TFLOPS and GB/s that programs reach on this GPU, its memory in GiB; `measured` replaces any. A
-    UserError where the GPU is not in the table, or a measured rate is none of these."""
+def find_rates(gpu: str, given: dict[str, float]) -> Rates:
+    """Rates of a plan: TFLOPS and GB/s that programs reach on this GPU, its memory in GiB; `given` replaces any. A
+    UserError where the GPU is not in the table, or a given rate is none of these."""
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:
         known = "H100 SXM, H100 PCIe, H100 NVL, H200, B200, GB200, GH200, H20, A100 40GB, A100 80GB, L40S, RTX 4090"
         raise UserError(f"--plan-gpu {gpu!r}: not one kind of the table; name one of {known}, ...")
+    shares = next((MATMUL_SHARES[name] for name in MATMUL_SHARES if kind.name.startswith(name)), OTHER_SHARES)
     rates = {
         "memory_gib": kind.memory_gib,
-        "matmul_tflops": MATMUL_SHARE * kind.peak_tflops,
-        "fp8_tflops": MATMUL_SHARE * kind.peak_tflops * kind.fp8,
+        "matmul_tflops": SHAPES * shares[0] * kind.peak_tflops,
+        "fp8_tflops": SHAPES * shares[1] * kind.peak_tflops * kind.fp8,
         "attention_tflops": ATTENTION_SHARE * kind.peak_tflops,
         "memory_gb_per_s": MEMORY_SHARE * kind.memory,
         "intra_node_gb_per_s": LINK_SHARE * kind.link,
         "inter_node_gb_per_s": NETWORK_SHARE * kind.network,
+        "host_us": HOST_US,
+        "kernel_us": KERNEL_US,
     }
-    if not isinstance(measured, dict) or not all(type(rate) in (int, float) and rate > 0 for rate in measured.values()):
+    if not isinstance(given, dict) or not all(type(rate) in (int, float) and rate > 0 for rate in given.values()):
         raise UserError(f"--plan-rates: needs a JSON object of positive numbers, such as {json.dumps(rates)}")
-    if unknown := set(measured) - set(rates):
+    if unknown := set(given) - set(rates):
         raise UserError(f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(rates)}")
-    return rates | measured | {"peak_tflops": kind.peak_tflops}
+    rates |= given
+    return Rates(gpu, rates.pop("memory_gib"), kind.peak_tflops, rates)
+
+
+def name_of(device: torch.device) -> str:
+    """The GPU's name by its driver, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return f"CPU {found[1]}"
+    return f"CPU {platform.machine()}"
+
+
+def choose_rates(settings: Settings) -> Rates:
+    """The rates of a plan: what --plan-rates names, else what --measure wrote for this kind of GPU, over what is
+    assumed of it. Of a processor, `--plan-gpu cpu`, nothing is assumed.
+
+    Raises:
+        UserError: the kind of GPU is not in the table, the file cannot be read, or the processor was not measured.
+    """
+    gpu = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "H100 SXM")
+    named = settings.plan_rates not in (None, "none") and pathlib.Path(settings.plan_rates).expanduser()
+    is_cpu = gpu.lower() == "cpu"
+    device = name_of(torch.device("cpu")) if is_cpu else gpu
+    path = named or (None if settings.plan_rates else find_file(device, settings.cache_dir))
+    found = read_file(path) if path else {}
+    sections = found.get("sections", {}) if isinstance(found, dict) else {}
+    if not is_cpu:
+        rates = find_rates(gpu, {} if sections else found.get("rates", found) if isinstance(found, dict) else found)
+    elif sections:
+        rates = Rates(found["device"], found["memory_gib"], None, {}, overlaps=False)
+    else:
+        advice = "time this one first, with --measure and otherwise the same flags"
+        raise UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
+    rates.sections = sections
+    if sections:
+        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+        rates.source = f"on {found['device']}, {found['date'][:10]}, {versions} ({path})"
+    elif named:
+        rates.source = f"given in {path}"
+    return rates

@@ -218,6 +218,18 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return lists[min(lists, key=lambda name: name.count("."))]
 
 
+def layer_period(config) -> tuple[nn.Module, int]:
+    """The model on the meta device, and after how many layers its pattern repeats (SmolLM3: 4, one in four has no RoPE;
+    the number of layers where nothing repeats)."""
+    model, text = on_meta(config), config.get_text_config()
+    layers = decoder_layers(model)
+    lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
+    shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
+    alike = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
+    periods = range(1, len(layers) // 3 + 1)
+    return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
+
+
 def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:
     """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`."""
     real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names

@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import os
-import pathlib
 import subprocess
 import sys
 import textwrap
@@ -18,76 +17,21 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import utils
 from harness import models
-from harness.gpus import CONTEXT_GIB, FRAGMENTATION, HOST_LINK, HOST_MEMORY, LINK_HOP, NCCL_GIB, NETWORK_HOP, find_rates
+from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, choose_rates
 from harness.loss import choose_loss
 from harness.processes import columns, say
+from harness.rates import Rates, predict_time
 from harness.settings import ROOT, Settings
 from utils import UserError
-
-
-def predict_time(counts: dict[tuple, float], rates: dict[str, float]) -> dict[str, float]:
-    """Seconds of one optimizer step, by a roofline: each operator takes what bounds it, one after the other.
-
-    Collectives run beside the computation of their pass. Exposed is what does not fit beside it, and the ends: the
-    first gathers of a step before there is anything to compute, the last reductions after everything is computed.
-    """
-    seconds: collections.Counter = collections.Counter()
-    communication: collections.Counter = collections.Counter()
-    for (what, phase, *group), amount in counts.items():
-        if what in ("sent_bytes", "end_bytes"):
-            size, near = group[-2:]
-            rate = rates["intra_node_gb_per_s"]
-            if near < size:  # every GPU of the node lends the ring its network card
-                rate = min(rate, near * rates["inter_node_gb_per_s"])
-            communication[what, phase] += amount / rate / 1e9
-        elif what in ("calls", "end_calls"):
-            kind, size, near = group
-            nodes = size // near
-            steps = 2 * math.log2(size) / size if kind == "all_reduce" else 1  # a tree, not a ring
-            latency = (size - nodes) * LINK_HOP + (nodes - 1) * NETWORK_HOP
-            communication["sent_bytes" if what == "calls" else "end_bytes", phase] += amount * latency * steps
-        else:
-            name, rate = {
-                "matmul_flops": ("matmul", rates["matmul_tflops"] * 1e12),
-                "fp8_flops": ("matmul", rates["fp8_tflops"] * 1e12),
-                "attention_flops": ("attention", rates["attention_tflops"] * 1e12),
-                "memory_bytes": ("memory", rates["memory_gb_per_s"] * 1e9),
-                "host_bytes": ("memory", HOST_MEMORY * 1e9),
-                "host_link_bytes": ("memory", HOST_LINK * 1e9),
-            }[what]
-            seconds["optimizer" if phase == "optimizer" else name] += amount / rate
-            seconds[phase, "compute"] += amount / rate
-    exposed = communication["sent_bytes", "optimizer"]
-    for phase in ("forward", "backward"):
-        ends = communication["end_bytes", phase]
-        exposed += ends + max(0.0, communication["sent_bytes", phase] - ends - seconds[phase, "compute"])
-    total = sum(value for phase, value in seconds.items() if isinstance(phase, tuple)) + exposed
-    whole = sum(value for (what, _), value in communication.items() if what == "sent_bytes")
-    named = {name: seconds[name] for name in ("matmul", "attention", "memory", "optimizer")}
-    return named | {"communication": whole, "exposed": exposed, "step": total}
-
 
 # The script's own functions, which a plan drives.
 Recipe = collections.namedtuple("Recipe", "resolve build_mesh build_model build_optimizer train_step")
 
 
-def layer_period(config) -> tuple[nn.Module, int]:
-    """The model on the meta device, and after how many layers its pattern repeats (SmolLM3: 4, one in four has no RoPE;
-    the number of layers where nothing repeats)."""
-    model, text = models.on_meta(config), config.get_text_config()
-    layers = models.decoder_layers(model)
-    lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
-    shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
-    alike = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
-    periods = range(1, len(layers) // 3 + 1)
-    return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
-
-
-def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[str, float], flops: int) -> dict:
+def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> dict:
     """What this configuration needs and gives on `world` GPUs, as the JSON object of --plan without its advice; `flops`
     are those of a token, 0 where they are not known: there is no MFU then.
 
@@ -98,7 +42,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
 
     from harness.recorder import KINDS, PHASES, record_step  # loads what only a plan needs
 
-    model, period = layer_period(config)
+    model, period = models.layer_period(config)
     layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
     depth = 2 * edge + (layers - 2 * edge) % period
     depths = [depth, depth + period] if depth + period < layers else [layers]
@@ -114,6 +58,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
         return {key: value + beyond * (value - few[key]) for key, value in many.items() if key in few}
 
     peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
+    operators = at_full_depth(few.operators, many.operators)
 
     on_host = np.zeros(len(KINDS))
     if settings.cpu_offload:
@@ -123,7 +68,11 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
         shards = on_host[KINDS.index("parameters")]
         passes = 3 if settings.zero_stage == 3 else 2  # gathers, and gradients back
         counts["host_link_bytes", "backward"] = shards * passes * settings.gradient_accumulation_steps
-        counts["host_bytes", "optimizer"] = counts.pop(("memory_bytes", "optimizer"), 0)
+        on_the_host = [key for key in operators if key[0] == "optimizer"]
+        counts["host_bytes", "optimizer"] = sum(operators.pop(key) * key[1].nbytes for key in on_the_host)
+        counts["host_bytes", "optimizer"] += sum(
+            counts[key] for key in counts if key[:2] == ("list_bytes", "optimizer")
+        )
     at, peak = max(peaks.items(), key=lambda item: item[1].sum())
     total = peak.sum() / utils.GIB
     groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
@@ -139,8 +88,8 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
         if entry["per_node"] < entry["ranks"]:  # of a ring's hops one in per_node leaves the node
             entry["gib_between_nodes"] = entry["gib"] / entry["per_node"]
         collectives.append(entry)
-    seconds = predict_time(counts, rates)
-    speed = utils.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates["peak_tflops"])
+    seconds = predict_time(counts, operators, many.parts, rates.with_ranks(min(world, settings.gpus_per_node)))
+    speed = utils.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops or 0)
     hours = 1e9 / speed["tokens_per_sec"] / 3600
     return {
         "gpus": world,
@@ -154,17 +103,18 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
             for phase in ("build", "forward", "head", "backward", "optimizer")
             if (found := [peak for key, peak in peaks.items() if phase in key])
         },
-        "capacity_gib": rates["memory_gib"],
-        "fits": bool(reserved <= rates["memory_gib"]),
+        "capacity_gib": rates.memory_gib,
+        "fits": bool(reserved <= rates.memory_gib),
         "communication_gib_per_step": sum(entry["gib"] for entry in collectives),
         "collectives": collectives,
-        "flops_executed": sum(amount for key, amount in counts.items() if key[0].endswith("_flops")),
+        "flops_executed": sum(operator.flops * times for (_, operator), times in operators.items()),
         "step_time_ms": 1000 * seconds["step"],
-        "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
+        "time_ms": {name: 1000 * value for name, value in seconds.items() if name not in ("step", "sources")},
+        "time_sources": seconds["sources"],
         "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
         "tokens_per_sec": speed["tokens_per_sec"],
         "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
-        "mfu_percent": speed["mfu_percent"] if flops else None,
+        "mfu_percent": speed.get("mfu_percent") if flops else None,
         "hours_per_billion_tokens": hours,
     } | ({"cost_per_billion_tokens": hours * world * settings.gpu_hour_usd} if settings.gpu_hour_usd else {})
 
@@ -173,14 +123,10 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     """--plan: prints what `settings` will need and give."""
     if int(os.environ.get("RANK", 0)):
         return
-    gpu = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "H100 SXM")
-    try:
-        measured = json.loads(pathlib.Path(settings.plan_rates).read_text()) if settings.plan_rates else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"--plan-rates {settings.plan_rates}: {utils.first_line(error)}") from error
-    rates = find_rates(gpu, measured.get("rates", measured))
-    if settings.precision == "fp8" and not (rates["fp8_tflops"] or settings.fp8_emulate):
-        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {gpu} has none; use bf16")
+    rates = choose_rates(settings)
+    if settings.precision == "fp8" and not (rates.assumed.get("fp8_tflops", 1) or settings.fp8_emulate):
+        why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
+        raise UserError(f"--precision fp8: {why}; use bf16")
     config = models.load_config(settings.model, settings.sequence_length)
     settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
     flops, counted = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
@@ -192,16 +138,18 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     batch = largest_batch(planned, rates)
     if settings.batch_size == "auto":
         settings = dataclasses.replace(settings, batch_size=batch or 1)
-    result = {"model": settings.model, "gpu": gpu, "flops": counted} | planned() | {"largest_batch_size": batch}
+    result = (
+        {"model": settings.model, "gpu": rates.device, "flops": counted} | planned() | {"largest_batch_size": batch}
+    )
     if not result["fits"]:
         result["fits_with"] = what_fits(settings, config, planned)
     if len(worlds) > 1:
         result["scaling"] = scaling(settings, planned, worlds)
-    result["assumptions"] = assumptions(settings, config, rates, measured)
+    result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
     print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))
 
 
-def largest_batch(planned, rates: dict[str, float]) -> int:
+def largest_batch(planned, rates: Rates) -> int:
     """The largest --batch-size that fits (of more than 16, one within a sixteenth of it); 0 if none does.
 
     Memory grows evenly with it where activations are the peak, so two plans tell about where it lies, and the next
@@ -209,7 +157,7 @@ def largest_batch(planned, rates: dict[str, float]) -> int:
     """
 
     def left(size: int) -> float:
-        return rates["memory_gib"] - planned(batch_size=size)["memory_gib"]["reserved"]
+        return rates.memory_gib - planned(batch_size=size)["memory_gib"]["reserved"]
 
     fits, fails, probe = 0, math.inf, 1
     while fails - fits > 1 + fits // 16:
@@ -287,23 +235,29 @@ def scaling(settings: Settings, planned, worlds: tuple[int, ...]) -> list[dict]:
     return rows
 
 
-def assumptions(settings: Settings, config, rates: dict[str, float], measured: dict) -> dict[str, str]:
+def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, float]) -> dict[str, str]:
     """What the plan takes for granted, in words."""
     layers, attention = "operator by operator", "the scores' matrix in memory"
     if settings.compile:
         layers = "partitioned as inductor does; a compiled region allocates what its kernels have to write"
     if settings.attention != "eager":
         attention = "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
-    assumed = "shares of the datasheets' figures, see docs/PLAN.md"
-    source = f"measured, from {settings.plan_rates}" if measured else assumed
+    said = [", ".join(f"{name} {value:,.4g}" for name, value in rates.assumed.items())] if rates.assumed else []
+    said += ["assumed are shares of the datasheets' figures, see docs/PLAN.md: the time is a bound"] if said else []
+    if rates.sections:
+        parts = ", ".join(f"{sources.get(name, 0):.0%} {name}" for name in ("measured", "scaled", "assumed"))
+        said.insert(0, f"of the step's time {parts}; measured {rates.source}, scaled from other sizes measured there")
+    elif rates.source:
+        said.append(rates.source)
+    beside = "collectives beside their pass's computation, but for the first gathers and the last reductions"
     return {
-        "rates": ", ".join(f"{name} {value:,.4g}" for name, value in rates.items()) + f"; {source}",
+        "rates": "; ".join(said),
         "memory": f"rank 0, which holds most; {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA "
         f"and its libraries, {NCCL_GIB} GiB a communicator: assumed, not measured",
         "attention": attention,
         "layers": f"{layers}; shallow models, extrapolated to {config.get_text_config().num_hidden_layers} layers",
-        "time": "one operator after the other, each at what bounds it, no launch overhead; collectives beside their "
-        "pass's computation, but for the first gathers and the last reductions; data always there",
+        "time": f"one operator after the other; {beside if rates.overlaps else 'nothing beside anything'}; "
+        f"{'launches ahead of the GPU' if rates.overlaps else 'then what the host does'}; data always there",
     }
 
 
@@ -347,6 +301,7 @@ def describe_plan(settings: Settings, result: dict) -> str:
         "\ntime of a step, ms",
         *(f"  {name:24}{time_ms[kind]:9,.1f}" for kind, name in kinds.items()),
         f"  {'exposed communication':24}{time_ms['exposed']:9,.1f}   of {time_ms['communication']:,.1f}",
+        *[f"  {'waiting for the host':24}{time_ms['launches']:9,.1f}"] * (time_ms["launches"] >= 0.1),
         f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
         f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, "
         + (f"MFU {result['mfu_percent']:.1f} %" if result["flops_per_token"] else "no MFU"),

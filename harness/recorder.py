@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
 import operator
 import re
 import weakref
@@ -22,18 +23,28 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 import utils
 from harness.models import decoder_layers
+from harness.rates import LIST, Operator
 from harness.settings import Settings
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 EXTERN = re.compile(r"mm\b|_mm|attention|convolution|embedding_dense|scatter|index_put|sort|topk|cumsum")  # not fused
 UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)  # their schemas do not say that they are
+
+
+@dataclasses.dataclass
+class Layout:
+    """A tensor without its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 class StepRecorder(TorchDispatchMode):
@@ -51,14 +62,18 @@ class StepRecorder(TorchDispatchMode):
         self.kind = "activations"  # of a storage of which nothing else is known
         self.marks: list[tuple] = [(0, (None, "build"))]  # (first event, what the program does from there on)
         self.counts: collections.Counter = collections.Counter()
+        self.operators: collections.Counter = collections.Counter()  # (phase, Operator): how often
+        self.examples: dict[Operator, tuple] = {}  # (what to call, its arguments, fake)
+        self.parts: dict[Operator, collections.Counter] = {}  # of a compiled region: what it is without the compiler
         self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
         self.microbatch: int | None = None
         self.last_microbatch = self.after_backward = False
         self.compiled_regions = 0
-        self._collectives: list[tuple] = []
+        self.collectives: list[tuple] = []  # (phase, kind, ranks, those of a node, bytes sent, bytes of the whole)
         self._number: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._alive: dict[int, tuple[weakref.ref, int]] = {}
         self._fused: set[int] | None = None  # storages made in the compiled region at work
+        self._parts: collections.Counter = collections.Counter()  # of that region
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -78,26 +93,34 @@ class StepRecorder(TorchDispatchMode):
         self.label((p.grad._local_tensor for p in parameters if p.grad is not None), "gradients")
         self.mark("optimizer")
         # the ends of a step have no computation beside them
-        gathers = [entry for entry in self._collectives if entry[1] == "all_gather"]
-        last = {entry[1]: entry for entry in self._collectives if entry[0] == "backward" and entry[1] != "all_gather"}
-        for phase, *group, sent in [*gathers[:2], *last.values()]:
+        gathers = [entry for entry in self.collectives if entry[1] == "all_gather"]
+        last = {entry[1]: entry for entry in self.collectives if entry[0] == "backward" and entry[1] != "all_gather"}
+        for phase, *group, sent, whole in [*gathers[:2], *last.values()]:
             self.counts["end_calls", phase, *group] += 1
             self.counts["end_bytes", phase, *group] += sent
+            self.counts["end_whole_bytes", phase, *group] += whole
 
     def label(self, tensors, kind: str) -> None:
         for tensor in tensors:
             self.kinds[self.see(tensor.untyped_storage())] = kind
 
-    def run_compiled(self, graph: torch.fx.GraphModule, args, peak: int, moved: int):
-        """Runs a compiled region's graph, of whose intermediate tensors only `peak` bytes exist, `moved` bytes move."""
+    def run_compiled(self, graph: torch.fx.GraphModule, args, name: str, peak: int, moved: int, kernels: int):
+        """Runs a compiled region's graph, of whose intermediate tensors only `peak` bytes exist, `moved` bytes move in
+        `kernels` fused ones."""
         self.compiled_regions += 1
-        if self.microbatch is not None:
-            self.counts["memory_bytes", self.phase] += moved * self.weight
         self._scratch(peak)
-        self._fused = set()
+        self._fused, self._parts = set(), collections.Counter()
         result = graph(*args)
         kept, self._fused = self._fused, None
         self.events += [(number, self._alive[number][1]) for number in kept]
+        if kernels:
+            self._parts[Operator("fused", "", 0, moved / kernels)] = kernels
+        flops, nbytes = (sum(n * getattr(part, of) for part, n in self._parts.items()) for of in ("flops", "nbytes"))
+        region = Operator(name, shapes(args), flops, nbytes)
+        self.parts[region] = self._parts
+        self.keep_example(region, graph, args, {})
+        self.counts["dispatches", self.phase] += self.weight * (self.microbatch is not None)
+        self.operators[self.phase, region] += self.weight * (self.microbatch is not None)
         return result
 
     @property
@@ -121,17 +144,30 @@ class StepRecorder(TorchDispatchMode):
         if self.microbatch is None:
             return result
         phase, name = self.phase, op.name()
+        self.counts["dispatches", phase] += self.weight * (self._fused is None)
+        flops, moved = operator_flops(op, args, kwargs, result), moved_bytes(op, args, kwargs, outputs)
         if op.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(name, args, inputs, phase)
-        elif flops := operator_flops(op, args, kwargs, result):
-            kind, amount = flops
-            self.counts[f"{kind}_flops", phase] += amount * self.weight
+        elif flops or (moved and self._fused is None):
+            done = Operator(kind_of(name, inputs), shapes((args, kwargs)), flops, moved)
+            if done.shape == LIST:  # its size follows the number of layers
+                self.counts["list_bytes", phase, done.kind] += moved * self.weight
+                done = done._replace(nbytes=0)
+            self.keep_example(done, op, args, kwargs)
+            if self._fused is None:
+                self.operators[phase, done] += self.weight
+            else:
+                self._parts[done] += 1
             self._scratch(attention_workspace(op, inputs))
-        elif self._fused is None:
-            self.counts["memory_bytes", phase] += moved_bytes(op, args, kwargs, outputs) * self.weight
         if op.namespace == "fsdp" and "chunk_cat" in name:
             self.label(args[0], "gradients")
         return result
+
+    def keep_example(self, operator: Operator, call, args, kwargs) -> None:
+        """What `measuring` runs to time an operator; no tensor is kept, which would be memory that is never freed."""
+        if operator not in self.examples:
+            laid_out = lambda tensor: Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())  # noqa: E731
+            self.examples[operator] = call, *tree_map_only(torch.Tensor, laid_out, (args, kwargs))
 
     def _count_collective(self, name: str, args, inputs: list[torch.Tensor], phase: str) -> None:
         found = re.search("all_?gather|reduce_scatter|all_?reduce|broadcast|all_?to_?all", name)
@@ -143,11 +179,13 @@ class StepRecorder(TorchDispatchMode):
         group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(names[-1])
         ranks = dist.get_process_group_ranks(group)
         near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
-        sent = max(map(nbytes, inputs)) * (len(ranks) - 1) / len(ranks) * (2 if kind == "all_reduce" else 1)
+        whole = max(map(nbytes, inputs))
+        sent = whole * (len(ranks) - 1) / len(ranks) * (2 if kind == "all_reduce" else 1)
         key = (phase, kind, len(ranks), near)
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight
-        self._collectives.append((*key, sent))
+        self.counts["whole_bytes", *key] += whole * self.weight
+        self.collectives.append((*key, sent, whole))
         if kind in ("all_gather", "reduce_scatter"):
             self.label(inputs, "communication")
         if kind == "reduce_scatter":
@@ -223,18 +261,35 @@ def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
     return 0 if not written or name.startswith(("empty", "new_empty", "resize", "set_")) else read + written
 
 
-def operator_flops(op, args, kwargs, result) -> tuple[str, int] | None:
-    """(matmul, fp8 or attention; FLOPs that the operator executes), None for one that memory bounds."""
+def kind_of(name: str, inputs: list[torch.Tensor]) -> str:
+    """Operators of one kind take time in proportion to their size."""
+    if "scaled_dot_product" in name:
+        name = "attention " + ("backward" if "backward" in name else "forward")
+    return " ".join([name, *dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)])
+
+
+def shapes(tree) -> str:
+    """The sizes of an operator's arguments; ' marks a tensor that is not laid out row by row."""
+    tensors = tensors_in(tree)
+    if len(tensors) > 6:
+        return LIST
+    laid_out = ("x".join(map(str, t.shape)) + "'" * (not t.is_contiguous()) for t in tensors)
+    numbers = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, int) and not isinstance(leaf, torch.SymInt))
+    return " ".join([*laid_out, *map(str, numbers)])
+
+
+def operator_flops(op, args, kwargs, result) -> int:
+    """FLOPs that the operator executes, 0 for one that memory bounds."""
     name = op._schema.name.split("::")[1]
     if "scaled_dot_product" in name:
         given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
         batch, heads, length, head_dim = given["query"].shape
         flops = 2 * batch * heads * length * given["key"].shape[2] * (head_dim + given["value"].shape[3])
-        return "attention", int(flops * (2.5 if "backward" in name else 1) / (2 if given.get("is_causal") else 1))
+        return int(flops * (2.5 if "backward" in name else 1) / (2 if given.get("is_causal") else 1))
     if name == "_grouped_mm":
-        return "matmul", 2 * args[0].numel() * args[1].shape[-1]
+        return 2 * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(op.overloadpacket)
-    return formula and ("fp8" if "scaled_mm" in name else "matmul", formula(*args, **kwargs, out_val=result))
+    return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
 def attention_workspace(op, inputs: list[torch.Tensor]) -> int:
@@ -255,18 +310,22 @@ def recording_backend():
     from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def run(graph, peak, moved, *args):
+    def run(graph, known, *args):
         recorder = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepRecorder))
-        return recorder.run_compiled(graph, args, peak, moved)
+        return recorder.run_compiled(graph, args, *known)
 
     def compiler(graph, inputs):
-        return functools.partial(run, graph, *fused_memory(graph))
+        operators = "\n".join(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        dtypes = " ".join(str(tensor.dtype) for tensor in tensors_in(inputs))
+        name = "region " + hashlib.sha256(f"{operators}\n{dtypes}".encode()).hexdigest()[:12]
+        return functools.partial(run, graph, (name, *fused_memory(graph)))
 
     return aot_autograd(fw_compiler=compiler, partition_fn=partition, decompositions=select_decomp_table)
 
 
-def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int]:
-    """(peak bytes of what the graph allocates, bytes that its memory-bound kernels move) when it is compiled.
+def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int, int]:
+    """(peak bytes of what the graph allocates, bytes that its memory-bound kernels move, how many of these there are)
+    when it is compiled.
 
     A tensor is written when a matmul, an attention or another kernel that cannot be fused reads or makes it, or when
     the graph returns it; what lies between is fused. A fused kernel reads what was written before it, once.
@@ -303,7 +362,7 @@ def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int]:
     fused = [node for node in made if not extern(node)]
     kernels = {reads[node] for node in fused}  # what reads the same is one kernel
     moved = sum(size[node] for node in fused) + sum(size[origin] for origins in kernels for origin in origins)
-    return peak, moved
+    return peak, moved, len(kernels)
 
 
 @contextlib.contextmanager
@@ -334,6 +393,17 @@ def on_fake_tensors(recorder: StepRecorder):
         yield
 
 
+def at_depth(config, depth: int):
+    """The config of the model's first `depth` layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    return config
+
+
 def record_step(settings: Settings, recipe, config, world: int, depth: int, edge: int) -> StepRecorder:
     """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
 
@@ -346,12 +416,7 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
     # planned as if nothing were.
     attention = "eager" if settings.attention == "eager" else "sdpa"
     settings = dataclasses.replace(settings, attention=attention, document_mask=False)
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:depth])
-    text.num_hidden_layers = depth
+    config = at_depth(config, depth)
     recorder = StepRecorder(settings.gpus_per_node)
     if settings.optimizer == "adamw8bit" and find_spec("torchao"):  # its tables, cached, are computed from real tensors
         from torchao.optim import subclass_8bit

@@ -115,7 +115,7 @@ def plan_all(workspace: pathlib.Path) -> None:
     depths, record_step = [], recorder.record_step
     recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
     result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
-    planning.layer_period = lambda config, full=planning.layer_period: (full(config)[0], 10)
+    models.layer_period = lambda config, full=models.layer_period: (full(config)[0], 10)
     result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
     result["depths"] = depths.copy()
     planning.largest_batch = lambda *_: 1
