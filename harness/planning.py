@@ -301,6 +301,7 @@ def describe_plan(settings: Settings, result: dict) -> str:
         "\ntime of a step, ms",
         *(f"  {name:24}{time_ms[kind]:9,.1f}" for kind, name in kinds.items()),
         f"  {'exposed communication':24}{time_ms['exposed']:9,.1f}   of {time_ms['communication']:,.1f}",
+        *[f"  {'contention':24}{time_ms['contention']:9,.1f}"] * (time_ms["contention"] >= 0.1),
         *[f"  {'waiting for the host':24}{time_ms['launches']:9,.1f}"] * (time_ms["launches"] >= 0.1),
         f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
         f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, "

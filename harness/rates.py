@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from utils import UserError, find_gpu, first_line
 
 LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)
+# Of the time of a collective that runs beside computation, the share by which it slows that down: NCCL takes
+# multiprocessors, memory bandwidth and power. One number for the published runs on several GPUs in docs/PLAN.md.
+CONTENTION = 0.8
 HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
 
 
@@ -128,8 +131,9 @@ def predict_time(
 ) -> dict[str, Any]:
     """Seconds of one optimizer step: of each (phase, operator) its time as often as it runs, one after the other.
 
-    On a GPU collectives run beside the computation of their pass. Exposed is what does not fit beside it, and the ends:
-    the first gathers of a step before there is anything to compute, the last reductions after everything is computed.
+    On a GPU collectives run beside the computation of their pass, which they slow down. Exposed is what does not fit
+    beside it, and the ends: the first gathers of a step before there is anything to compute, the last reductions after
+    everything is computed.
     Launches run ahead of the GPU: the step takes what all kernels take or what all launches take, whichever is more.
     On a CPU nothing runs beside anything.
     """
@@ -175,16 +179,18 @@ def predict_time(
         for phase in ("forward", "backward"):
             ends = communication["end_", phase]
             exposed += ends + max(0.0, communication["", phase] - ends - compute[phase])
-        launches = max(0.0, host - sum(compute.values()) - exposed)
+        contention = CONTENTION * (whole - exposed)
+        launches = max(0.0, host - sum(compute.values()) - exposed - contention)
     else:
-        exposed, launches = whole, host
-    total = sum(compute.values()) + exposed + launches
+        exposed, contention, launches = whole, 0.0, host
+    total = sum(compute.values()) + exposed + contention + launches
     named = {name: seconds[name] for name in ("matmul", "attention", "memory", "optimizer")}
     shares = {source: amount / max(sum(sources.values()), 1e-12) for source, amount in sources.items()}
-    return named | {"launches": launches, "communication": whole, "exposed": exposed, "step": total, "sources": shares}
+    named |= {"launches": launches, "communication": whole, "exposed": exposed, "contention": contention}
+    return named | {"step": total, "sources": shares}
 
 
-# ---- The file ---------------------------------------------------------------------------------------------------------
+# ---- The file --------------------------------------------------------------------------------------------------------
 
 
 def folder_of_rates(cache_dir: str | None) -> pathlib.Path:

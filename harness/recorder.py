@@ -150,9 +150,9 @@ class StepRecorder(TorchDispatchMode):
             self._count_collective(name, args, inputs, phase)
         elif flops or (moved and self._fused is None):
             done = Operator(kind_of(name, inputs), shapes((args, kwargs)), flops, moved)
-            if done.shape == LIST:  # its size follows the number of layers
+            if len(inputs) > 6 and not flops:  # over parameters, as many as the model has
+                done = done._replace(shape=LIST, nbytes=0)
                 self.counts["list_bytes", phase, done.kind] += moved * self.weight
-                done = done._replace(nbytes=0)
             self.keep_example(done, op, args, kwargs)
             if self._fused is None:
                 self.operators[phase, done] += self.weight
@@ -271,8 +271,6 @@ def kind_of(name: str, inputs: list[torch.Tensor]) -> str:
 def shapes(tree) -> str:
     """The sizes of an operator's arguments; ' marks a tensor that is not laid out row by row."""
     tensors = tensors_in(tree)
-    if len(tensors) > 6:
-        return LIST
     laid_out = ("x".join(map(str, t.shape)) + "'" * (not t.is_contiguous()) for t in tensors)
     numbers = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, int) and not isinstance(leaf, torch.SymInt))
     return " ".join([*laid_out, *map(str, numbers)])
