@@ -93,6 +93,13 @@ def build_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
 
 
+def reshards_early(settings: Settings) -> bool:
+    """Whether parameters are resharded after each forward and backward pass: at stage 3, but not where a rank shards
+    with nobody, as FSDP2 would cast and copy them all again, unless its own shard is on the host."""
+    alone = dist.get_world_size() == settings.dp_replicate_size
+    return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
+
+
 def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
     """Builds the model sharded: on the meta device first, then one decoder layer after the other made real and cut.
 
@@ -139,7 +146,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **recompute)
         if settings.compile:
             layer.forward = torch.compile(layer.forward)
-        shard(layer, reshard_after_forward=settings.zero_stage == 3)
+        shard(layer, reshard_after_forward=reshards_early(settings))
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
@@ -392,8 +399,9 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
         model.set_requires_gradient_sync(last or not (settings.defer_grad_sync or settings.zero_stage == 1))
         # replicas meet once a step; after the line above, which sets this too
         model.set_requires_all_reduce(last)
-        # Below stage 3 the parameters stay whole from the first microbatch to the last: one all-gather a step.
-        model.set_reshard_after_backward(last or settings.zero_stage == 3)
+        # Otherwise the parameters stay whole from the first microbatch to the last: one all-gather a step. After the
+        # last they go always: the optimizer changes the shards, and a gathered copy would stay as it was.
+        model.set_reshard_after_backward(last or reshards_early(settings))
         heartbeats.at("data")
         with tracker.data_wait():
             batch = next(batches)
