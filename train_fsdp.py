@@ -49,6 +49,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
@@ -371,8 +372,9 @@ def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device
 def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device) -> str:
     """The prompt and its continuation; every rank takes part with the same random numbers."""
     prompt = tokenizer(settings.sample_prompt, return_tensors="pt", add_special_tokens=False).to(device)
-    # the length changes with every token: eager code, or the compiler would start again each time
-    with evaluating(model), torch.compiler.set_stance("force_eager"):
+    # the length changes with every token: eager code and no cuDNN, or both would start again each time
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
         tokens = model.generate(
             **{name: prompt[name] for name in ("input_ids", "attention_mask")},

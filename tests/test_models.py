@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
+import train_fsdp
 from harness import models
 from utils import UserError
 
@@ -197,6 +198,19 @@ def test_flash_is_torchs_flash_kernel_and_no_other():
         if attention == "flash":
             with pytest.raises(RuntimeError, match=r"No viable|No available"):
                 torch.nn.functional.scaled_dot_product_attention(query, query, query, bias)
+
+
+def test_a_continuation_is_generated_without_cudnn_which_would_plan_for_each_length(device, monkeypatch):
+    settings, config = resolved(["--demo"])
+    tokenizer, seen = models.load_tokenizer(settings, config), []
+
+    class Model(torch.nn.Linear):
+        def generate(self, input_ids, **options):
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return input_ids
+
+    assert train_fsdp.sample(settings, Model(1, 1), tokenizer, device) == settings.sample_prompt
+    assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False], True)
 
 
 @pytest.mark.parametrize("capability, kernel", [((9, 0), "FA3"), ((10, 3), "FA4"), ((8, 9), None)])
