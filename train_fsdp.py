@@ -54,7 +54,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, heartbeats, models, planning, report, samples, streaming
+from harness import checkpoints, folders, heartbeats, models, own_plan, planning, report, samples, streaming
 from harness.checkpoints import TrainState
 from harness.export import export
 from harness.faults import name_fault
@@ -75,7 +75,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     attention, fused_loss = models.choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, compile=compiled, attention=attention, fused_loss=fused_loss)
     if settings.batch_size == "auto" and not settings.plan:  # a plan looks for it itself
-        batch_size = on_main_rank(lambda: planning.choose_batch_size(settings))
+        batch_size = on_main_rank(lambda: own_plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=batch_size)
     if manifest:
         accumulation = checkpoints.keep_global_batch(settings, manifest)
@@ -573,12 +573,12 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
     return metrics, stopped
 
 
-def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, own_plan, metrics: dict) -> int:
+def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, planned, metrics: dict) -> int:
     """The last lines, files and gates of a run that took all its steps."""
     settings, state = job.settings, job.state
     metrics |= report.figures_of_all_ranks(state.tracker.summary(), state, job.device)
-    if own_plan:
-        metrics |= planning.predicted_figures(own_plan)
+    if planned:
+        metrics |= own_plan.predicted_figures(planned)
     reporter.end(metrics)
     say(report.summarize(metrics, job.folder, state.elapsed))
     if settings.sample_prompt:
@@ -643,13 +643,13 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         reporter = report.Report(job.settings, job.accelerator, job.folder, job.state)
         cleanup.callback(reporter.close)
         saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
-        own_plan = cleanup.enter_context(planning.own_plan(job.settings, device))
+        planned = cleanup.enter_context(own_plan.own_plan(job.settings, device))
         gc.collect()
         gc.freeze()  # what is here now stays; cycles are collected at log lines, as a collection in the middle of a
         gc.disable()  # step stops one rank while all wait for it
         cleanup.callback(gc.enable)
         metrics, stopped = train(job, reporter, saver, stop)
-        return leave_early(job, reporter, saver, stop) if stopped else finish(job, reporter, saver, own_plan, metrics)
+        return leave_early(job, reporter, saver, stop) if stopped else finish(job, reporter, saver, planned, metrics)
 
 
 RECIPE = planning.Recipe(resolve, build_mesh, build_model, build_optimizer, train_step)
