@@ -643,7 +643,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         reporter = report.Report(job.settings, job.accelerator, job.folder, job.state)
         cleanup.callback(reporter.close)
         saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
-        planned = cleanup.enter_context(own_plan.own_plan(job.settings, device))
+        planned = cleanup.enter_context(own_plan.beside(job.settings, device))
         gc.collect()
         gc.freeze()  # what is here now stays; cycles are collected at log lines, as a collection in the middle of a
         gc.disable()  # step stops one rank while all wait for it
@@ -659,6 +659,7 @@ def main(settings: Settings) -> None:
     watch = None
     try:
         if settings.plan:
+            own_plan.end_with_run()
             return planning.plan(settings, RECIPE)
         stop = StopRequest()
         device = start_processes(settings.timeout_minutes)

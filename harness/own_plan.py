@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +16,21 @@ import torch.distributed as dist
 from harness.processes import say
 from harness.settings import ROOT, Settings
 from utils import UserError
+
+PATIENCE = 60  # seconds that the end of a run waits for its plan
+RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans
+
+
+def end_with_run() -> None:
+    """In a process that plans for a run: ends it within a second of the run's end, whatever that was."""
+
+    def watch(run: int) -> None:
+        while os.getppid() == run:
+            time.sleep(1)
+        os._exit(1)
+
+    if RUN in os.environ:
+        threading.Thread(target=watch, args=(int(os.environ[RUN]),), daemon=True).start()
 
 
 def start_plan(settings: Settings) -> subprocess.Popen:
@@ -28,7 +45,7 @@ def start_plan(settings: Settings) -> subprocess.Popen:
     flags += ["--plan", "--json", "--compile" if settings.compile else "--no-compile"]
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = ["nice", "-n", "19", sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags]
     return subprocess.Popen(command, env=environment, **pipes)
@@ -62,9 +79,9 @@ def choose_batch_size(settings: Settings) -> int:
 
 
 @contextlib.contextmanager
-def own_plan(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
+def beside(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
     """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run."""
-    if dist.get_rank() or not (settings.plan_gpu or device.type == "cuda"):
+    if dist.get_rank() or not settings.own_plan or not (settings.plan_gpu or device.type == "cuda"):
         yield None
         return
     process = start_plan(settings)
@@ -76,7 +93,9 @@ def own_plan(settings: Settings, device: torch.device) -> Iterator[subprocess.Po
 
 def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
     """What a run's own plan adds to its last line."""
-    predicted, problem = read_plan(process, patience=300)
+    if process.poll() is None:
+        say(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
+    predicted, problem = read_plan(process, PATIENCE)
     if not predicted:
         say(f"planned    nothing: {problem}")
         return {}

@@ -128,6 +128,7 @@ class Settings:
     metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]")
 
     plan: bool = flag(False, "no training: what this configuration will need and give, from one step on fake tensors", group="planning")
+    own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
     plan_gpus: tuple[int, ...] | None = flag(None, "world size to plan for; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]")
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
     plan_rates: str | None = flag(None, "JSON with measured rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...", metavar="FILE")
