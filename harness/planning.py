@@ -110,11 +110,14 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
 
     peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
 
+    pools = range(max(many.pools) + 1)
+    of_pools = [at_full_depth(few.peaks(pool), many.peaks(pool)) for pool in pools]
+
     on_host = np.zeros(len(KINDS))
     if settings.cpu_offload:
         on_device = np.array([kind in ("activations", "communication") for kind in KINDS])
         on_host = max((peak * ~on_device for peak in peaks.values()), key=np.sum)
-        peaks = {key: peak * on_device for key, peak in peaks.items()}
+        peaks, *of_pools = [{key: peak * on_device for key, peak in one.items()} for one in (peaks, *of_pools)]
         shards = on_host[KINDS.index("parameters")]
         passes = 3 if settings.zero_stage == 3 else 2  # gathers, and gradients back
         counts["host_link_bytes", "backward"] = shards * passes * settings.gradient_accumulation_steps
@@ -123,7 +126,9 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
     total = peak.sum() / utils.GIB
     groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
     communicators = len({key[1:] for key in groups})
-    reserved = total * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
+    # a stream's memory serves no other stream: each keeps what it held at its own peak
+    held = [max(peak.sum() for peak in one.values()) / utils.GIB for one in of_pools]
+    reserved = sum(held) * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
     of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / utils.GIB
     memory = dict(zip(KINDS, of_the_step.tolist(), strict=True))
     collectives = []
@@ -142,6 +147,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: dict[
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops or None,
         "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
+        "held_by_streams_gib": held,
         "at_peak_gib": dict(zip(KINDS, (peak / utils.GIB).tolist(), strict=True)),
         "peak_at": at[-2] if len(at) == 3 else at[-1],
         "peaks_gib": {
