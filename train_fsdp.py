@@ -49,11 +49,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, heartbeats, models, planning, report, samples, streaming
+from harness import checkpoints, folders, heartbeats, models, own_plan, planning, report, samples, streaming
 from harness.checkpoints import TrainState
 from harness.export import export
 from harness.faults import name_fault
@@ -74,7 +75,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     attention, fused_loss = models.choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, compile=compiled, attention=attention, fused_loss=fused_loss)
     if settings.batch_size == "auto" and not settings.plan:  # a plan looks for it itself
-        batch_size = on_main_rank(lambda: planning.choose_batch_size(settings))
+        batch_size = on_main_rank(lambda: own_plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=batch_size)
     if manifest:
         accumulation = checkpoints.keep_global_batch(settings, manifest)
@@ -91,6 +92,13 @@ def build_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def reshards_early(settings: Settings) -> bool:
+    """Whether parameters are resharded after each forward and backward pass: at stage 3, but not where a rank shards
+    with nobody, as FSDP2 would cast and copy them all again, unless its own shard is on the host."""
+    alone = dist.get_world_size() == settings.dp_replicate_size
+    return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
 
 
 def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
@@ -139,7 +147,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **recompute)
         if settings.compile:
             layer.forward = torch.compile(layer.forward)
-        shard(layer, reshard_after_forward=settings.zero_stage == 3)
+        shard(layer, reshard_after_forward=reshards_early(settings))
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
@@ -364,8 +372,9 @@ def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device
 def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device) -> str:
     """The prompt and its continuation; every rank takes part with the same random numbers."""
     prompt = tokenizer(settings.sample_prompt, return_tensors="pt", add_special_tokens=False).to(device)
-    # the length changes with every token: eager code, or the compiler would start again each time
-    with evaluating(model), torch.compiler.set_stance("force_eager"):
+    # the length changes with every token: eager code and no cuDNN, or both would start again each time
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
         tokens = model.generate(
             **{name: prompt[name] for name in ("input_ids", "attention_mask")},
@@ -392,8 +401,9 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
         model.set_requires_gradient_sync(last or not (settings.defer_grad_sync or settings.zero_stage == 1))
         # replicas meet once a step; after the line above, which sets this too
         model.set_requires_all_reduce(last)
-        # Below stage 3 the parameters stay whole from the first microbatch to the last: one all-gather a step.
-        model.set_reshard_after_backward(last or settings.zero_stage == 3)
+        # Otherwise the parameters stay whole from the first microbatch to the last: one all-gather a step. After the
+        # last they go always: the optimizer changes the shards, and a gathered copy would stay as it was.
+        model.set_reshard_after_backward(last or reshards_early(settings))
         heartbeats.at("data")
         with tracker.data_wait():
             batch = next(batches)
@@ -563,12 +573,12 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
     return metrics, stopped
 
 
-def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, own_plan, metrics: dict) -> int:
+def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, planned, metrics: dict) -> int:
     """The last lines, files and gates of a run that took all its steps."""
     settings, state = job.settings, job.state
     metrics |= report.figures_of_all_ranks(state.tracker.summary(), state, job.device)
-    if own_plan:
-        metrics |= planning.predicted_figures(own_plan)
+    if planned:
+        metrics |= own_plan.predicted_figures(planned)
     reporter.end(metrics)
     say(report.summarize(metrics, job.folder, state.elapsed))
     if settings.sample_prompt:
@@ -633,13 +643,13 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         reporter = report.Report(job.settings, job.accelerator, job.folder, job.state)
         cleanup.callback(reporter.close)
         saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
-        own_plan = cleanup.enter_context(planning.own_plan(job.settings, device))
+        planned = cleanup.enter_context(own_plan.beside(job.settings, device))
         gc.collect()
         gc.freeze()  # what is here now stays; cycles are collected at log lines, as a collection in the middle of a
         gc.disable()  # step stops one rank while all wait for it
         cleanup.callback(gc.enable)
         metrics, stopped = train(job, reporter, saver, stop)
-        return leave_early(job, reporter, saver, stop) if stopped else finish(job, reporter, saver, own_plan, metrics)
+        return leave_early(job, reporter, saver, stop) if stopped else finish(job, reporter, saver, planned, metrics)
 
 
 RECIPE = planning.Recipe(resolve, build_mesh, build_model, build_optimizer, train_step)
@@ -649,6 +659,7 @@ def main(settings: Settings) -> None:
     watch = None
     try:
         if settings.plan:
+            own_plan.end_with_run()
             return planning.plan(settings, RECIPE)
         if settings.measure:
             from harness.measuring import measure  # loads what only a plan needs

@@ -19,7 +19,9 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn.attention import SDPBackend
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, conversion_mapping, masking_utils
+from transformers.integrations import sdpa_attention
 from transformers.models.auto import tokenization_auto
+from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 import utils
 from harness.settings import ASSETS, PRESETS, Settings
@@ -29,6 +31,11 @@ from utils import UserError
 # folder's code, whatever AutoTokenizer was told: no time to answer means that nobody is asked.
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 any_class_from_name = tokenization_auto.tokenizer_class_from_name
+use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
+
+ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
+# What torch takes in the place of its own flash attention on a GPU of this major capability, if it is installed.
+FLASH_KERNELS = {9: ("FA3", is_flash_attn_3_available), 10: ("FA4", is_flash_attn_4_available)}
 
 
 def answer_from_cache_without_network(source: str) -> None:
@@ -142,22 +149,23 @@ def load_tokenizer(settings: Settings, config):
 def choose_attention(settings: Settings, config) -> str:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
-    if attention == "cudnn":
-        if not (settings.plan or cuda):
-            raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.backends.cuda.enable_math_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(True)
+    if attention == "cudnn" and not (settings.plan or cuda):
+        raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
     if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
         raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if attention == "flex_attention" and not cuda:
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
+    for kernel in ("flash", "mem_efficient", "cudnn", "math"):  # a plan runs on the CPU, which has not all of them
+        allowed = settings.plan or attention not in ONE_KERNEL or kernel == attention
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
+    # On a GPU no fused kernel takes fp32 and heads that share keys: torch would compute all scores of a layer at once.
+    shares = settings.precision != "fp32" or not (cuda or settings.plan)
+    sdpa_attention.use_gqa_in_sdpa = use_gqa_in_sdpa if shares else lambda *_: False
     if attention != "auto":
         return attention
-    hopper = cuda and torch.cuda.get_device_capability()[0] == 9
-    if hopper and find_spec("flash_attn_interface") and "FA3" in torch.nn.attention.list_flash_attention_impls():
-        torch.nn.attention.activate_flash_attention_impl("FA3")  # in the place of torch's own flash attention
+    kernel, installed = FLASH_KERNELS.get(torch.cuda.get_device_capability()[0] if cuda else 0, ("", None))
+    if kernel in torch.nn.attention.list_flash_attention_impls() and installed():
+        torch.nn.attention.activate_flash_attention_impl(kernel)  # in the place of torch's own flash attention
         torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
     supported = AutoModelForCausalLM._model_mapping[type(config)]
     if settings.document_mask and cuda and supported._supports_flex_attn:
@@ -166,22 +174,39 @@ def choose_attention(settings: Settings, config) -> str:
 
 
 def describe_attention(settings: Settings, config, device: str) -> str:
-    """The attention implementation and, for torch's own, the kernel that it chooses for this model and device."""
+    """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
+    UserError where there is none."""
     if config._attn_implementation != "sdpa":
         return f"{config._attn_implementation} attention"
-    text, dtype = config.get_text_config(), torch.float32 if settings.precision == "fp32" else torch.bfloat16
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    length = settings.sequence_length
-    query = torch.empty(1, 1, length, head_dim, dtype=dtype, device=device, requires_grad=True)
+    try:
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        sizes = heads, getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    except Exception:  # some configs have no such figure, others one for each layer
+        return "sdpa attention"
+    length, dtype = settings.sequence_length, torch.float32 if settings.precision == "fp32" else torch.bfloat16
+    query, key = (
+        torch.empty(settings.batch_size, length, n, head_dim, dtype=dtype, device=device, requires_grad=True)
+        for n in sizes
+    )
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
     mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device) if settings.document_mask else None
-    kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, mask, is_causal=mask is None)).name.lower()
-    return f"sdpa attention ({torch.nn.attention.current_flash_attention_impl() or kernel})"
+    shared = query.shape != key.shape and sdpa_attention.use_gqa_in_sdpa(mask, key, key)
+    key = key if shared else key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    options = {"is_causal": mask is None, "enable_gqa": shared}
+    kernel = SDPBackend(torch._fused_sdp_choice(query, key, key, mask, **options)).name.lower()
+    if kernel == "error":
+        raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
+    if kernel == "flash_attention":
+        kernel = torch.nn.attention.current_flash_attention_impl() or kernel
+    return f"sdpa attention ({kernel})"
 
 
 def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model without storage, with one of `--attention`'s kernels; by default with what transformers chooses."""
     # always given, None too: the config could name a kernel of the hub
-    options = {"attn_implementation": "sdpa" if attention == "cudnn" else attention, "trust_remote_code": False}
+    options = {"attn_implementation": "sdpa" if attention in ONE_KERNEL else attention, "trust_remote_code": False}
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)

@@ -2,29 +2,23 @@
 functions that it drives. It does not know how a step is recorded (`recorder`) nor what a GPU gives (`gpus`)."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 import utils
 from harness import models
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, choose_rates
 from harness.loss import choose_loss
-from harness.processes import columns, say
+from harness.processes import columns
 from harness.rates import Rates, predict_time
-from harness.settings import ROOT, Settings
+from harness.settings import Settings
 from utils import UserError
 
 # The script's own functions, which a plan drives.
@@ -60,11 +54,14 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
     peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
     operators = at_full_depth(few.operators, many.operators)
 
+    pools = range(max(many.pools) + 1)
+    of_pools = [at_full_depth(few.peaks(pool), many.peaks(pool)) for pool in pools]
+
     on_host = np.zeros(len(KINDS))
     if settings.cpu_offload:
         on_device = np.array([kind in ("activations", "communication") for kind in KINDS])
         on_host = max((peak * ~on_device for peak in peaks.values()), key=np.sum)
-        peaks = {key: peak * on_device for key, peak in peaks.items()}
+        peaks, *of_pools = [{key: peak * on_device for key, peak in one.items()} for one in (peaks, *of_pools)]
         shards = on_host[KINDS.index("parameters")]
         passes = 3 if settings.zero_stage == 3 else 2  # gathers, and gradients back
         counts["host_link_bytes", "backward"] = shards * passes * settings.gradient_accumulation_steps
@@ -77,7 +74,9 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
     total = peak.sum() / utils.GIB
     groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
     communicators = len({key[1:] for key in groups})
-    reserved = total * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
+    # a stream's memory serves no other stream: each keeps what it held at its own peak
+    held = [max(peak.sum() for peak in one.values()) / utils.GIB for one in of_pools]
+    reserved = sum(held) * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
     of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / utils.GIB
     memory = dict(zip(KINDS, of_the_step.tolist(), strict=True))
     collectives = []
@@ -96,6 +95,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops or None,
         "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
+        "held_by_streams_gib": held,
         "at_peak_gib": dict(zip(KINDS, (peak / utils.GIB).tolist(), strict=True)),
         "peak_at": at[-2] if len(at) == 3 else at[-1],
         "peaks_gib": {
@@ -325,77 +325,3 @@ def describe_plan(settings: Settings, result: dict) -> str:
     wrap = textwrap.TextWrapper(110, initial_indent="  ", subsequent_indent="    ")
     assumed = [wrap.fill(f"{name}: {text}") for name, text in result["assumptions"].items()]
     return "\n".join([*lines, "\nassumptions", *assumed])
-
-
-# ---- A run's own plan, made by a process beside the training ---------------------------------------------------------
-
-
-def start_plan(settings: Settings) -> subprocess.Popen:
-    """Plans this run in another process, which sees no GPU and gives way to the training."""
-    resolved = {
-        "--plan-gpus": dist.get_world_size(),
-        "--plan-gpu": settings.plan_gpu or torch.cuda.get_device_name(),
-        "--batch-size": settings.batch_size,
-        "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
-    }
-    flags = [str(word) for item in resolved.items() for word in item]
-    flags += ["--plan", "--json", "--compile" if settings.compile else "--no-compile"]
-    world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in world}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = ["nice", "-n", "19", sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags]
-    return subprocess.Popen(command, env=environment, **pipes)
-
-
-def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
-    """(the plan, None where there is none; why there is none)."""
-    try:
-        output, errors = process.communicate(timeout=patience)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return None, f"no plan within {patience:.0f} s"
-    if process.returncode:
-        return None, (errors.strip() or "no plan").splitlines()[-1]
-    return json.loads(output), ""
-
-
-def choose_batch_size(settings: Settings) -> int:
-    """--batch-size auto: the largest that fits by a plan of this run, on rank 0."""
-    if not (settings.plan_gpu or torch.cuda.is_available()):
-        raise UserError("--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu")
-    result, problem = read_plan(start_plan(settings), patience=600)
-    if not result:
-        raise UserError(f"--batch-size auto: {problem}")
-    if not result["largest_batch_size"]:
-        advice = f"; it fits with {result['fits_with']['flags']}" if result.get("fits_with") else ""
-        raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
-    say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
-    return result["largest_batch_size"]
-
-
-@contextlib.contextmanager
-def own_plan(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
-    """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run."""
-    if dist.get_rank() or not (settings.plan_gpu or device.type == "cuda"):
-        yield None
-        return
-    process = start_plan(settings)
-    try:
-        yield process
-    finally:
-        process.kill()
-
-
-def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
-    """What a run's own plan adds to its last line."""
-    predicted, problem = read_plan(process, patience=300)
-    if not predicted:
-        say(f"planned    nothing: {problem}")
-        return {}
-    return {
-        "predicted_peak_memory_alloc": predicted["memory_gib"]["total"],
-        "predicted_peak_memory_reserved": predicted["memory_gib"]["reserved"],
-        "predicted_step_time_ms": predicted["step_time_ms"],
-    }

@@ -60,6 +60,8 @@ class StepRecorder(TorchDispatchMode):
         self.events: list[tuple[int, int]] = []  # (number of the storage, bytes), negative for a release
         self.kinds: list[str] = []  # of each storage
         self.kind = "activations"  # of a storage of which nothing else is known
+        self.pools: list[int] = []  # of each storage: the stream that it was allocated in, 0 for the default one
+        self._streams: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.marks: list[tuple] = [(0, (None, "build"))]  # (first event, what the program does from there on)
         self.counts: collections.Counter = collections.Counter()
         self.operators: collections.Counter = collections.Counter()  # (phase, Operator): how often
@@ -195,8 +197,7 @@ class StepRecorder(TorchDispatchMode):
         """The number of a storage; it is recorded when it is new or has another size than before."""
         number, size = self._number.get(storage), -(-storage.nbytes() // 512) * 512
         if number is None:
-            number = self._number[storage] = len(self.kinds)
-            self.kinds.append(self.kind)
+            number = self._number[storage] = self._add()
             reference = weakref.ref(storage, lambda _: self._free(number))
             self._alive[number] = (reference, size)
             if self._fused is None:
@@ -218,12 +219,23 @@ class StepRecorder(TorchDispatchMode):
     def _scratch(self, size: int) -> None:
         """A kernel's own workspace: there while it runs."""
         if self._fused is None:
-            self.events += [(len(self.kinds), size), (len(self.kinds), -size)]
-            self.kinds.append(self.kind)
+            number = self._add()
+            self.events += [(number, size), (number, -size)]
 
-    def peaks(self) -> dict[Any, np.ndarray]:
-        """For each key of `mark` the bytes by kind (in the order of KINDS) at the moment that held most of them."""
+    def _add(self) -> int:
+        """The number of a new storage. FSDP2 enters its streams on a CPU too, where they are names only."""
+        stream = torch.cpu.current_stream()
+        default = stream is torch.cpu._default_cpu_stream
+        self.pools.append(0 if default else self._streams.setdefault(stream, len(self._streams) + 1))
+        self.kinds.append(self.kind)
+        return len(self.kinds) - 1
+
+    def peaks(self, pool: int | None = None) -> dict[Any, np.ndarray]:
+        """For each key of `mark` the bytes by kind (in the order of KINDS) at the moment that held most of them; those
+        of one pool alone if it is given."""
         owners, sizes = np.array(self.events).T
+        if pool is not None:
+            sizes = sizes * (np.array(self.pools)[owners] == pool)
         kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
         live = np.cumsum(sizes)
         found: dict[Any, np.ndarray] = {}

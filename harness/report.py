@@ -91,8 +91,9 @@ def check_gates(settings: Settings, metrics: dict) -> None:
 def profiling(folder: pathlib.Path, state: TrainState):
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
     with state.tracker.excluded():
-        before, start = state.step, time.perf_counter()
         with contextlib.nullcontext() if dist.get_rank() else torch.profiler.profile() as profile:
+            utils.wait_for_device()  # the clock starts when the profiler has: CUPTI takes seconds
+            before, start = state.step, time.perf_counter()
             yield
             utils.wait_for_device()
             seconds = time.perf_counter() - start

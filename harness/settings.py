@@ -86,7 +86,7 @@ class Settings:
     fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed")
     activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]")
     activation_memory_budget: float | None = flag(None, "the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]", least=0, below=1)
-    attention: Literal["auto", "sdpa", "cudnn", "flash_attention_2", "flex_attention", "eager"] = flag("auto", "attention kernel [auto]")
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
@@ -128,6 +128,7 @@ class Settings:
     metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]")
 
     plan: bool = flag(False, "no training: what this configuration will need and give, from one step on fake tensors", group="planning")
+    own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
     plan_gpus: tuple[int, ...] | None = flag(None, "world size to plan for; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]")
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
     plan_rates: str | None = flag(None, "what --measure wrote, or JSON with rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: nothing measured [what --measure wrote for this GPU, where it did]", metavar="FILE")
@@ -227,7 +228,8 @@ def contradiction(s: Settings) -> str | None:
         (s.precision != "fp8" and (s.fp8_recipe or s.fp8_emulate), "--fp8-recipe/--fp8-emulate: only with --precision fp8"),
         (s.lr_scheduler == "constant" and s.warmup_steps, "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup"),
         (s.document_mask and s.dataset == "synthetic", "--document-mask: synthetic tokens are no documents; use another --dataset"),
-        (s.document_mask and s.attention == "flash_attention_2", "--document-mask: not with flash_attention_2; use flex_attention or sdpa"),
+        (s.document_mask and s.attention in ("flash", "flash_attention_2"), f"--document-mask: not with {s.attention}; use flex_attention or sdpa"),
+        (s.precision == "fp32" and s.attention in ("flash", "cudnn", "flash_attention_2"), f"--attention {s.attention}: takes no fp32; use sdpa, or another --precision"),
         (s.streaming and s.dataset == "synthetic", "--streaming: synthetic tokens are read from nowhere; use another --dataset"),
         (s.streaming and s.num_workers > 1, "--num-workers: with --streaming one process reads the documents in order; give 1 or 0"),
         *((s.streaming and "[" in split, f"{name}: {split} is a slice, which --streaming cannot take; name a whole split")

@@ -17,6 +17,7 @@ from multirank import COUNTED, resolved
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
@@ -61,18 +62,25 @@ def measure(argv, device) -> dict:
         def __init__(self):
             super().__init__()
             self.storages, self.peak, self.sent = {}, 0, {}
+            self.streams, self.held = WeakIdKeyDictionary(), {}  # that a storage was made in; the peak of each
 
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             if DTensor in types:
                 return NotImplemented
             result = op(*args, **(kwargs or {}))
-            for leaf in tree_leaves((args, kwargs, result)):
+            made_by = [(leaf, None) for leaf in tree_leaves((args, kwargs))]  # gloo makes some where nobody sees it
+            made_by += [(leaf, torch.cpu.current_stream()) for leaf in tree_leaves(result)]
+            for leaf, stream in made_by:
                 if isinstance(leaf, torch.Tensor):
                     storage = leaf.untyped_storage()
                     self.storages[id(storage)] = weakref.ref(storage)
+                    self.streams.setdefault(storage, stream)
             alive = {key: storage for key, seen in self.storages.items() if (storage := seen()) is not None}
             self.storages = {key: weakref.ref(storage) for key, storage in alive.items()}
             self.peak = max(self.peak, rounded(alive.values()))
+            for stream in set(self.streams.values()) - {None}:
+                made_in_it = [storage for storage in alive.values() if self.streams[storage] is stream]
+                self.held[stream] = max(self.held.get(stream, 0), rounded(made_in_it))
             for kind in ("all_gather", "reduce_scatter", "all_reduce"):
                 if "c10d" in op.namespace and kind.replace("_", "") in op.name().replace("_", ""):
                     size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
@@ -95,9 +103,10 @@ def measure(argv, device) -> dict:
         for tensor in itertools.chain(parameters, states):  # what was there before
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
+            live.streams[local.untyped_storage()] = torch.cpu.current_stream()
         train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
     dist.barrier()
-    return held | seen | {"total": live.peak, "sent": live.sent}
+    return held | seen | {"total": live.peak, "sent": live.sent, "held": sorted(live.held.values())}
 
 
 def plan(argv, ranks: int) -> dict:

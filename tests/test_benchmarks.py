@@ -35,13 +35,19 @@ def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
             assert args["num_steps"] > args["perf_warmup_steps"] or args["eval_interval"] or args["num_steps"] == 1
 
 
+def test_no_rung_of_the_ladder_before_cudnns_leaves_the_kernel_to_torch():
+    kernels = [config.flags["attention"] for config in bench.ladder()[-1].values()]
+    first = kernels.index("cudnn")
+    assert first and set(kernels[:first]) == {"flash"} and set(kernels[first:]) == {"cudnn"}
+
+
 def test_a_rehearsed_ladder_keeps_commands_and_runs_and_adds_rounds(tmp_path):
     ladder = ["gpu", "--only", "ladder/*published*", "--repeats", "1"]
     rehearse(tmp_path, *ladder)
     results = rehearse(tmp_path, *ladder)
     assert results["rehearsal"]
     rung = results["parts"]["ladder"]["configs"]["published settings"]
-    assert "--precision bf16-pure --no-compile --no-fused-loss --attention sdpa" in rung["command"]
+    assert "--precision bf16-pure --no-compile --no-fused-loss --attention flash" in rung["command"]
     assert "--model demo" in rung["command"]
     assert rung["predicted"] == {}  # what was said of a GPU does not stand beside a CPU's figures
     assert len(rung["runs"]) == 2

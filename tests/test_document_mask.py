@@ -80,6 +80,28 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
     assert not counters["graph_break"]
 
 
+def test_training_with_flex_attention_compiles_nothing_after_its_first_step(device, tmp_path, monkeypatch):
+    """FSDP takes the mask apart and makes another of it before each layer. The compiler's view of it: torch has a
+    backward of flex attention for a CPU, and refuses it there."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(models, "choose_attention", lambda settings, config: "flex_attention")
+    torch._dynamo.reset()
+    counters.clear()
+    source = write_model(tmp_path / "model", "smollm3", **MODELS["smollm3"])
+    flags = ["--sequence-length", "64", "--batch-size", "2", "--dataset", "demo", "--compile", "--document-mask"]
+    settings, config = resolved(["--model", source, *flags])
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    optimizer, collate = train_fsdp.build_optimizer(settings, model), utils.create_collate_fn(END)
+    losses, batches = [], (collate(pair) for pair in zip(*[iter(windows(8, 64))] * 2, strict=True))
+    for step in range(4):
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            loss, _ = train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
+        losses.append(loss.item())
+    assert all(0 < loss < 10 for loss in losses)
+    assert not counters["graph_break"]
+
+
 def test_a_document_mask_is_refused_for_layers_that_are_no_attention(device, tmp_path):
     source = write_model(tmp_path / "hybrid", "qwen3_next", **MODELS["qwen3_moe"])
     args, config = resolved(["--model", source, "--document-mask", "--sequence-length", "32"])

@@ -1,11 +1,20 @@
 """Configs, tokenizers, weights and kernels: what is used, and what is refused by name."""
 
 import json
+import types
 
 import pytest
-from conftest import PROGRAM, train, write_model
-from multirank import SIZES
+import torch
+from conftest import PROGRAM, parse, train, write_model
+from multirank import SIZES, resolved
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import sdpa_attention
+
+import train_fsdp
+from harness import models
+from utils import UserError
 
 
 def test_a_folder_without_a_config_is_named(mistake, tmp_path):
@@ -109,7 +118,7 @@ def test_weights_cut_short_are_refused(mistake, checkpoint):
     "flags", ["--precision fp8", "--attention cudnn", "--attention flash_attention_2", "--attention flex_attention"]
 )
 def test_what_needs_a_gpu_is_refused_without_one(mistake, flags):
-    assert mistake(*flags.split()).startswith(flags)
+    assert mistake("--precision", "bf16", *flags.split()).startswith(flags)
 
 
 def test_fused_loss_is_refused_where_the_logits_are_bent_after_the_head(mistake, tmp_path):
@@ -122,3 +131,96 @@ def test_fp8_is_refused_where_no_linear_fits_it(mistake, tmp_path):
     sizes = SIZES | {"hidden_size": 40, "head_dim": 10, "intermediate_size": 100}
     write_model(tmp_path / "model", "llama", **sizes)
     assert mistake("--precision", "fp8", "--fp8-emulate").startswith("--precision fp8: ")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention kernels
+
+
+@pytest.fixture
+def header(monkeypatch, tmp_path):
+    """`header(*flags)`: what the header says of attention, and with what torch was asked: heads of keys, whether there
+    was a mask, enable_gqa."""
+    asked, chosen = [], SDPBackend.CUDNN_ATTENTION
+
+    def choice(query, key, value, mask=None, *, is_causal, enable_gqa):
+        assert query.shape[1] in (key.shape[1], key.shape[1] * (2 if enable_gqa else 1))
+        asked.append((key.shape[1], mask is not None, enable_gqa))
+        return chosen.value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", models.use_gqa_in_sdpa)
+
+    def say(*flags, kernel=chosen):
+        nonlocal chosen
+        chosen = kernel
+        source = write_model(tmp_path / "gqa", "llama", **SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2})
+        settings, config = resolved(["--model", source, "--sequence-length", "16", *flags])
+        config._attn_implementation = "sdpa"
+        return models.describe_attention(settings, config, "cpu"), asked[-1]
+
+    return say
+
+
+def test_the_header_asks_torch_for_the_kernel_as_transformers_will(header):
+    assert header() == ("sdpa attention (cudnn_attention)", (2, False, True))
+    assert header("--document-mask")[1] == (4, True, False)  # transformers repeats the keys then
+    with pytest.raises(UserError, match="--attention flash: torch's kernel does not take this model's heads; use sdpa"):
+        header("--attention", "flash", kernel=SDPBackend.ERROR)
+
+
+def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them(header):
+    assert header("--precision", "fp32")[1] == (2, False, True)  # a CPU's flash kernel takes them
+    assert header("--precision", "fp32", "--plan")[1] == (4, False, False)  # planned for a GPU
+    query, keys = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    module = types.SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    with NoSharedKeys():
+        repeated, _ = sdpa_attention.sdpa_attention_forward(module, query, keys, keys, None)
+    assert header("--precision", "bf16")[1] == (2, False, True)  # and the choice of one run is not that of the next
+    shared, _ = sdpa_attention.sdpa_attention_forward(module, query, keys, keys, None)
+    torch.testing.assert_close(repeated, shared)
+
+
+class NoSharedKeys(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert "attention" not in op.name() or args[0].shape == args[1].shape
+        return op(*args, **kwargs or {})
+
+
+def test_flash_is_torchs_flash_kernel_and_no_other():
+    query, bias = torch.randn(1, 2, 8, 16), torch.zeros(1, 2, 8, 8, requires_grad=True)  # which flash does not take
+    for attention, kernels in (("flash", {"flash"}), ("sdpa", {"flash", "mem_efficient", "cudnn", "math"})):
+        settings, _ = resolved(["--model", "demo", "--sequence-length", "64", "--attention", attention])
+        assert settings.attention == attention
+        names = ("flash", "mem_efficient", "cudnn", "math")
+        assert {name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()} == kernels
+        assert torch._fused_sdp_choice(query, query, query, is_causal=True) == SDPBackend.FLASH_ATTENTION.value
+        if attention == "flash":
+            with pytest.raises(RuntimeError, match=r"No viable|No available"):
+                torch.nn.functional.scaled_dot_product_attention(query, query, query, bias)
+
+
+def test_a_continuation_is_generated_without_cudnn_which_would_plan_for_each_length(device, monkeypatch):
+    settings, config = resolved(["--demo"])
+    tokenizer, seen = models.load_tokenizer(settings, config), []
+
+    class Model(torch.nn.Linear):
+        def generate(self, input_ids, **options):
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return input_ids
+
+    assert train_fsdp.sample(settings, Model(1, 1), tokenizer, device) == settings.sample_prompt
+    assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False], True)
+
+
+@pytest.mark.parametrize("capability, kernel", [((9, 0), "FA3"), ((10, 3), "FA4"), ((8, 9), None)])
+def test_auto_takes_the_flash_kernel_of_the_gpu_where_its_package_is(monkeypatch, capability, kernel):
+    activated = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(models, "FLASH_KERNELS", {k: (v[0], lambda: True) for k, v in models.FLASH_KERNELS.items()})
+    settings = parse(["--model", "demo"])
+    assert models.choose_attention(settings, models.load_config("demo", 64)) == "sdpa"
+    assert activated == [kernel] * (kernel is not None)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (kernel is None)

@@ -68,6 +68,14 @@ def test_planned_bytes_are_those_of_a_real_step(planned, measured, ranks, name):
 
 
 @pytest.mark.parametrize("ranks, name", CASES)
+def test_what_a_stream_allocates_serves_no_other_and_is_planned_as_in_a_real_step(planned, measured, ranks, name):
+    plan, real = planned[str(ranks)][name], measured[ranks][name]
+    held = sorted(plan["held_by_streams_gib"])
+    assert [size * GIB for size in held] == pytest.approx(real["held"], rel=0.02)
+    assert plan["memory_gib"]["total"] < sum(held) < plan["memory_gib"]["reserved"]
+
+
+@pytest.mark.parametrize("ranks, name", CASES)
 def test_planned_traffic_is_that_of_a_real_step(planned, measured, ranks, name):
     calls: dict[str, int] = {}
     sizes: dict[str, float] = {}

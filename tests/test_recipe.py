@@ -81,6 +81,22 @@ def test_the_guard_of_the_test_above_sees_a_read(trainer):
         torch.ones(1).item()
 
 
+@pytest.mark.parametrize("flags, gathers", [("", 1), ("--zero-stage 2", 1), ("--cpu-offload", 4)])
+def test_a_rank_alone_gathers_its_parameters_once_a_step_unless_they_are_on_the_host(trainer, flags, gathers):
+    model, step = trainer("llama", "--gradient-accumulation-steps", "2", "--precision", "fp32", *flags.split())
+    layer, times = models.decoder_layers(model)[-1], []
+    weight = layer._get_fsdp_state()._fsdp_param_group.fsdp_params[0]
+    to_unsharded = weight.to_unsharded
+    weight.to_unsharded = lambda: times.append(1) or to_unsharded()
+    before = layer.mlp.up_proj.weight.full_tensor().clone()
+    step()
+    assert len(times) == gathers
+    layer.unshard()  # what the next forward sees is what the optimizer made
+    assert not torch.equal(layer.mlp.up_proj.weight, before)
+    layer.reshard()
+    assert not torch.equal(layer.mlp.up_proj.weight.full_tensor(), before)
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_each_kind_of_layer_is_compiled_once_and_whole(trainer, monkeypatch, checkpointing):
     """SmolLM3 has two kinds, with rotary positions and without; the code generator is left out, it is slow."""

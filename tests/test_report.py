@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import time
+import types
 import urllib.request
 
 import pytest
@@ -75,6 +76,25 @@ def test_steps_under_the_profiler_are_in_no_speed_figure(clock):  # noqa: F811
     metrics = tracker.step(TOKENS, FLOPS)
     assert metrics["step_time_ms"] == pytest.approx(1000)
     assert metrics["data_wait_percent"] == 0
+
+
+def test_starting_the_profiler_is_in_no_step(clock, device, tmp_path, monkeypatch, capsys):  # noqa: F811
+    class SlowToStart:
+        def __enter__(self):
+            clock.advance(30)  # as CUPTI is
+            return self
+
+        def __exit__(self, *_):
+            clock.advance(30)
+
+        events, export_chrome_trace = lambda self: [], lambda self, path: None
+
+    monkeypatch.setattr(torch.profiler, "profile", SlowToStart)
+    state = types.SimpleNamespace(step=0, tracker=utils.PerformanceTracker())
+    with report.profiling(tmp_path, state):
+        clock.advance(3)
+        state.step = 3
+    assert "3 steps of 1,000.0 ms" in capsys.readouterr().out
 
 
 class Event:

@@ -59,7 +59,9 @@ def test_help_names_every_flag_with_its_default():
         "--dp-replicate-size 0",
         "--precision fp16",
         "--optimizer sgd",
-        "--attention flash",
+        "--attention fast",
+        "--attention cudnn --precision fp32",
+        "--attention flash --precision fp32",
         "--lr-scheduler none",
         "--log-with mlflow",
         "--log-interval 0",
@@ -113,7 +115,7 @@ def test_a_memory_budget_that_could_not_apply_is_refused(flags):
         parse(["--activation-memory-budget", "0.5", *flags.split()])
 
 
-@pytest.mark.parametrize("flags", ["--dataset synthetic", "--attention flash_attention_2"])
+@pytest.mark.parametrize("flags", ["--dataset synthetic", "--attention flash_attention_2", "--attention flash"])
 def test_a_document_mask_that_could_not_work_is_refused(flags):
     with pytest.raises(UserError, match="--document-mask"):
         parse(["--document-mask", *flags.split()])

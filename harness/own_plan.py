@@ -1,0 +1,106 @@
+"""Own plan: a run's own plan, made by a process beside the training. Called by the script. It does not know how a plan
+is made."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from harness.processes import say
+from harness.settings import ROOT, Settings
+from utils import UserError
+
+PATIENCE = 60  # seconds that the end of a run waits for its plan
+RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans
+
+
+def end_with_run() -> None:
+    """In a process that plans for a run: ends it within a second of the run's end, whatever that was."""
+
+    def watch(run: int) -> None:
+        while os.getppid() == run:
+            time.sleep(1)
+        os._exit(1)
+
+    if RUN in os.environ:
+        threading.Thread(target=watch, args=(int(os.environ[RUN]),), daemon=True).start()
+
+
+def start_plan(settings: Settings) -> subprocess.Popen:
+    """Plans this run in another process, which sees no GPU and gives way to the training."""
+    resolved = {
+        "--plan-gpus": dist.get_world_size(),
+        "--plan-gpu": settings.plan_gpu or torch.cuda.get_device_name(),
+        "--batch-size": settings.batch_size,
+        "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
+    }
+    flags = [str(word) for item in resolved.items() for word in item]
+    flags += ["--plan", "--json", "--compile" if settings.compile else "--no-compile"]
+    world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in world}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = ["nice", "-n", "19", sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags]
+    return subprocess.Popen(command, env=environment, **pipes)
+
+
+def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
+    """(the plan, None where there is none; why there is none)."""
+    try:
+        output, errors = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None, f"no plan within {patience:.0f} s"
+    if process.returncode:
+        return None, (errors.strip() or "no plan").splitlines()[-1]
+    return json.loads(output), ""
+
+
+def choose_batch_size(settings: Settings) -> int:
+    """--batch-size auto: the largest that fits by a plan of this run, on rank 0."""
+    if not (settings.plan_gpu or torch.cuda.is_available()):
+        raise UserError("--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu")
+    result, problem = read_plan(start_plan(settings), patience=600)
+    if not result:
+        raise UserError(f"--batch-size auto: {problem}")
+    if not result["largest_batch_size"]:
+        advice = f"; it fits with {result['fits_with']['flags']}" if result.get("fits_with") else ""
+        raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
+    say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
+    return result["largest_batch_size"]
+
+
+@contextlib.contextmanager
+def beside(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
+    """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run."""
+    if dist.get_rank() or not settings.own_plan or not (settings.plan_gpu or device.type == "cuda"):
+        yield None
+        return
+    process = start_plan(settings)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
+    """What a run's own plan adds to its last line."""
+    if process.poll() is None:
+        say(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
+    predicted, problem = read_plan(process, PATIENCE)
+    if not predicted:
+        say(f"planned    nothing: {problem}")
+        return {}
+    return {
+        "predicted_peak_memory_alloc": predicted["memory_gib"]["total"],
+        "predicted_peak_memory_reserved": predicted["memory_gib"]["reserved"],
+        "predicted_step_time_ms": predicted["step_time_ms"],
+    }

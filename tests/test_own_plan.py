@@ -1,0 +1,72 @@
+"""A run's own plan: it goes when the run goes, and can be left out or waited for."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+from conftest import ROOT, parse, start
+
+from harness import own_plan
+
+KILLED = """
+import os, signal
+from harness import own_plan, processes, settings
+processes.start_processes()
+plan = own_plan.start_plan(settings.parse_args(["--model", "llama3.1-70b", "--plan-gpu", "B200"]))
+print(plan.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_runs_planning_process_ends():
+    run = start([sys.executable, "-c", KILLED], PYTHONPATH=str(ROOT))
+    assert run.returncode == -9, run.stderr
+    plan = psutil.Process(int(run.stdout))
+    try:
+        assert "--plan" in plan.cmdline()
+        deadline = time.monotonic() + 60
+        while plan.is_running() and plan.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            assert plan.cpu_times().user < 15, "it plans on"  # its imports take a third of that, the plan much more
+            time.sleep(0.2)
+    except psutil.NoSuchProcess:
+        pass
+    finally:
+        if plan.is_running():
+            plan.kill()
+
+
+def test_a_process_that_plans_for_nobody_goes_on(monkeypatch):
+    monkeypatch.delenv(own_plan.RUN, raising=False)
+    own_plan.end_with_run()
+    monkeypatch.setenv(own_plan.RUN, str(os.getppid()))
+    own_plan.end_with_run()
+    time.sleep(1.2)  # and so does one whose run is there
+
+
+def test_a_run_is_planned_beside_it_unless_the_flag_leaves_it_out(device, monkeypatch):
+    started = []
+    monkeypatch.setattr(own_plan, "start_plan", lambda settings: started.append(sleeping(60)) or started[0])
+    for flags in (["--plan-gpu", "B200", "--no-own-plan"], []):  # there is no GPU here either
+        with own_plan.beside(parse(flags), device) as process:
+            assert process is None and not started
+    with own_plan.beside(parse(["--plan-gpu", "B200"]), device) as process:
+        assert process.poll() is None
+    assert process.wait(10) < 0
+
+
+def sleeping(seconds: int) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(["sleep", str(seconds)], **pipes)
+
+
+def test_a_run_that_waits_for_its_plan_says_so_and_does_not_wait_for_ever(device, monkeypatch, capsys):
+    monkeypatch.setattr(own_plan, "PATIENCE", 0.1)
+    process = sleeping(60)
+    assert own_plan.predicted_figures(process) == {}
+    assert process.poll() < 0
+    said = capsys.readouterr().out
+    assert "waiting for this run's plan, 0.1 s at most; --no-own-plan leaves it out" in said
+    assert "planned    nothing: no plan within" in said
