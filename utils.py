@@ -564,7 +564,8 @@ class FlopCounter(TorchDispatchMode):
         if self.operators > MOST_OPERATORS:
             raise OverflowError
         if formula := flop_registry.get(op.overloadpacket):
-            flops = formula(*args, **(kwargs or {}), out_val=result)
+            angles = not torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and args[0].shape[-1] == 1
+            flops = 0 if angles else formula(*args, **(kwargs or {}), out_val=result)  # rotary, an outer product
             if op.overloadpacket is torch.ops.aten.convolution_backward:  # whose formula ignores groups
                 flops = 2 * args[0].numel() * args[2][0].numel() * sum(args[10][:2])
             self.flops += flops
@@ -613,7 +614,7 @@ def count_flops(config, seq_len: int, apart: bool = False) -> tuple[float, float
 
     def build(attention: str | None):
         options = {"attn_implementation": attention, "experts_implementation": "batched_mm", "dtype": torch.float32}
-        return AutoModelForCausalLM.from_config(config, **options).to("meta")  # some make a tensor on the CPU
+        return AutoModelForCausalLM.from_config(config, **options).to("meta").eval()  # some make a tensor on the CPU
 
     def run(tokens: int) -> FlopCounter:
         attended.clear()
@@ -672,8 +673,7 @@ def estimate_mfu(
         raise ValueError(f"time_elapsed ({time_elapsed}) and num_gpus ({num_gpus}) must be positive")
     tokens_per_sec = num_tokens / time_elapsed
     metrics = {"tokens_per_sec": tokens_per_sec, "actual_tflops_per_sec": tokens_per_sec * model_flops_per_token / 1e12}
-    peak_tflops = peak_tflops if peak_tflops is not None else get_gpu_peak_tflops()
-    if peak_tflops:
+    if peak_tflops := get_gpu_peak_tflops() if peak_tflops is None else peak_tflops:
         metrics["theoretical_tflops_total"] = peak_tflops * num_gpus
         metrics["mfu_percent"] = 100 * metrics["actual_tflops_per_sec"] / metrics["theoretical_tflops_total"]
     return metrics

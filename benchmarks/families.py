@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -141,14 +141,23 @@ def grouped_convolution_backward(grad, inputs, weight, *others, **_) -> int:
     return 2 * torch.Size(grad).numel() * torch.Size(weight[1:]).numel() * sum(others[7][:2])
 
 
+def product_but_angles(first, second, *_, **__) -> int:
+    """Of a batched product as torch counts it; none for rotary angles, in transformers 5.17 a product of positions and
+    frequencies, which 5.23 multiplies element by element."""
+    angles = not torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and first[-1] == 1
+    return 0 if angles else bmm_flop(first, second)
+
+
+MENDED = {torch.ops.aten.convolution_backward: grouped_convolution_backward, torch.ops.aten.bmm: product_but_angles}
+
+
 def flops_on_real_tensors(config) -> float:
     """FLOPs per token as torch's counter counts an eager step of a model with weights."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # it does not see into a grouped matmul
     tokens = torch.randint(1, 500, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    mended = {torch.ops.aten.convolution_backward: grouped_convolution_backward}
-    with FlopCounterMode(display=False, custom_mapping=mended) as counter, sdpa_kernel(SDPBackend.MATH):
+    with FlopCounterMode(display=False, custom_mapping=MENDED) as counter, sdpa_kernel(SDPBackend.MATH):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     return counter.get_total_flops() / SEQUENCE
 

@@ -20,13 +20,13 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
 
 import utils
 from harness import heartbeats
 from harness.folders import place_of
 from harness.processes import say
 from harness.settings import MANIFEST, Settings, checkpoint_folder
+from harness.staging import Stager, like, local_part
 from utils import UserError
 
 # What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is
@@ -71,6 +71,9 @@ def checkpoint_error(error: BaseException) -> str:
 
 class Writer(dcp.FileSystemWriter):
     """DCP's writer; of a write that failed it gives the disk's error, not the complaint of the archive left open."""
+
+    def __init__(self, folder: pathlib.Path):
+        super().__init__(folder, per_thread_copy_ahead=0)  # all is on the host: nothing to copy, no stream to wait for
 
     def write_data(self, *args, **kwargs):
         try:
@@ -189,10 +192,6 @@ class TrainState:
             self.scheduler.step()
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The master weight that a float8 weight wraps; any other tensor as it is."""
     local = local_part(tensor)
@@ -204,12 +203,6 @@ def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     kept = model.state_dict().keys()  # leaves out the buffers that are not persistent
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: unwrapped(tensor) for name, tensor in named if name in kept}
-
-
-def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor laid out as `tensor` over another local part."""
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def sha256(path: pathlib.Path) -> str:
@@ -241,9 +234,7 @@ class Checkpoints:
         self.place = place_of(folder)
         self.run = identity | {"world_size": dist.get_world_size(), "flags": dataclasses.asdict(settings)}
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
-        on_gpu = dict.fromkeys(("use_pinned_memory", "use_non_blocking_copy"), device.type == "cuda")
-        options = dcp.staging.StagingOptions(use_shared_memory=False, use_async_staging=False, **on_gpu)
-        self.stager = dcp.staging.DefaultStager(options)
+        self.stager = Stager(pinned=device.type == "cuda")
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
@@ -287,6 +278,8 @@ class Checkpoints:
 
     def _write(self, staged: dict, manifest: dict, stall: float | None) -> None:
         start, rank = time.perf_counter(), dist.get_rank()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread has GPU 0
         final = self.folder / f"step-{manifest['step']:08d}"
         temporary = self.folder / f".{final.name}.writing"
 

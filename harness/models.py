@@ -256,16 +256,21 @@ def layer_period(config) -> tuple[nn.Module, int]:
 
 
 def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:
-    """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`."""
+    """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`.
+
+    Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws others on a CPU, and coarser ones.
+    """
     real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
     for module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     if tensor not in real:
-                        real[tensor] = torch.empty_like(tensor, device=device)
                         if isinstance(tensor, nn.Parameter):
-                            real[tensor] = nn.Parameter(real[tensor], requires_grad=tensor.requires_grad)
+                            drawn = torch.empty_like(tensor, device=device, dtype=torch.float32)
+                            real[tensor] = nn.Parameter(drawn, requires_grad=tensor.requires_grad)
+                        else:
+                            real[tensor] = torch.empty_like(tensor, device=device)
                     tensors[name] = real[tensor]
     if weights:
         weights.load(layer, modules, device)
@@ -279,6 +284,8 @@ def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer
             if id(tensor) in made and not tensor._version and tensor.numel():  # nothing was written into it
                 what = f"{type(module).__name__}.{name}"
                 raise UserError(f"--model: {what} gets no value, from a checkpoint or when its layer is made by itself")
+    for tensor, drawn in real.items():
+        drawn.data = drawn.data.to(tensor.dtype)
 
 
 def fp8_converter(recipe: str, emulate: bool, planned: bool = False) -> Callable[[nn.Module], None]:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -179,6 +180,16 @@ def test_the_stall_of_the_loop_is_said(run, capsys):
     run("r", "--checkpoint-interval", 3)
     assert "saved      step-00000003" in (output := capsys.readouterr().out)
     assert "the loop stood still for" in output
+
+
+def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch):
+    save, say, skipped = checkpoints.dcp.save, checkpoints.say, threading.Event()
+    monkeypatch.setattr(checkpoints.dcp, "save", lambda *args, **to: skipped.wait(60) and save(*args, **to))
+    monkeypatch.setattr(checkpoints, "say", lambda text: skipped.set() if text.startswith("skipped") else say(text))
+    run("r", "--checkpoint-interval", 2, "--keep-checkpoints", 9)
+    assert names(tmp_path / "r") == checkpoint_names(2, 6)
+    run("branch", "--resume", tmp_path / "r" / "checkpoints" / "step-00000002")
+    assert steps_of(tmp_path / "branch") == steps_of(finished)[2:]
 
 
 def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):

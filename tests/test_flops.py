@@ -73,12 +73,21 @@ def test_flops_equal_torchs_counter_and_palms_formula_to_the_digit(name):
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the counter does not see into the grouped matmul of a CPU
     tokens = torch.randint(0, 512, (2, SEQUENCE))
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=families.MENDED) as counter:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     counted = counter.get_total_flops() / tokens.numel()
     assert utils.get_model_flops_per_token(model, SEQUENCE) == counted
     assert utils.get_model_flops_per_token(model.config, SEQUENCE) == counted
     assert families.palm_flops_per_token(model, SEQUENCE) == counted
+
+
+def test_an_outer_product_that_takes_a_gradient_counts_and_one_of_rotary_angles_does_not():
+    column, row = torch.ones(1, 8, 1), torch.ones(1, 1, 4, requires_grad=True)
+    with utils.FlopCounter() as counter:
+        (column @ row).sum().backward()  # the gradient of row is a product too
+    with utils.FlopCounter() as angles, torch.no_grad():
+        column @ row
+    assert (counter.flops, angles.flops) == (2 * 2 * 8 * 4, 0)
 
 
 PARAMETERS = {

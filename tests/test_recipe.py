@@ -149,6 +149,14 @@ def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_
     torch.testing.assert_close(gathered._scale, weights["model.layers.0.self_attn.q_proj.weight"]._precomputed_scale)
 
 
+def test_the_first_weights_in_bf16_are_those_of_fp32_rounded(device, arguments):
+    """torch 2.11 draws other numbers in bf16 on a CPU, out of uniform ones of 8 bits."""
+    fp32, bf16 = (built(device, [*arguments, "--precision", precision])[2] for precision in ("fp32", "bf16-pure"))
+    for (name, exact), rounded in zip(fp32.named_parameters(), bf16.parameters(), strict=True):
+        assert rounded.dtype == torch.bfloat16
+        assert torch.equal(rounded.full_tensor(), exact.full_tensor().bfloat16()), name
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # verify_sharding
 
