@@ -37,7 +37,6 @@ import pathlib
 import re
 import traceback
 from collections.abc import Iterator
-from importlib.util import find_spec
 from math import ceil, inf, isfinite
 from typing import Any
 
@@ -58,6 +57,7 @@ from harness.checkpoints import TrainState
 from harness.export import export
 from harness.faults import name_fault
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
+from harness.optimizers import build_optimizer
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
 from harness.waiting import Waiting
 from utils import UserError
@@ -159,39 +159,6 @@ def selective_contexts():
 
 
 # ---- Optimizer -------------------------------------------------------------------------------------------------------
-
-
-def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over the sharded parameters, weight decay on matrices only, its states made already."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    options = {"lr": settings.lr, "betas": settings.betas}
-    if settings.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
-    else:
-        if not find_spec("torchao"):
-            raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
-        from torchao.optim import AdamW8bit
-
-        optimizer = AdamW8bit(groups, **options)
-
-    def set_rate(rate: float) -> None:
-        for group in optimizer.param_groups:  # torchao keeps it as a tensor
-            group["lr"] = group["lr"].fill_(rate) if torch.is_tensor(group["lr"]) else rate
-
-    # One step with zero gradients and zero learning rate makes the states, so that they can be checked, counted in
-    # memory and loaded into before training; it changes no parameter.
-    set_rate(0.0)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    set_rate(settings.lr)
-    return optimizer
 
 
 def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
