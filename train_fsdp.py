@@ -37,7 +37,7 @@ import pathlib
 import re
 import traceback
 from collections.abc import Iterator
-from math import ceil, inf, isfinite
+from math import ceil, isfinite
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ from harness.checkpoints import TrainState
 from harness.export import export
 from harness.faults import name_fault
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
-from harness.optimizers import build_optimizer
+from harness.optimizers import build_optimizer, clip_grad_norm
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
 from harness.waiting import Waiting
 from utils import UserError
@@ -352,7 +352,7 @@ def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device
 
 
 def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step. Returns this rank's mean loss and the global gradient norm, a DTensor, both still unread."""
+    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still unread."""
     total = 0.0
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
@@ -370,7 +370,7 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
         loss.backward()
         total = total + loss.detach()
     heartbeats.at("optimizer")
-    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or inf)
+    norm = clip_grad_norm(optimizer, settings.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":
@@ -497,7 +497,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
             stopped = stop.agreed() and not last
             saves = stopped or (settings.checkpoint_interval and (last or step % settings.checkpoint_interval == 0))
             if saves or logs:
-                losses, norm = read_losses(unread_losses), grad_norm.full_tensor().item()
+                losses, norm = read_losses(unread_losses), grad_norm.item()
                 metrics = {"step": step, "loss": losses[-1], "grad_norm": norm}
                 metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens}
                 broken = first_not_finite(metrics, losses)

@@ -1,13 +1,79 @@
-"""Optimizers: what updates the weights, with which groups and states. Called by the script once a model is sharded, by
-plans too. It does not know the loop, the schedule or how states are saved."""
+"""Optimizers: what updates the weights, with which groups and states, and how gradients are clipped. Called by the
+script once a model is sharded, by plans too. It does not know the loop, the schedule or how states are saved."""
 
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from harness.settings import Settings
 from utils import UserError
+
+
+def local(tensor: DTensor) -> torch.Tensor:
+    """This rank's part; of a float8 weight the master weight that it wraps. Called without gradients."""
+    part = tensor.to_local()
+    return getattr(part, "_tensor", part)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW of DTensors, whose kernel is given local tensors; the states are DTensors.
+
+    Going through DTensor costs the host time for each parameter, and in torch 2.11 it leaks. `grad_scale` is what the
+    kernel divides the gradients by in the next step; it writes them back, which costs less than a pass of its own.
+    """
+
+    @torch.no_grad()
+    def __init__(self, groups: list[dict], **options):
+        super().__init__(groups, **options, fused=True)
+        self.grad_scale: torch.Tensor | None = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self.state[parameter] for parameter in with_grad]
+            adamw(
+                [local(parameter) for parameter in with_grad],
+                [local(parameter.grad) for parameter in with_grad],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                **{name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")},
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                grad_scale=self.grad_scale,
+            )
+        self.grad_scale = None
+
+
+@torch.no_grad()
+def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    """The norm of all gradients on all ranks, a scalar that is still on the device; where `max_norm` is not 0, the next
+    `step` updates with gradients scaled down to it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not isinstance(optimizer, AdamW):
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor()
+        if max_norm:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+    norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters], dtype=torch.float32)
+    norm, shards = torch.linalg.vector_norm(torch.stack(norms)), parameters[0].device_mesh.get_group("shard")
+    if shards.size() > 1:  # replicas have the same gradients
+        norm.square_()
+        dist.all_reduce(norm, group=shards)
+        norm.sqrt_()
+    if max_norm:
+        optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1)
+    return norm
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
@@ -18,26 +84,30 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     groups = [group for group in groups if group["params"]]
     options = {"lr": settings.lr, "betas": settings.betas}
     if settings.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
-    else:
-        if not find_spec("torchao"):
-            raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
-        from torchao.optim import AdamW8bit
+        return AdamW(groups, **options)
+    if not find_spec("torchao"):
+        raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
+    from torchao.optim import AdamW8bit
 
-        optimizer = AdamW8bit(groups, **options)
+    optimizer = AdamW8bit(groups, **options)
+    make_states(optimizer, settings.lr)
+    return optimizer
+
+
+def make_states(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Makes the states of an optimizer that has none before its first step, so that they can be checked, counted in
+    memory and loaded into: by a step with zero gradients and learning rate 0, which changes no parameter."""
 
     def set_rate(rate: float) -> None:
         for group in optimizer.param_groups:  # torchao keeps it as a tensor
             group["lr"] = group["lr"].fill_(rate) if torch.is_tensor(group["lr"]) else rate
 
-    # One step with zero gradients and zero learning rate makes the states, so that they can be checked, counted in
-    # memory and loaded into before training; it changes no parameter.
     set_rate(0.0)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for state in optimizer.state.values():
         state["step"].zero_()
-    set_rate(settings.lr)
-    return optimizer
+    set_rate(rate)
