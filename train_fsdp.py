@@ -54,6 +54,7 @@ from torch.utils.data import DataLoader
 import utils
 from harness import checkpoints, folders, heartbeats, models, planning, report, samples, streaming
 from harness.checkpoints import TrainState
+from harness.collectives import leave_out_copies
 from harness.export import export
 from harness.faults import name_fault
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
@@ -143,6 +144,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
+    leave_out_copies(model, mesh)
     # The optimizer comes after this: made before, it would hold the whole parameters, and states of their size.
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model

@@ -220,6 +220,8 @@ def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
         read += 0 if overwritten else size
         written += size if argument.alias_info is not None and argument.alias_info.is_write else 0
     written += sum(nbytes(tensor) for tensor in outputs if id(tensor.untyped_storage()) not in held)
+    if name == "copy_" and args[0] is args[1]:  # a tensor onto itself
+        return 0
     return 0 if not written or name.startswith(("empty", "new_empty", "resize", "set_")) else read + written
 
 
