@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 import utils
+from harness import loss
 from harness.models import decoder_layers
 from harness.settings import Settings
 
@@ -328,6 +329,8 @@ def on_fake_tensors(recorder: StepRecorder):
         # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
         mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
         torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
+        # CUDA adds a product in place; fake tensors allow that for the dtypes of which the CPU has no kernel
+        mock.patch.object(loss, "add_product", lambda total, a, b: torch.addmm(total, a, b, out=total)),
         # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
         mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
         FakeTensorMode(allow_non_fake_inputs=True),
