@@ -19,39 +19,60 @@ def local(tensor: DTensor) -> torch.Tensor:
     return getattr(part, "_tensor", part)
 
 
+def update(param, grad, exp_avg, exp_avg_sq, step, scale, rate, weight_decay, eps, beta1, beta2) -> None:
+    """AdamW of one tensor, in fp32 whatever the moments are kept in; they are rounded when the update has used them.
+
+    `rate` is a tensor, as another number in each step would be compiled anew.
+    """
+    grad = grad.float() if scale is None else grad / scale
+    first = exp_avg.float() * beta1 + grad * (1 - beta1)
+    second = exp_avg_sq.float() * beta2 + grad * grad * (1 - beta2)
+    denominator = (second / (1 - beta2**step)).sqrt() + eps
+    param.mul_(1 - rate * weight_decay).sub_(rate / (1 - beta1**step) * first / denominator)
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+
+
 class AdamW(torch.optim.AdamW):
     """torch's fused AdamW of DTensors, whose kernel is given local tensors; the states are DTensors.
 
     Going through DTensor costs the host time for each parameter, and in torch 2.11 it leaks. `grad_scale` is what the
     kernel divides the gradients by in the next step; it writes them back, which costs less than a pass of its own.
+    Moments of another dtype than the parameters', which torch's kernel does not take, are updated by `update`.
     """
 
     @torch.no_grad()
-    def __init__(self, groups: list[dict], **options):
+    def __init__(self, groups: list[dict], moments: torch.dtype | None = None, compiled: bool = False, **options):
         super().__init__(groups, **options, fused=True)
         self.grad_scale: torch.Tensor | None = None
+        self.update = moments and (torch.compile(update) if compiled else update)
         for group in self.param_groups:
             for parameter in group["params"]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
+                zeros = {name: torch.zeros_like(parameter, dtype=moments) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self.state[parameter] for parameter in with_grad]
-            adamw(
+            tensors = (
                 [local(parameter) for parameter in with_grad],
                 [local(parameter.grad) for parameter in with_grad],
                 [local(state["exp_avg"]) for state in states],
                 [local(state["exp_avg_sq"]) for state in states],
-                [],
                 [state["step"] for state in states],
-                **{name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")},
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                grad_scale=self.grad_scale,
             )
+            options = {name: group[name] for name in ("weight_decay", "eps")}
+            options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+            if self.update:
+                rate = torch.tensor(group["lr"])
+                torch._foreach_add_(tensors[4], 1)
+                for *parts, step in zip(*tensors, strict=True):
+                    self.update(*(part.view(-1) for part in parts), step, self.grad_scale, rate, **options)
+            else:
+                options |= {name: group[name] for name in ("lr", "amsgrad", "maximize", "fused")}
+                adamw(*tensors[:4], [], tensors[4], grad_scale=self.grad_scale, **options)
         self.grad_scale = None
 
 
@@ -85,6 +106,8 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     options = {"lr": settings.lr, "betas": settings.betas}
     if settings.optimizer == "adamw":
         return AdamW(groups, **options)
+    if settings.optimizer == "adamw-bf16":
+        return AdamW(groups, torch.bfloat16, settings.compile, **options)
     if not find_spec("torchao"):
         raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
     from torchao.optim import AdamW8bit

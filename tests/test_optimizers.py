@@ -1,14 +1,19 @@
 """Optimizers: what a step changes, what it does not, and what it leaves behind."""
 
+import functools
 import gc
 
 import pytest
 import torch
+import torch._dynamo
+from conftest import parse
 from multirank import resolved
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 from harness.optimizers import AdamW, build_optimizer, clip_grad_norm
+from utils import UserError
 
 
 @pytest.fixture
@@ -118,3 +123,54 @@ def test_steps_are_those_of_torchs_adamw_over_dtensors(built):
         torch.testing.assert_close(parameter, theirs[name], msg=name)
         for key, state in torchs.state[theirs[name]].items():
             torch.testing.assert_close(optimizer.state[parameter][key], state, msg=f"{name}.{key}")
+
+
+def test_moments_in_bf16_are_rounded_after_the_update_has_used_them(built):
+    (model, optimizer), (other, reference) = built("--optimizer", "adamw-bf16"), built()
+    for of in (optimizer, reference):
+        clip_grad_norm(of, 1.0)
+        of.step()
+    for parameter, exact in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, exact)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert optimizer.state[parameter][name].dtype == torch.bfloat16
+            assert torch.equal(optimizer.state[parameter][name], reference.state[exact][name].bfloat16())
+
+
+def test_a_compiled_update_gives_the_numbers_of_the_eager_one_and_is_compiled_for_few_shapes(built, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    (model, optimizer), (other, eager) = (
+        built("--optimizer", "adamw-bf16", "--compile" if compiled else "--no-compile") for compiled in (True, False)
+    )
+    counters.clear()
+    for step in range(4):
+        for of in (optimizer, eager):
+            for group in of.param_groups:
+                group["lr"] = 1e-3 / (step + 1)
+            clip_grad_norm(of, 1.0)
+            of.step()
+        if step == 0:
+            graphs = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == graphs <= 4  # with weight decay and without, the first shape and any
+    for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, same)
+
+
+@pytest.mark.parametrize("betas", ["0.9 0.999", "0.99 0.95"])
+def test_moments_that_would_stand_still_in_bf16_are_refused(betas):
+    with pytest.raises(UserError, match="--betas: with adamw-bf16 at most"):
+        parse(["--optimizer", "adamw-bf16", "--betas", *betas.split()])
+
+
+@pytest.mark.parametrize("beta, stays", [(0.98, False), (0.999, True)])
+def test_a_moment_in_bf16_follows_gradients_that_become_smaller_or_stands_still(beta, stays):
+    """What the refusal above is for: squares of gradients that fall to a hundredth."""
+    generator = torch.Generator().manual_seed(1)
+    moments = {dtype: torch.ones(1000, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    for _ in range(round(8 / (1 - beta))):
+        square = (0.1 * torch.randn(1000, generator=generator)) ** 2
+        for moment in moments.values():
+            moment.copy_(moment.float() * beta + square * (1 - beta))
+    ratio = (moments[torch.bfloat16].float() / moments[torch.float32]).mean().item()
+    assert ratio > 10 if stays else abs(ratio - 1) < 0.05
