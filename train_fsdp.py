@@ -37,8 +37,7 @@ import pathlib
 import re
 import traceback
 from collections.abc import Iterator
-from importlib.util import find_spec
-from math import ceil, inf, isfinite
+from math import ceil, isfinite
 from typing import Any
 
 import torch
@@ -56,9 +55,11 @@ from torch.utils.data import DataLoader
 import utils
 from harness import checkpoints, folders, heartbeats, models, own_plan, planning, report, samples, streaming
 from harness.checkpoints import TrainState
+from harness.collectives import leave_out_copies
 from harness.export import export
 from harness.faults import name_fault
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
+from harness.optimizers import build_optimizer, clip_grad_norm
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
 from harness.waiting import Waiting
 from utils import UserError
@@ -151,6 +152,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
+    leave_out_copies(model, mesh)
     # The optimizer comes after this: made before, it would hold the whole parameters, and states of their size.
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
@@ -167,39 +169,6 @@ def selective_contexts():
 
 
 # ---- Optimizer -------------------------------------------------------------------------------------------------------
-
-
-def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over the sharded parameters, weight decay on matrices only, its states made already."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    options = {"lr": settings.lr, "betas": settings.betas}
-    if settings.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
-    else:
-        if not find_spec("torchao"):
-            raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
-        from torchao.optim import AdamW8bit
-
-        optimizer = AdamW8bit(groups, **options)
-
-    def set_rate(rate: float) -> None:
-        for group in optimizer.param_groups:  # torchao keeps it as a tensor
-            group["lr"] = group["lr"].fill_(rate) if torch.is_tensor(group["lr"]) else rate
-
-    # One step with zero gradients and zero learning rate makes the states, so that they can be checked, counted in
-    # memory and loaded into before training; it changes no parameter.
-    set_rate(0.0)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    set_rate(settings.lr)
-    return optimizer
 
 
 def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
@@ -394,7 +363,7 @@ def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device
 
 
 def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step. Returns this rank's mean loss and the global gradient norm, a DTensor, both still unread."""
+    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still unread."""
     total = 0.0
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
@@ -413,7 +382,7 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
         loss.backward()
         total = total + loss.detach()
     heartbeats.at("optimizer")
-    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm or inf)
+    norm = clip_grad_norm(optimizer, settings.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":
@@ -540,7 +509,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
             stopped = stop.agreed() and not last
             saves = stopped or (settings.checkpoint_interval and (last or step % settings.checkpoint_interval == 0))
             if saves or logs:
-                losses, norm = read_losses(unread_losses), grad_norm.full_tensor().item()
+                losses, norm = read_losses(unread_losses), grad_norm.item()
                 metrics = {"step": step, "loss": losses[-1], "grad_norm": norm}
                 metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens}
                 broken = first_not_finite(metrics, losses)

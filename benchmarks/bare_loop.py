@@ -2,11 +2,13 @@
 
     python benchmarks/bare_loop.py --model assets/demo --tokens tokens.bin --num-steps 60
 
-No sharding, no tracking, no evaluation; prints one JSON object.
+No sharding, no tracking, no evaluation; prints one JSON object. A folder with weights is trained on from them; windows
+come in train_fsdp.py's order (seed 42), weights are decayed and clipped as there, so the losses are the same.
 """
 
 import argparse
 import json
+import pathlib
 import time
 
 import numpy as np
@@ -26,13 +28,18 @@ args = parser.parse_args()
 
 torch.manual_seed(42)
 config = AutoConfig.from_pretrained(args.model, trust_remote_code=False)
-model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+if list(pathlib.Path(args.model).glob("*.safetensors")):
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False).train()
+else:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 if args.compile:
     model.compile()
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
 tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
 windows = (len(tokens) - 1) // args.sequence_length
-order = np.random.default_rng(42).permutation(windows)
+order = np.random.Generator(np.random.PCG64([42, 0])).permutation(windows)
 
 for step in range(args.num_steps):
     if step == args.warmup_steps:

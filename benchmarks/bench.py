@@ -49,6 +49,7 @@ class Config:
     flags: dict
     predicted: dict = field(default_factory=dict)  # written before it was measured
     ranks: int = 0  # 0: as many as the suite has
+    same_loss_as: str = ""  # the configuration with whose last loss its own must agree, or it did other work
     cold: bool = False  # the compiler's cache is empty
 
     def words(self) -> list[str]:
@@ -69,6 +70,7 @@ SPEED |= {"own_plan": False}  # a short run would wait for it
 PUBLISHED = {"precision": "bf16-pure", "compile": False, "fused_loss": False, "attention": "flash"}
 FINAL = {"precision": "bf16", "compile": True, "fused_loss": True, "attention": "auto"}
 BARE, TOKENS = "benchmarks/bare_loop.py", {"tokens": "WORK/tokens.bin"}
+SAME = {"model": "WORK/start"}  # first weights that two programs share
 
 
 def trained(base: dict, variants: dict[str, dict]) -> dict[str, Config]:
@@ -80,8 +82,10 @@ def harness() -> tuple:
     for batch, steps in ((32, 24), (8, 64)):
         size = {"batch_size": batch, "num_steps": steps}
         ours, bare = f"train_fsdp.py, batch {batch}", f"bare loop, batch {batch}"
-        configs[bare] = Config(BARE, TOKENS | size | {"warmup_steps": 4})
-        configs[ours] = Config("train_fsdp.py", DEMO | size | {"precision": "fp32", "perf_warmup_steps": 4})
+        configs[bare] = Config(BARE, TOKENS | SAME | size | {"warmup_steps": 4})
+        plain = {"tokenizer": "assets/demo", "init": "pretrained", "lr_scheduler": "constant", "precision": "fp32"}
+        flags = DEMO | SAME | size | plain | {"perf_warmup_steps": 4}
+        configs[ours] = Config("train_fsdp.py", flags, same_loss_as=bare)
         label = f"harness / bare loop, {batch * 256:,} tokens a step"
         pairs[f"{label}, steps/s"] = (ours, bare, "at least 0.97")
         pairs[f"{label}, CPU seconds"] = (ours, bare, "at most 1.03", "cpu_s")
@@ -144,6 +148,7 @@ def loss_cpu() -> tuple:
         {
             "fp32, full logits": {"precision": "fp32", "fused_loss": False},
             "bf16": {"precision": "bf16"},
+            "bf16, moments in bf16": {"precision": "bf16", "optimizer": "adamw-bf16"},
             "bf16, compiled": {"precision": "bf16", "compile": True},
             "fp8, emulated": {"precision": "fp8", "fp8_emulate": True},
             "bf16-pure, full logits": {"precision": "bf16-pure", "fused_loss": False},
@@ -168,14 +173,15 @@ def loss_gpu() -> tuple:
 # Milliseconds for 8,192 tokens of SmolLM3-3B on one H200, predicted before any of it was measured. The budget behind
 # them stands in docs/BENCHMARK.md. The rungs before cuDNN ask for flash: left to itself, torch takes cuDNN on a Hopper.
 LADDER = [
-    ("published settings", PUBLISHED, 490, "the sum of the budget"),
-    ("fp32 master weights", {"precision": "bf16"}, 520, "28 bytes a parameter in AdamW for 14, fp32 reduction"),
-    ("fused loss", {"fused_loss": True}, 520, "as many bytes in chunks as in one piece; 6 GiB less"),
-    ("compiled layers", {"compile": True}, 455, "elementwise work in a third of the passes over memory"),
-    ("cuDNN attention", {"attention": "cudnn"}, 415, "35 TFLOP at 470 TFLOP/s for 300"),
-    ("batch 2", {"batch_size": 2}, 388, "55 ms of optimizer, clipping, casts for twice the tokens"),
-    ("4 microbatches, one reduction", {"gradient_accumulation_steps": 4, "zero_stage": 1}, 370, "for eight times"),
-    ("float8 linears", {"precision": "fp8"}, 295, "138 TFLOP of linears at 1,100 TFLOP/s for 620, 20 ms of casts"),
+    ("published settings", PUBLISHED, 485, "the sum of the budget"),
+    ("fp32 master weights", {"precision": "bf16"}, 510, "32 bytes a parameter in AdamW for 16, fp32 reduction"),
+    ("fused loss", {"fused_loss": True}, 508, "4 GB for the head's gradient where logits moved more; 5 GiB less"),
+    ("compiled layers", {"compile": True}, 443, "elementwise work in a third of the passes over memory"),
+    ("cuDNN attention", {"attention": "cudnn"}, 403, "35 TFLOP at 470 TFLOP/s for 300"),
+    ("moments in bf16", {"optimizer": "adamw-bf16"}, 393, "20 bytes a parameter in AdamW for 32"),
+    ("batch 2, moments in fp32", {"batch_size": 2, "optimizer": "adamw"}, 381, "45 ms a step for twice the tokens"),
+    ("4 microbatches, one reduction", {"gradient_accumulation_steps": 4, "zero_stage": 1}, 364, "for eight times"),
+    ("float8 linears", {"precision": "fp8"}, 289, "138 TFLOP of linears at 1,100 TFLOP/s for 620, 20 ms of casts"),
 ]
 
 
@@ -263,8 +269,10 @@ class RunError(Exception):
 
 
 def prepare(work: pathlib.Path) -> None:
-    """What the bare loop and the part `compile` read: the demo's tokens, and its model with 4 and with 16 layers."""
-    execute(Config("train_fsdp.py", DEMO | {"num_steps": 1}), work, 1, 300)
+    """What the bare loop and the part `compile` read: the demo's tokens and first weights (a step with a learning rate
+    that changes nothing exports them), and its model with 4 and with 16 layers."""
+    first = {"num_steps": 1, "lr": 1e-30, "precision": "fp32", "export": "WORK/start"}
+    execute(Config("train_fsdp.py", DEMO | first), work, 1, 300)
     os.link(next((work / "cache").glob("tokens-*.bin")), work / "tokens.bin")
     demo = json.loads((ROOT / "assets/demo/config.json").read_text())
     for layers in (4, 16):
@@ -331,6 +339,17 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
     return figures | {"wall_s": took, "cpu_s": cpu_seconds() - used, "load": os.getloadavg()[0]}
 
 
+SAME_LOSS = 1e-4  # of two programs that start from the same weights and do the same steps, relative; fp32
+
+
+def check_loss(figures: dict, config: Config, entry: dict) -> None:
+    """Refuses a run whose last loss is not that of the configuration that it is compared with."""
+    others = entry["configs"].get(config.same_loss_as, {"runs": []})["runs"]
+    if others and not math.isclose(figures["loss"], others[-1]["loss"], rel_tol=SAME_LOSS):
+        found = f"its last loss is {figures['loss']:.6f}, that of {config.same_loss_as} {others[-1]['loss']:.6f}"
+        raise RunError(f"not compared: {found}; more than {SAME_LOSS} apart they did not do the same work")
+
+
 def cpu_seconds() -> float:
     """Of all processes that this one has started and that have ended: what a busy machine changes least."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -389,6 +408,7 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
                     if left < ENOUGH and not result["runs"]:
                         raise RunError("not run: the --minutes were used up")
                     figures = execute(config, work, args.gpus, left, args.rehearse)
+                    check_loss(figures, config, entry)
                     result["runs"].append(figures | stamps[label] | {"date": now(), "round": f"{began}, {repeat}"})
                     said = f"{figures.get(figure, math.nan):,.4g}"
                 except RunError as error:

@@ -10,9 +10,22 @@ from torch import nn
 from harness import models
 from utils import IGNORE_INDEX, UserError
 
-# Tokens whose logits exist at one time: 0.5 GiB in bf16 for a vocabulary of 128 k. Each chunk adds to the weight's
-# gradient, which is then read and written in fp32: few large chunks do it less often.
-LOSS_CHUNK = 2048
+LOGITS_BYTES = 2**30  # that exist at one time; the gradient of as many, and eager two fp32 copies, are beside them
+
+
+def tokens_at_once(weight: torch.Tensor) -> int:
+    """Tokens whose logits exist at one time, for a head (vocab, dim): 4,096, or fewer where a large vocabulary or fp32
+    would make them more than LOGITS_BYTES. Each chunk reads and writes the weight's gradient in fp32, 8 bytes for each
+    element, which few large ones do less often."""
+    return 1024 * min(max(LOGITS_BYTES // (len(weight) * weight.element_size()) // 1024, 1), 4)
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Adds `a @ b` to `total`, which is fp32; on CUDA without a product in between."""
+    if total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def loss_and_gradient(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,15 +55,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         counted = labels != IGNORE_INDEX
         count = counted.sum().clamp(min=1)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        size = tokens_at_once(weight)
         if not any(ctx.needs_input_grad):
-            for inputs, target in zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True):
+            for inputs, target in zip(hidden.split(size), labels.split(size), strict=True):
                 loss += F.cross_entropy(F.linear(inputs, weight, bias).float(), target, reduction="sum") / count
             return loss
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for start in range(0, len(hidden), LOSS_CHUNK):
-            chunk = slice(start, start + LOSS_CHUNK)
+        for start in range(0, len(hidden), size):
+            chunk = slice(start, start + size)
             inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
             share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
             logits = F.linear(inputs, weight, bias)
@@ -58,7 +72,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             loss -= (picked * share).sum()
             # d loss / d logits = gradient * share; the share is applied where it is cheap
             torch.mul(gradient @ weight, share, out=grad_hidden[chunk])
-            grad_weight += gradient.t() @ (inputs * share).to(weight.dtype)
+            add_product(grad_weight, gradient.t(), (inputs * share).to(weight.dtype))
             if bias is not None:
                 grad_bias += gradient.t().float() @ share.squeeze(1)
         grad_bias = None if bias is None else grad_bias.to(bias.dtype)

@@ -184,7 +184,7 @@ def memory_savers(settings: Settings) -> list[dict]:
         ({"activation_checkpointing": "selective"}, checkpointing == "none"),
         ({"batch_size": 1, "gradient_accumulation_steps": steps}, batch != 1),
         ({"activation_checkpointing": "full"}, checkpointing != "full"),
-        ({"optimizer": "adamw8bit"}, settings.optimizer == "adamw" and find_spec("torchao")),
+        ({"optimizer": "adamw8bit"}, settings.optimizer != "adamw8bit" and find_spec("torchao")),
         ({"cpu_offload": True}, not settings.cpu_offload),
     ]
     return [changes for changes, possible in ways if possible]

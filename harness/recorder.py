@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 import utils
+from harness import loss
 from harness.models import decoder_layers
 from harness.rates import LIST, Operator
 from harness.settings import Settings
@@ -270,6 +271,8 @@ def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
         read += 0 if overwritten else size
         written += size if argument.alias_info is not None and argument.alias_info.is_write else 0
     written += sum(nbytes(tensor) for tensor in outputs if id(tensor.untyped_storage()) not in held)
+    if name == "copy_" and args[0] is args[1]:  # a tensor onto itself
+        return 0
     return 0 if not written or name.startswith(("empty", "new_empty", "resize", "set_")) else read + written
 
 
@@ -395,6 +398,8 @@ def on_fake_tensors(recorder: StepRecorder):
         # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
         mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
         torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
+        # CUDA adds a product in place; fake tensors allow that for the dtypes of which the CPU has no kernel
+        mock.patch.object(loss, "add_product", lambda total, a, b: torch.addmm(total, a, b, out=total)),
         # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
         mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -91,7 +91,7 @@ class Settings:
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
     num_steps: int = flag(1000, "optimizer steps; 0 only exports [1000]", least=0, group="optimization")
-    optimizer: Literal["adamw", "adamw8bit"] = flag("adamw", "torch's fused AdamW, or torchao's with 8-bit states [adamw]")
+    optimizer: Literal["adamw", "adamw-bf16", "adamw8bit"] = flag("adamw", "torch's fused AdamW; the same with moments in bf16; torchao's with 8-bit states [adamw]")
     lr: float = flag(3e-4, "peak learning rate [3e-4]")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0)
@@ -235,6 +235,8 @@ def contradiction(s: Settings) -> str | None:
         *((s.streaming and "[" in split, f"{name}: {split} is a slice, which --streaming cannot take; name a whole split")
           for name, split in (("--dataset-split", s.dataset_split), ("--eval-split", s.eval_split))),
         (s.zero_stage == 0 and s.dp_replicate_size > 1, "--dp-replicate-size: stage 0 replicates on every rank already"),
+        (s.optimizer == "adamw-bf16" and max(s.betas) > 0.98, f"--betas: with adamw-bf16 at most 0.98; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),
+        (s.optimizer == "adamw-bf16" and s.precision == "bf16-pure", "--optimizer: with bf16-pure the moments of adamw are bf16 already; leave adamw-bf16 out"),
         (s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"), "--activation-memory-budget: needs --compile, without --activation-checkpointing"),
         (s.profile and measured < 1, f"--profile: {unmeasured}"),
         (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),

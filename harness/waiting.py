@@ -3,16 +3,13 @@ the slowest rank is the one that is there least. Called by the training loop. It
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# names of torch 2.13, and of older ones
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from harness import collectives
 
 
 class Waiting:
@@ -28,8 +25,8 @@ class Waiting:
         self.reduced = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(Timed(self, ALL_GATHER))
-                module.set_custom_reduce_scatter(Timed(self, REDUCE_SCATTER))
+                module.set_custom_all_gather(Timed(self, collectives.all_gather()))
+                module.set_custom_reduce_scatter(Timed(self, collectives.reduce_scatter(mesh)))
                 if mesh.ndim > 1:
                     module.set_all_reduce_hook(lambda _: self.add(self.reduced))
 
@@ -60,21 +57,21 @@ class Waiting:
 
 
 class Timed:
-    """A collective as FSDPModule.set_custom_all_gather and set_custom_reduce_scatter want it, with a clock."""
+    """A collective with a clock."""
 
-    def __init__(self, waiting: Waiting, collective: Callable):
+    def __init__(self, waiting: Waiting, collective: collectives.Collective):
         self.waiting, self.collective = waiting, collective
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.waiting.runs:
             self.waiting.reduced = self.waiting.now()
-        return torch.empty(*size, dtype=dtype, device=device)
+        return self.collective.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group, **options):
         if not self.waiting.runs:
-            return self.collective(output_tensor, input_tensor, group=group, **options)
+            return self.collective(output_tensor, input_tensor, group, **options)
         start = self.waiting.now()
-        work = self.collective(output_tensor, input_tensor, group=group, **options)
+        work = self.collective(output_tensor, input_tensor, group, **options)
         self.waiting.add(start)
         self.waiting.reduced = self.waiting.now()
         return work

@@ -117,11 +117,13 @@ NEAR = {
     1: {
         "bf16": "--precision bf16",
         "bf16-pure": "--precision bf16-pure",
+        "adamw-bf16": "--optimizer adamw-bf16",
         "fp8 tensorwise": "--precision fp8 --fp8-emulate",
         "fp8 rowwise": "--precision fp8 --fp8-emulate --fp8-recipe rowwise",
     },
     2: {
         "adamw8bit": "--optimizer adamw8bit",
+        "adamw-bf16": "--optimizer adamw-bf16",
         "fp8 rowwise_with_gw_hp": "--precision fp8 --fp8-emulate --fp8-recipe rowwise_with_gw_hp",
     },
     4: {

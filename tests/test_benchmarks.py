@@ -89,6 +89,21 @@ def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypat
     assert "MemoryError: out of memory" in bench.table(store["part"])
 
 
+def test_runs_whose_losses_differ_are_not_compared(tmp_path):
+    for name, loss in {"bare": 5.0, "near": 5.0004, "far": 5.1}.items():
+        (tmp_path / f"{name}.py").write_text(f'print(\'{{"speed": 2.0, "loss": {loss}}}\')')
+    configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}, same_loss_as="bare") for name in ("near", "far")}
+    configs = {"bare": bench.Config(str(tmp_path / "bare.py"), {})} | configs
+    args = argparse.Namespace(only="*", repeats=2, gpus=1, rehearse=True, deadline=time.monotonic() + 300)
+    pairs = {name: (name, "bare", "1") for name in ("near", "far")}
+    store: dict = {}
+    bench.measure("part", ("what", "speed", pairs, configs), args, store, lambda: None)
+    far = store["part"]["configs"]["far"]
+    assert far["error"].startswith("not compared: its last loss is 5.100000, that of bare 5.000000")
+    assert bench.ratios(store["part"], "near", "bare", "1") == [1, 1]
+    assert bench.ratios(store["part"], "far", "bare", "1") == []
+
+
 def test_ratios_are_taken_within_a_round():
     runs = lambda *pairs: {"runs": [{"round": name, "speed": speed} for name, speed in pairs]}  # noqa: E731
     configs = {"a": runs(("1", 10.0), ("2", 30.0)), "b": runs(("2", 15.0), ("3", 1.0)), "c": runs(("4", 5.0))}

@@ -4,8 +4,16 @@ import pytest
 import torch
 import torch._dynamo
 
+import harness.loss
 import utils
-from harness.loss import LinearCrossEntropy, loss_and_gradient
+from harness import recorder
+from harness.loss import LinearCrossEntropy, loss_and_gradient, tokens_at_once
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """So that a few thousand tokens are several."""
+    monkeypatch.setattr(harness.loss, "tokens_at_once", lambda weight: 1024)
 
 
 def test_the_compiled_loss_is_the_eager_one():
@@ -52,6 +60,30 @@ def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
     torch.testing.assert_close(gradients, torch.autograd.grad(3 * plain, inputs))
     with torch.no_grad():
         torch.testing.assert_close(LinearCrossEntropy.apply(hidden, weight, offset, labels), plain)
+
+
+@pytest.mark.parametrize(
+    "vocab, dtype, tokens",
+    [
+        (1536, torch.float32, 4096),
+        (128256, torch.bfloat16, 4096),
+        (128256, torch.float32, 2048),
+        (10**7, torch.half, 1024),
+    ],
+)
+def test_logits_of_a_chunk_take_a_gibibyte_at_most_or_are_of_the_least_tokens(vocab, dtype, tokens):
+    weight = torch.empty(vocab, 8, dtype=dtype, device="meta")
+    assert tokens_at_once(weight) == tokens
+    assert tokens * vocab * weight.element_size() <= harness.loss.LOGITS_BYTES or tokens == 1024
+
+
+def test_a_plan_adds_to_the_weights_gradient_in_place_as_a_gpu_does():
+    step = recorder.StepRecorder(gpus_per_node=8)
+    with recorder.on_fake_tensors(step):
+        total, a, b = torch.zeros(30, 8), torch.ones(30, 20).bfloat16(), torch.ones(20, 8).bfloat16()
+        storages = len(step.kinds)
+        harness.loss.add_product(total, a, b)
+        assert len(step.kinds) == storages
 
 
 def test_the_fused_loss_of_no_label_at_all_is_zero():

@@ -73,7 +73,7 @@ def test_a_step_reads_nothing_back_from_the_device(trainer, model, flags):
     step()  # the first also starts the data loader, which draws a seed on the host
     with NoReadBack():
         loss, norm = step()
-    assert loss.item() > 0 and norm.full_tensor().item() > 0
+    assert loss.item() > 0 and norm.item() > 0
 
 
 def test_the_guard_of_the_test_above_sees_a_read(trainer):
@@ -95,6 +95,28 @@ def test_a_rank_alone_gathers_its_parameters_once_a_step_unless_they_are_on_the_
     assert not torch.equal(layer.mlp.up_proj.weight, before)
     layer.reshard()
     assert not torch.equal(layer.mlp.up_proj.weight.full_tensor(), before)
+
+
+@pytest.mark.parametrize("flags", ["", "--gradient-accumulation-steps 2", "--zero-stage 1"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_one_rank_copies_no_gradient(trainer, precision, flags):
+    """FSDP2 copies each layer's from input to output, which are one here; tests/test_parallel.py has the losses."""
+    model, step = trainer("llama", "--precision", precision, *flags.split())
+    step()
+    copied, onto_itself = [], []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.__name__ == "copy_.default" and torch._C._current_graph_task_id() != -1:
+                (onto_itself if args[0] is args[1] else copied).append(args[0].numel())
+            return op(*args, **kwargs or {})
+
+    with Copies():
+        step()
+    largest = max(parameter.numel() for parameter in model.parameters())
+    layer = sum(parameter.numel() for parameter in models.decoder_layers(model)[0].parameters())
+    assert onto_itself.count(layer) >= SIZES["num_hidden_layers"]
+    assert max(copied, default=0) <= largest  # a parameter that is gathered again
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

@@ -1,0 +1,176 @@
+"""Optimizers: what a step changes, what it does not, and what it leaves behind."""
+
+import functools
+import gc
+
+import pytest
+import torch
+import torch._dynamo
+from conftest import parse
+from multirank import resolved
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_fsdp
+from harness.optimizers import AdamW, build_optimizer, clip_grad_norm
+from utils import UserError
+
+
+@pytest.fixture
+def built(device, arguments):
+    """`built(*flags)`: a model whose parameters have gradients, and its optimizer."""
+
+    def build(*flags):
+        settings, config = resolved([*arguments, *flags])
+        model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+        optimizer = build_optimizer(settings, model)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        return model, optimizer
+
+    return build
+
+
+def local_gradients(model) -> list[torch.Tensor]:
+    return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+def test_steps_leave_nothing_behind(built):
+    """Through DTensor each step of torch 2.11 left 1,642 objects and 154 KiB."""
+    _, optimizer = built()
+    counts = []
+    for step in range(60):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 / (step + 1)  # an argument that is new in each step
+        clip_grad_norm(optimizer, 1.0)
+        optimizer.step()
+        if step in (9, 59):
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+    assert counts[1] - counts[0] < 50
+
+
+class Multiplied(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.__name__.partition(".")[0]
+        assert "mul" not in name and "div" not in name, name
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_gradients_that_are_not_clipped_are_not_touched(built, name):
+    model, optimizer = built("--optimizer", name)
+    before = [gradient.clone() for gradient in local_gradients(model)]
+    with Multiplied():
+        norm = clip_grad_norm(optimizer, 0)
+    if name == "adamw":
+        with Multiplied():
+            optimizer.step()
+    expected = torch.cat([gradient.flatten() for gradient in before]).norm()
+    torch.testing.assert_close(norm, expected)
+    for now, then in zip(local_gradients(model), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_a_step_takes_the_gradients_scaled_down_to_the_norm(built, name):
+    """AdamW's first moment after one step is a tenth of the gradient (beta 0.9)."""
+    model, optimizer = built("--optimizer", name)
+    before = [gradient.clone() for gradient in local_gradients(model)]
+    norm = clip_grad_norm(optimizer, 0.5)
+    optimizer.step()
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        moment = optimizer.state[parameter]["exp_avg"].to_local()
+        if hasattr(moment, "dequantize"):
+            continue  # its rounding is torchao's
+        torch.testing.assert_close(moment, 0.1 * gradient * 0.5 / norm, rtol=1e-4, atol=1e-9)
+    optimizer.zero_grad()
+    assert getattr(optimizer, "grad_scale", None) is None  # it was for one step
+
+
+def test_a_parameter_without_gradient_is_left_as_it_is(built):
+    """An expert that no token chose."""
+    model, optimizer = built()
+    for _ in range(2):
+        clip_grad_norm(optimizer, 1.0)
+        optimizer.step()
+    parameter, *others = model.parameters()
+    before = [tensor.clone() for tensor in (parameter, *optimizer.state[parameter].values())]
+    parameter.grad = None
+    clip_grad_norm(optimizer, 1.0)
+    optimizer.step()
+    for now, then in zip((parameter, *optimizer.state[parameter].values()), before, strict=True):
+        assert torch.equal(now, then)
+    assert {optimizer.state[other]["step"].item() for other in others} == {3}
+
+
+def test_steps_are_those_of_torchs_adamw_over_dtensors(built):
+    (model, optimizer), (other, _) = built(), built()
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    theirs = dict(other.named_parameters())
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        group["params"] = [theirs[names[parameter]] for parameter in own["params"]]
+    torchs = torch.optim.AdamW(groups, fused=True)
+    assert isinstance(optimizer, AdamW) and type(torchs) is torch.optim.AdamW
+    for _ in range(3):
+        norm = clip_grad_norm(optimizer, 1.0)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0).full_tensor())
+        optimizer.step()
+        torchs.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name], msg=name)
+        for key, state in torchs.state[theirs[name]].items():
+            torch.testing.assert_close(optimizer.state[parameter][key], state, msg=f"{name}.{key}")
+
+
+def test_moments_in_bf16_are_rounded_after_the_update_has_used_them(built):
+    (model, optimizer), (other, reference) = built("--optimizer", "adamw-bf16"), built()
+    for of in (optimizer, reference):
+        clip_grad_norm(of, 1.0)
+        of.step()
+    for parameter, exact in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, exact)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert optimizer.state[parameter][name].dtype == torch.bfloat16
+            assert torch.equal(optimizer.state[parameter][name], reference.state[exact][name].bfloat16())
+
+
+def test_a_compiled_update_gives_the_numbers_of_the_eager_one_and_is_compiled_for_few_shapes(built, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    (model, optimizer), (other, eager) = (
+        built("--optimizer", "adamw-bf16", "--compile" if compiled else "--no-compile") for compiled in (True, False)
+    )
+    counters.clear()
+    for step in range(4):
+        for of in (optimizer, eager):
+            for group in of.param_groups:
+                group["lr"] = 1e-3 / (step + 1)
+            clip_grad_norm(of, 1.0)
+            of.step()
+        if step == 0:
+            graphs = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == graphs <= 4  # with weight decay and without, the first shape and any
+    for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, same)
+
+
+@pytest.mark.parametrize("betas", ["0.9 0.999", "0.99 0.95"])
+def test_moments_that_would_stand_still_in_bf16_are_refused(betas):
+    with pytest.raises(UserError, match="--betas: with adamw-bf16 at most"):
+        parse(["--optimizer", "adamw-bf16", "--betas", *betas.split()])
+
+
+@pytest.mark.parametrize("beta, stays", [(0.98, False), (0.999, True)])
+def test_a_moment_in_bf16_follows_gradients_that_become_smaller_or_stands_still(beta, stays):
+    """What the refusal above is for: squares of gradients that fall to a hundredth."""
+    generator = torch.Generator().manual_seed(1)
+    moments = {dtype: torch.ones(1000, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    for _ in range(round(8 / (1 - beta))):
+        square = (0.1 * torch.randn(1000, generator=generator)) ** 2
+        for moment in moments.values():
+            moment.copy_(moment.float() * beta + square * (1 - beta))
+    ratio = (moments[torch.bfloat16].float() / moments[torch.float32]).mean().item()
+    assert ratio > 10 if stays else abs(ratio - 1) < 0.05
