@@ -23,14 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import utils
-from harness import checkpoints, heartbeats, models
+from harness import checkpoints, collectives, heartbeats, models
 from harness.folders import replace_file
 from harness.gpus import LINK_SHARE, NETWORK_SHARE, name_of
 from harness.processes import StopRequest, columns, say, start_processes, stop_processes
 from harness.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
 from harness.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
 from harness.settings import Settings
-from harness.waiting import ALL_GATHER, REDUCE_SCATTER
 from utils import UserError
 
 PATIENCE = 20.0  # seconds for all operators of a step
@@ -195,6 +194,7 @@ def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[t
     """Of each collective, number of ranks and of those on a node [(bytes of the whole buffer, seconds)], at the sizes
     of a step."""
     found: dict[str, list] = {}
+    gather, scatter = collectives.all_gather(), collectives.reduce_scatter(mesh)
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     for kind, ranks, near, nbytes in sorted({(*key[1:4], key[5]) for key in record.collectives}):
         group = dist.group.WORLD if ranks == dist.get_world_size() else mesh["shard"].get_group()
@@ -203,8 +203,8 @@ def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[t
         count = max(ranks, int(nbytes) // 4 // ranks * ranks)
         whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
         call = {
-            "all_gather": lambda: ALL_GATHER(whole, part, group=group),  # noqa: B023
-            "reduce_scatter": lambda: REDUCE_SCATTER(part, whole, group=group),  # noqa: B023
+            "all_gather": lambda: gather(whole, part, group),  # noqa: B023
+            "reduce_scatter": lambda: scatter(part, whole, group),  # noqa: B023
             "all_reduce": lambda: dist.all_reduce(whole, group=group),  # noqa: B023
         }.get(kind)
         if call:
@@ -315,7 +315,7 @@ def measure(settings: Settings, recipe) -> None:
     """--measure: times this device with what a step of `settings` runs, and writes the file that a plan reads. The
     figures of a file that is there by the same versions stay, but for those that are measured again."""
     began, world = time.monotonic(), int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     config = models.load_config(settings.model, settings.sequence_length)
     settings = dataclasses.replace(recipe.resolve(settings, config), gpus_per_node=local)
     depth = min(models.layer_period(config)[1] + 1, config.get_text_config().num_hidden_layers)
@@ -333,7 +333,7 @@ def measure(settings: Settings, recipe) -> None:
     found, failed = time_operators(record, device, PATIENCE)
     alone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("world", "shard"))["shard"]
     host = time_host(tiny_record, tiny, recipe, alone)
-    collectives = time_collectives(record, mesh)
+    by_size = time_collectives(record, mesh)
     step = time_step(settings, recipe, at_depth(config, depth), mesh, steps=3)
     links = time_links(device) if world > 1 else []
     of_ranks = checkpoints.of_all_ranks((sum(least for _, least, _ in found.values()), host, found))
@@ -349,7 +349,7 @@ def measure(settings: Settings, recipe) -> None:
     least = min(seconds for points in operators.values() for *_, seconds in points)
     section = {
         "operators": operators,
-        "collectives": collectives,
+        "collectives": by_size,
         "rates": summarize((operator._replace(nbytes=n), median) for operator, (median, _, n) in found.items()),
         "host_us": 1e6 * statistics.median(host for _, host, _ in of_ranks),
         "launch_us": 1e6 * least,

@@ -171,6 +171,16 @@ def program(*argv: str) -> None:
     train_fsdp.main(parse_args([*argv]))
 
 
+def measured(slow: int | None, *argv: str) -> None:
+    """The program with --measure, in a hurry; the rank `slow` does all work twice."""
+    from harness import measuring
+
+    measuring.PATIENCE, run = 0.5, measuring.Call.__call__
+    if slow is not None and os.environ["RANK"] == str(slow):
+        measuring.Call.__call__ = lambda call: (run(call), run(call))
+    program("--measure", *argv)
+
+
 def stalled(how: str, *argv: str) -> None:
     """The program, of which one rank does not get on: it reads data, evaluates or saves for ever, or nobody reads what
     rank 0 prints."""
