@@ -23,15 +23,19 @@ LLAMA2_7B = {
 KEMPNER = "--model llama3.1-8b --precision bf16-pure --activation-checkpointing full --sequence-length 4096 \
     --batch-size 4 --gradient-accumulation-steps 2 --plan-gpu H200"
 TITAN = "--model llama3.1-8b --batch-size 2 --activation-checkpointing selective --no-fused-loss --plan-gpus 8"
+# Its H100 have 96 GB of HBM2e at 2.4 TB/s, run at 500 W, and peak between SXM and NVL, as it says: here as NVL.
+TITANS_H100 = {"memory_gib": 93.1, "memory_gb_per_s": gpus.MEMORY_SHARE * 2400}
+for unit in ("matmul_tflops", "fp8_tflops", "attention_tflops"):
+    TITANS_H100[unit] = gpus.find_rates("H100 SXM", {}).assumed[unit] * 835 / 989
 FULL = "--precision bf16-pure --activation-checkpointing full"
 PLAIN = "--no-compile --no-fused-loss --plan-gpus 4"
 
 
-def planned(flags: str) -> dict:
+def planned(flags: str, given: dict | None = None) -> dict:
     settings = parse_args(["--plan", *flags.split()])
     config = models.load_config(settings.model, settings.sequence_length)
     settings = train_fsdp.resolve(settings, config)
-    rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", {})
+    rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", given or {})
     flops, _ = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
     return planning.predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops)
 
@@ -65,20 +69,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(LLAMA2_7B))
         llama2 = f"--model {folder} --sequence-length 4096 --batch-size 2 --dp-replicate-size 12 --precision bf16-pure"
-        for name, published, flags in (
-            ("KempnerForge 1x H200", 10471, f"{KEMPNER} --plan-gpus 1"),
-            ("KempnerForge 4x H200", 9746, f"{KEMPNER} --plan-gpus 4"),
-            ("fms-fsdp", 9600, f"{llama2} --plan-gpus 96"),
-            ("torchtitan eager", 5762, f"{TITAN} --no-compile"),
-            ("torchtitan compiled", 6667, TITAN),
-            ("torchtitan float8", 8532, f"{TITAN} --precision fp8"),
-            (
-                "SmolLM3-3B 4x H100",
-                8415,
-                f"{PLAIN} --zero-stage 2 --precision bf16-pure --activation-checkpointing full",
-            ),
+        h200 = TITAN.replace("--plan-gpus 8", "--plan-gpus 32 --plan-gpu H200")
+        for name, published, flags, given in (
+            ("KempnerForge 1x H200", 10471, f"{KEMPNER} --plan-gpus 1", {}),
+            ("KempnerForge 4x H200", 9746, f"{KEMPNER} --plan-gpus 4", {}),
+            ("fms-fsdp", 9600, f"{llama2} --plan-gpus 96", {}),
+            ("torchtitan eager", 5762, f"{TITAN} --no-compile", TITANS_H100),
+            ("torchtitan compiled", 6667, TITAN, TITANS_H100),
+            ("torchtitan float8", 8532, f"{TITAN} --precision fp8", TITANS_H100),
+            ("torchtitan float8 32x H200", 10938, f"{h200} --precision fp8", {}),
+            ("SmolLM3-3B 4x H100", 8415, f"{PLAIN} --zero-stage 2 {FULL}", {}),
         ):
-            speed = planned(flags)["tokens_per_sec_per_gpu"]
+            speed = planned(flags, given)["tokens_per_sec_per_gpu"]
             row(name, f"{published:,}", f"{speed:,.0f}", f"{100 * (speed / published - 1):+.0f} %")
 
 
