@@ -26,8 +26,12 @@ MATMUL_SHARES = {
     "MI355X": (0.680, 0.680),
 }
 OTHER_SHARES = (0.75, 0.70)  # of a kind that is not in it: assumed
-SHAPES = 0.87  # of that what a model's own shapes reach in training: assumed, see docs/PLAN.md
-ATTENTION_SHARE = 0.475  # 470 of 989 TFLOPS, causal, forward and backward on Hopper: assumed, not measured
+SHAPES = 0.83  # of that what a model's own shapes reach in training: one number for all runs of docs/PLAN.md
+# Attention, causal, forward and backward, of the dense peak. Its kernels are older than Hopper.
+ATTENTION_SHARE = 0.6  # the middle of 50 to 73 % on an A100 (FlashAttention-2, arXiv 2307.08691)
+HOPPER_ATTENTION_SHARE = 0.475  # 470 of 989 TFLOPS by cuDNN: assumed, not measured
+HOPPER_FLASH_SHARE = 0.35  # what FlashAttention-2 reaches on an H100 (FlashAttention-3, arXiv 2407.08608)
+HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB300")  # and newer
 MEMORY_SHARE = 0.90  # 4.3 of 4.8 TB/s: a device copy, measured on an H200
 LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's maintainers expect it (NVIDIA/nccl-tests#326)
 NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
@@ -39,19 +43,22 @@ NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank
 FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
 
 
-def find_rates(gpu: str, given: dict[str, float]) -> Rates:
-    """Rates of a plan: TFLOPS and GB/s that programs reach on this GPU, its memory in GiB; `given` replaces any. A
-    UserError where the GPU is not in the table, or a given rate is none of these."""
+def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
+    """Rates of a plan: TFLOPS and GB/s that programs reach on this GPU, with FlashAttention-2 if `flash`, its memory in
+    GiB; `given` replaces any. A UserError where the GPU is not in the table, or a given rate is none of these."""
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:
         known = "H100 SXM, H100 PCIe, H100 NVL, H200, B200, GB200, GH200, H20, A100 40GB, A100 80GB, L40S, RTX 4090"
         raise UserError(f"--plan-gpu {gpu!r}: not one kind of the table; name one of {known}, ...")
     shares = next((MATMUL_SHARES[name] for name in MATMUL_SHARES if kind.name.startswith(name)), OTHER_SHARES)
+    attention = ATTENTION_SHARE
+    if kind.name.startswith(HOPPER):
+        attention = HOPPER_FLASH_SHARE if flash else HOPPER_ATTENTION_SHARE
     rates = {
         "memory_gib": kind.memory_gib,
         "matmul_tflops": SHAPES * shares[0] * kind.peak_tflops,
         "fp8_tflops": SHAPES * shares[1] * kind.peak_tflops * kind.fp8,
-        "attention_tflops": ATTENTION_SHARE * kind.peak_tflops,
+        "attention_tflops": attention * kind.peak_tflops,
         "memory_gb_per_s": MEMORY_SHARE * kind.memory,
         "intra_node_gb_per_s": LINK_SHARE * kind.link,
         "inter_node_gb_per_s": NETWORK_SHARE * kind.network,
@@ -91,7 +98,8 @@ def choose_rates(settings: Settings) -> Rates:
     found = read_file(path) if path else {}
     sections = found.get("sections", {}) if isinstance(found, dict) else {}
     if not is_cpu:
-        rates = find_rates(gpu, {} if sections else found.get("rates", found) if isinstance(found, dict) else found)
+        given = {} if sections else found.get("rates", found) if isinstance(found, dict) else found
+        rates = find_rates(gpu, given, settings.attention in ("flash", "flash_attention_2"))
     elif sections:
         rates = Rates(found["device"], found["memory_gib"], None, {}, overlaps=False)
     else:
