@@ -25,6 +25,7 @@ requeue=
 trap 'requeue=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 
 # one torchrun a node; it starts one rank a GPU
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; torchrun of torch 2.11 kills after 30 whatever it says
 srun .venv/bin/torchrun \
     --nnodes="$SLURM_NNODES" \
     --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
@@ -32,7 +33,6 @@ srun .venv/bin/torchrun \
     --rdzv_backend=c10d \
     --rdzv_endpoint="$head_node:29500" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --shutdown-timeout=110 \
     train_fsdp.py --run-name "slurm-$SLURM_JOB_ID" --resume auto --checkpoint-interval 500 "$@" &
 code=0
 wait $! || code=$? # the trap ends this wait, so there is a second

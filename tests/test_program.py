@@ -99,7 +99,7 @@ def test_config_json_says_what_it_takes_to_repeat_the_run(demo):
     assert config["flags"]["num_steps"] == 12
     assert config["flags"]["model"] == "demo"
     assert set(config["flags"]) == set(vars(parse([])))
-    assert config["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(config["versions"]["torch"])  # which may lack +cu130
     assert {"python", "transformers", "accelerate", "datasets"} <= set(config["versions"])
     if (ROOT / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", config["commit"])
