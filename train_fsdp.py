@@ -149,6 +149,10 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
         if settings.compile:
             layer.forward = torch.compile(layer.forward)
         shard(layer, reshard_after_forward=reshards_early(settings))
+    if settings.compile:
+        for module in model.modules():
+            if module not in in_layers and type(module).__name__.endswith("Norm"):  # the one before the head
+                module.forward = torch.compile(module.forward)
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
