@@ -70,7 +70,9 @@ from utils import UserError
 def resolve(settings: Settings, config, manifest: dict | None = None) -> Settings:
     """What the flags left open, decided once: from here on the settings are what the run does and what it records.
     `manifest` is that of the checkpoint that the run goes on from, if there is one."""
-    compiled = (torch.cuda.is_available() or settings.plan) if settings.compile is None else settings.compile
+    compiled = settings.compile
+    if compiled is None:
+        compiled = (torch.cuda.is_available() or settings.plan) and not settings.liger
     if settings.activation_memory_budget is not None and not compiled:
         raise UserError("--activation-memory-budget: needs --compile")
     attention, fused_loss = models.choose_attention(settings, config), choose_loss(settings.fused_loss, config)
@@ -112,6 +114,8 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     dtype = torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
     model = models.on_meta(config, settings.attention, dtype)
     models.know_documents(model, settings.model, settings.document_mask)
+    if settings.liger and not settings.plan:
+        models.use_liger(model)
     layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
     if settings.init == "pretrained" and read_weights:
         weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
@@ -149,6 +153,10 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
         if settings.compile:
             layer.forward = torch.compile(layer.forward)
         shard(layer, reshard_after_forward=reshards_early(settings))
+    if settings.compile:
+        for module in model.modules():
+            if module not in in_layers and type(module).__name__.endswith("Norm"):  # the one before the head
+                module.forward = torch.compile(module.forward)
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)

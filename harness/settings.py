@@ -88,6 +88,7 @@ class Settings:
     activation_memory_budget: float | None = flag(None, "the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]", least=0, below=1)
     attention: Literal["auto", "sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
+    liger: bool = flag(False, "Liger's kernels in eager layers: norms, SwiGLU, rotary positions; a plan is of the layers without them [off]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
     num_steps: int = flag(1000, "optimizer steps; 0 only exports [1000]", least=0, group="optimization")
@@ -235,6 +236,7 @@ def contradiction(s: Settings) -> str | None:
         *((s.streaming and "[" in split, f"{name}: {split} is a slice, which --streaming cannot take; name a whole split")
           for name, split in (("--dataset-split", s.dataset_split), ("--eval-split", s.eval_split))),
         (s.zero_stage == 0 and s.dp_replicate_size > 1, "--dp-replicate-size: stage 0 replicates on every rank already"),
+        (s.liger and s.compile, "--liger: its kernels are for eager layers, the compiler makes its own; leave out --liger or --compile"),
         (s.optimizer == "adamw-bf16" and max(s.betas) > 0.98, f"--betas: with adamw-bf16 at most 0.98; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),
         (s.optimizer == "adamw-bf16" and s.precision == "bf16-pure", "--optimizer: with bf16-pure the moments of adamw are bf16 already; leave adamw-bf16 out"),
         (s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"), "--activation-memory-budget: needs --compile, without --activation-checkpointing"),
