@@ -244,6 +244,8 @@ def contradiction(s: Settings) -> str | None:
         (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),
         *((name is not None and not_a_folder_name(name), f"{of}: {name!r} is {not_a_folder_name(name or '')}")
           for of, name in (("--run-name", s.run_name), ("--project-name", s.project_name))),
+        (s.measure and s.plan, "--measure: it trains nothing and plans nothing; run --plan after it"),
+        (s.measure and s.batch_size == "auto", "--batch-size: --measure times one size; give a number"),
         (s.num_steps == 0 and not s.export, "--num-steps: 0 trains nothing; it goes with --export DIR"),
         (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
         (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 exports one checkpoint, give its PATH"),
