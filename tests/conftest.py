@@ -1,6 +1,6 @@
 """What the tests share: a small corpus, tiny models, and ways to start the program as a user does.
 
-Everything runs on the CPU, whatever the machine has, with one thread a process.
+Everything runs on the CPU, whatever the machine has, with one thread a process; `pytest -m gpu` alone sees GPUs.
 """
 
 import concurrent.futures
@@ -24,7 +24,9 @@ STORIES = ROOT / "assets" / "demo" / "stories"
 
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "HF_HUB_OFFLINE"):
     os.environ.pop(name, None)
-os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+if "gpu" not in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(ROOT))
 
 import multirank

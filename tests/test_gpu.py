@@ -1,0 +1,300 @@
+"""What only a GPU can show: `pytest -m gpu` on one that has nothing else to do, about four minutes on an H200.
+
+    REHEARSE_GPU_TESTS=1 pytest tests/test_gpu.py
+
+takes the same path on the CPU with a tiny model, without inductor, cuDNN and what depends on the device's speed or
+memory. Nothing here needs `datasets`; float8 is skipped where torchao is missing.
+"""
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch._dynamo
+from conftest import ROOT, metrics_of, start, train, write_model
+from multirank import resolved
+from test_recipe import END, MODELS, NoReadBack
+from torch._dynamo.utils import counters
+
+import train_fsdp
+import utils
+from harness import checkpoints, models, samples
+from harness.settings import PRESETS
+
+CUDA = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (CUDA or os.environ.get("REHEARSE_GPU_TESTS")),
+        reason="no GPU, or no -m gpu: tests see one with it alone; REHEARSE_GPU_TESTS=1 rehearses them on the CPU",
+    ),
+]
+SMALL = MODELS["smollm3"]
+WIDE = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 2816, "head_dim": 128}
+WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+SIZES = SMALL | WIDE if CUDA else SMALL
+LENGTH = 2048 if CUDA else 32
+
+
+@pytest.fixture(scope="module")
+def on_cpu_without_inductor():
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        yield
+    gc.unfreeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def build(device, tmp_path_factory, on_cpu_without_inductor):
+    """`build(*flags)`: settings, model, optimizer and a function that takes a step on random tokens."""
+
+    def make(*flags, sizes=SIZES, length=LENGTH):
+        gc.collect()
+        torch.cuda.empty_cache()
+        source = write_model(tmp_path_factory.mktemp("model"), "smollm3", **sizes)
+        shape = ["--sequence-length", str(length), "--num-workers", "0", "--num-steps", "99", "--lr", "1e-3"]
+        settings, config = resolved(["--model", source, "--dataset", "demo", *shape, *flags])
+        model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+        optimizer = train_fsdp.build_optimizer(settings, model)
+        data = samples.SyntheticDataset(config.vocab_size, length)
+        tracker = utils.PerformanceTracker(0, 1, 0)
+        state = checkpoints.TrainState(model, optimizer, None, tracker)
+        batches = train_fsdp.training_batches(settings, data, state, device)
+        return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches, tracker)
+
+    return make
+
+
+@pytest.fixture
+def loss_and_gradients(build, device):
+    """`loss_and_gradients(*flags)` of one batch in a fresh model: (loss, all gradients in one tensor)."""
+
+    def run(*flags):
+        torch._dynamo.reset()
+        _, model, _, _ = build(*flags)
+        tokens = samples.SyntheticDataset(SIZES["vocab_size"], LENGTH)
+        windows = [tokens[index] % (LENGTH // 4) for index in range(2)]  # about four ends of text in each
+        batch = utils.create_collate_fn(END if "--document-mask" in flags else None)(windows)
+        loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False).loss
+        loss.backward()
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        return loss.item(), torch.cat([p.grad.to_local().float().flatten() for p in parameters])
+
+    return run
+
+
+def assert_close(one, other, gradients: float, loss: float = 2e-3):
+    """Losses within a share, gradients in their relative distance: bf16 rounds each product to three digits."""
+    assert one[0] == pytest.approx(other[0], rel=loss)
+    assert ((one[1] - other[1]).norm() / other[1].norm()).item() < gradients
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The numbers
+
+
+def test_the_compiled_fused_loss_is_that_of_full_logits(loss_and_gradients):
+    fused = loss_and_gradients("--compile", "--fused-loss")
+    assert_close(fused, loss_and_gradients("--no-compile", "--no-fused-loss"), gradients=0.03)
+
+
+def test_cudnns_attention_is_torchs_flash_attention(loss_and_gradients):
+    other = loss_and_gradients("--no-compile", "--attention", "cudnn" if CUDA else "eager")
+    assert_close(loss_and_gradients("--no-compile", "--attention", "flash"), other, gradients=0.03)
+
+
+def test_flex_attention_is_sdpa_inside_documents(loss_and_gradients, monkeypatch):
+    masked = loss_and_gradients("--no-compile", "--document-mask", "--attention", "sdpa")
+    across = loss_and_gradients("--no-compile", "--attention", "sdpa")
+    if not CUDA:  # torch has its backward for a CPU, and refuses it
+        monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
+        monkeypatch.setattr(models, "choose_attention", lambda settings, config: "flex_attention")
+    compiled = "--compile" if CUDA else "--no-compile"
+    flex = loss_and_gradients(compiled, "--document-mask", "--attention", "flex_attention")
+    assert_close(flex, masked, gradients=0.03)
+    assert (across[1] - masked[1]).norm() > 0.1 * masked[1].norm()  # the mask does matter
+
+
+def test_keys_repeated_for_fp32_give_what_shared_keys_give(loss_and_gradients):
+    fp32 = loss_and_gradients("--no-compile", "--precision", "fp32")
+    assert_close(fp32, loss_and_gradients("--no-compile", "--precision", "bf16"), gradients=0.05, loss=5e-3)
+
+
+def test_float8_learns_what_bf16_learns(build):
+    if not find_spec("torchao"):
+        pytest.skip("torchao is not installed")
+    losses = {}
+    fp8 = ["--compile"] if CUDA else ["--no-compile", "--fp8-emulate"]
+    for flags in (["--precision", "fp8", *fp8], ["--precision", "bf16", fp8[0]]):
+        torch._dynamo.reset()
+        *_, step = build(*flags)
+        losses[flags[1]] = [step()[0].item() for _ in range(8)]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.01)
+    assert losses["fp8"] != losses["bf16"]
+
+
+def test_an_offloaded_run_is_the_same_run(build):
+    *_, step = build("--no-compile")
+    _, model, _, offloaded = build("--no-compile", "--cpu-offload")
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert [step()[0].item() for _ in range(4)] == pytest.approx([offloaded()[0].item() for _ in range(4)], rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_header_names_the_kernel_that_runs(build, device, precision):
+    settings, model, _, step = build("--no-compile", "--precision", precision)
+    said = models.describe_attention(settings, model.config, device.type)
+    step()
+    with torch.profiler.profile() as profile:
+        step()
+    ran = {event.name for event in profile.events() if "aten::_scaled_dot_product" in event.name}
+    forward = {name for name in ran if "backward" not in name}
+    kernel = said.removeprefix("sdpa attention (").removesuffix(")")
+    assert forward and all(kernel.removesuffix("_attention") in name for name in forward), (said, ran)
+    assert kernel != "math"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(device, tmp_path, on_cpu_without_inductor):
+    """With kernels that add in one order: eager attention, as flash attention's backward adds in any."""
+    model = write_model(tmp_path / "model", "smollm3", **SIZES)
+    flags = ["--model", model, "--dataset", "synthetic", "--sequence-length", "256" if CUDA else "32"]
+    flags += ["--attention", "eager", "--no-compile", "--num-steps", "4", "--log-interval", "1", "--no-own-plan"]
+    flags += ["--checkpoint-interval", "2", "--output-dir", tmp_path, "--run-name", "r", "--num-workers", "0"]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        train(flags, device)
+        before, newest = metrics_of(tmp_path / "r"), tmp_path / "r" / "checkpoints" / "step-00000004"
+        shards = contents(newest)
+        assert shards and newest.rename(tmp_path / "aside")
+        train([*flags, "--resume", "auto"], device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    after = metrics_of(tmp_path / "r")
+    assert [line["step"] for line in after] == [line["step"] for line in before]
+    assert [line["loss"] for line in after] == [line["loss"] for line in before]
+    assert contents(newest) == shards
+
+
+def contents(checkpoint: pathlib.Path) -> dict[str, list]:
+    """Sizes and checksums of its tensors' files, as its manifest has them."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    return {name: entry for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
+    """A second save, as the first one gets its pinned memory. On a CPU, which writes with the cores that compute, it is
+    only seen to end."""
+    settings, model, optimizer, step = build("--no-compile", "--batch-size", "4")
+    state = checkpoints.TrainState(model, optimizer, None, utils.PerformanceTracker())
+    saver = checkpoints.Checkpoints(settings, tmp_path, {}, device, lambda: None)
+
+    def timed() -> float:
+        began = time.perf_counter()
+        step()
+        utils.wait_for_device()
+        return time.perf_counter() - began
+
+    saver.save(state, wait=True)
+    usual = statistics.median(timed() for _ in range(20 if CUDA else 3))
+    state.step, began = 1, time.perf_counter()
+    saver.save(state)
+    stall, meanwhile = time.perf_counter() - began, []
+    while saver.thread.is_alive() and len(meanwhile) < 5000:
+        meanwhile.append(timed())
+    saver.finish()
+    assert not saver.failures and (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").exists()
+    if CUDA:
+        size = sum(size for size, _ in contents(tmp_path / "checkpoints" / "step-00000001").values())
+        median, longest = statistics.median(meanwhile), max(meanwhile)
+        told = f"{size / 1e9:.2f} GB, stood still {stall:.3f} s; a step {usual:.4f} s, of {len(meanwhile)} meanwhile "
+        told += f"{median:.4f} s, at most {longest:.4f} s"
+        print(told)
+        assert stall < size / 5e9 + 0.1, told  # pinned copies over PCIe reach 20 GB/s and more
+        assert median < 1.3 * usual and longest < 3 * usual + 0.05, told
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The step that is measured: SmolLM3-3B's layers, eight of them, compiled
+
+
+@pytest.fixture(scope="module")
+def smollm3(build):
+    """(flags, a function that takes a step, already compiled); on a CPU the tiny model."""
+    torch._dynamo.reset()
+    counters.clear()
+    sizes, length = SMALL | {"num_hidden_layers": 8, "no_rope_layers": [1, 1, 1, 0] * 2}, LENGTH
+    if CUDA:
+        preset = json.loads(PRESETS["smollm3-3b"].read_text())
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        sizes |= {name: preset[name] for name in names} | {"head_dim": 128, "max_position_embeddings": 8192}
+        length = 8192
+    flags = ["--compile", "--zero-stage", "2"]
+    settings, *_, step = build(*flags, sizes=sizes, length=length)
+    step(), step()
+    return ["--model", settings.model, "--sequence-length", str(length), *flags], step
+
+
+def test_nothing_is_compiled_after_the_first_step_and_no_graph_breaks(smollm3):
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            smollm3[1]()
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 1, {})  # one is the loss
+
+
+def test_a_step_reads_nothing_back(smollm3):
+    with NoReadBack() if not CUDA else sync_is_an_error():
+        for _ in range(2):
+            loss, norm = smollm3[1]()
+    assert loss.item() > 0 and norm.full_tensor().item() > 0
+
+
+@contextlib.contextmanager
+def sync_is_an_error():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_guard_of_the_test_above_sees_a_read(device):
+    guard = NoReadBack() if not CUDA else sync_is_an_error()
+    with pytest.raises((RuntimeError, AssertionError)), guard:
+        torch.ones(1, device=device).item()
+
+
+PLAN = "import json, sys, planranks; print(json.dumps(planranks.plan(sys.argv[1:], 1)['memory_gib']))"
+
+
+def test_memory_is_as_planned(smollm3):
+    flags, step = smollm3
+    process = start(
+        [sys.executable, "-c", PLAN, *flags], CUDA_VISIBLE_DEVICES="", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"
+    )
+    assert process.returncode == 0, process.stderr
+    planned = json.loads(process.stdout)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    utils.wait_for_device()
+    if CUDA:
+        total, reserved = torch.cuda.max_memory_allocated() / utils.GIB, torch.cuda.max_memory_reserved() / utils.GIB
+        told = f"allocated {total:.2f} GiB, planned {planned['total']:.2f}; "
+        told += f"reserved {reserved:.2f} GiB and the context, planned {planned['reserved']:.2f}"
+        print(told)
+        assert planned["total"] == pytest.approx(total, rel=0.05), told
