@@ -35,7 +35,9 @@ from harness.settings import Settings
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
-EXTERN = re.compile(r"mm\b|_mm|attention|convolution|embedding_dense|scatter|index_put|sort|topk|cumsum")  # not fused
+EXTERN = re.compile(
+    r"mm\b|_mm|attention|convolution|embedding_dense|(?<!slice_)(?<!select_)scatter|index_put|sort|topk|cumsum"
+)  # not fused
 UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)  # their schemas do not say that they are
 
 
@@ -341,7 +343,8 @@ def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int, int]:
     when it is compiled.
 
     A tensor is written when a matmul, an attention or another kernel that cannot be fused reads or makes it, or when
-    the graph returns it; what lies between is fused. A fused kernel reads what was written before it, once.
+    the graph returns it; what lies between is fused. A fused kernel reads what was written before it, once; what reads
+    the same, or part of it, is the same kernel, unless it has to wait for another's result. A row's sum stays inside.
     """
 
     def is_view(node) -> bool:
@@ -372,9 +375,26 @@ def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int, int]:
             peak = max(peak, live + attention_workspace(node.target, inputs))
         released = (origin for origin in reads[node] if last_use[origin] is node)
         live -= sum(size[origin] for origin in released if "primals" not in origin.name)  # the caller keeps primals
-    fused = [node for node in made if not extern(node)]
-    kernels = {reads[node] for node in fused}  # what reads the same is one kernel
-    moved = sum(size[node] for node in fused) + sum(size[origin] for origins in kernels for origin in origins)
+    fused = [node for node in nodes if node in made and not extern(node)]
+    before: dict[Any, set] = {}  # the fused results that a node waits for
+    for node in nodes:
+        inputs = node.all_input_nodes
+        before[node] = set().union(*(before[one] for one in inputs), (one for one in inputs if one in made))
+    for node in nodes:
+        rows = {
+            origin for origin in reads[node] if origin in fused and 64 * size[origin] <= max(map(size.get, reads[node]))
+        }
+        reads[node] = (reads[node] - rows).union(*(reads[row] for row in rows))
+    kernels: list[tuple[frozenset, list]] = []  # (what it reads, what it writes)
+    for node in sorted(fused, key=lambda node: -len(reads[node])):
+        for origins, results in kernels:
+            waits = any(node in before[origin] for origin in origins) or before[node] & set(results) - reads[node]
+            if reads[node] <= origins and not waits:
+                results.append(node)
+                break
+        else:
+            kernels.append((reads[node], [node]))
+    moved = sum(size[node] for node in fused) + sum(size[origin] for origins, _ in kernels for origin in origins)
     return peak, moved, len(kernels)
 
 

@@ -121,6 +121,16 @@ def plan_all(workspace: pathlib.Path) -> None:
 
     result = {str(ranks): {name: planned(flags, ranks) for name, flags in cases(ranks).items()} for ranks in RANKS}
     result["counted"] = {name: planned(flags + " --precision fp32", 4) for name, flags in COUNTED.items()}
+    settings, config = resolved(["--plan", "--compile", "--model", "smollm3-3b", "--zero-stage", "2"])
+    layer = recorder.record_step(settings, train_fsdp.RECIPE, config, 1, 1, 1)
+    result["fused"] = {
+        phase: max(
+            sum(times * part.nbytes for part, times in layer.parts[region].items() if part.kind == "fused")
+            for (of, region) in layer.operators
+            if of == phase and any(part.kind.startswith("aten::mm") for part in layer.parts.get(region, ()))
+        )
+        for phase in ("forward", "backward")
+    }
     depths, record_step = [], recorder.record_step
     recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
     result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
