@@ -96,6 +96,10 @@ class Call:
 
         def real(leaf):
             if isinstance(leaf, Layout):
+                if "_grouped_mm" in operator.kind and not leaf.dtype.is_floating_point:  # where each expert's rows end
+                    rows = args[0].shape[1 if len(args[1].shape) == 2 else 0]  # of a weight's gradient, those summed
+                    ends = torch.arange(1, leaf.shape[0] + 1, device=device) * rows // leaf.shape[0]
+                    return ends.to(leaf.dtype)
                 return make_tensor(leaf, min(sizes, default=2), device)
             return device if isinstance(leaf, torch.device) else leaf
 
