@@ -288,6 +288,7 @@ class Ending:
 
 def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, output: int) -> None:
     """The forked process: the program, watched."""
+    torch.set_num_threads(1)  # a fork's first call makes a new thread pool: two threads at once can abort (2.11)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115
