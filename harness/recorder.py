@@ -303,6 +303,9 @@ def operator_flops(op, args, kwargs, result) -> int:
         return int(flops * (2.5 if "backward" in name else 1) / (2 if given.get("is_causal") else 1))
     if name == "_grouped_mm":
         return 2 * args[0].numel() * args[1].shape[-1]
+    forward = torch._C._current_graph_task_id() < 0
+    if name == "bmm" and forward and not torch.is_grad_enabled() and args[0].shape[-1] == 1:
+        return 0  # rotary angles, as in utils.FlopCounter
     formula = flop_registry.get(op.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
