@@ -517,6 +517,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="ranks [all GPUs of this machine, or 1]")
     parser.add_argument("--out", type=pathlib.Path, help="folder of JSON and plots [benchmarks/results]")
     parser.add_argument("--rehearse", action="store_true", help="the demo model on the CPU, to a temporary folder")
+    parser.add_argument("--no-plots", action="store_true", help="figures only; later: bench.py plot")
     args = parser.parse_args()
     args.deadline = time.monotonic() + 60 * args.minutes
     args.gpus = args.gpus or (1 if args.suite == "cpu" else max(1, torch.cuda.device_count()))
@@ -530,6 +531,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if args.suite != "plot":
         run_suite(args, out / f"{args.suite}.json")
+    if args.no_plots:
+        return
     if find_spec("matplotlib"):
         from plots import draw
 

@@ -1,6 +1,7 @@
 """The benchmark drivers: what they run, keep, refuse and draw. No figure of theirs is checked for its size."""
 
 import argparse
+import fnmatch
 import json
 import sys
 import time
@@ -11,6 +12,8 @@ from conftest import ROOT, parse, start, torchrun
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench
+import contact
+import psutil
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -161,3 +164,61 @@ def test_each_measured_part_becomes_a_png(tmp_path):
     drawn = draw(tmp_path)
     assert {path.name for path in drawn} == {f"gpu-{name}.png" for name in PLOTS}
     assert all(path.read_bytes().startswith(PNG) for path in drawn)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# contact.py
+
+
+def test_contact_takes_what_matters_most_first_and_every_command_is_one_that_its_program_takes():
+    found = contact.steps(1, rehearse=False)
+    order = list(dict.fromkeys(step.name.partition("/")[0] for step in found))
+    assert order == ["tests", "rates", "ladder", "peers", "loss", "scale", "memory"]
+    assert parse(found[1].words[1:]).measure
+    for step in found[2:]:
+        part, label = step.name.split("/")
+        configs = bench.parts_of(step.suite, 1)[part][3]
+        only = step.words[step.words.index("--only") + 1]
+        assert [name for name in configs if fnmatch.fnmatch(f"{part}/{name}", only)] == [label]
+    assert {step.name for step in found if "datasets" in step.needs} == {s.name for s in found if "loss/" in s.name}
+
+
+def go_on(monkeypatch, capsys, out, steps: dict[str, str], *flags) -> str:
+    """What a call of contact.py prints, with these steps, each a piece of Python."""
+    found = [contact.Step(name, 0, ["-c", code], ("nowhere",) * ("missing" in name)) for name, code in steps.items()]
+    monkeypatch.setattr(contact, "steps", lambda gpus, rehearse: found)
+    monkeypatch.setattr(contact.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["contact.py", "--rehearse", "--out", str(out), *flags])
+    contact.main()
+    return capsys.readouterr().out
+
+
+def test_contact_goes_on_where_a_call_ended_and_ends_what_that_left(tmp_path, monkeypatch, capsys):
+    out, twice = tmp_path / "out", tmp_path / "twice"
+    once = f"open({str(tmp_path / 'once')!r}, 'x'); print('first')"
+    left = "import subprocess, time; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
+    steps = {"a": once, "b": "exit(3)", "missing": "", "late": f"{left}; time.sleep(60)"}
+    said = go_on(monkeypatch, capsys, out, steps, "--minutes", "0.15")
+    assert "a: done, first" in said and "b: failed, exit code 3" in said and "not installed: nowhere" in said
+    assert "late: cut off, not done within" in said and "1 done, 1 failed, 1 left out, 1 cut off" in said
+    sleeper = int((out / contact.LOG).read_text().split()[-1])
+    assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+
+    twice.mkdir()
+    said = go_on(monkeypatch, capsys, twice, steps | {"late": "print('in time')"}, "--resume", str(out))
+    assert "late: done, in time" in said and "a ..." not in said and "2 done, 1 failed, 1 left out" in said
+    state = json.loads((twice / contact.STATE).read_text())
+    assert (state["late"]["tries"], state["a"]["tries"]) == (2, 1)
+
+
+def test_contact_says_what_bench_measured_or_why_not(tmp_path):
+    runs = [{"tokens_per_sec_per_gpu": 12345.6, "step_time_ms": 7.0}]
+    entry = {"figure": "tokens_per_sec_per_gpu", "configs": {"good": {"runs": runs, "predicted": {}}}}
+    entry["configs"]["bad"] = {"runs": [], "predicted": {}, "error": "out of memory"}
+    entry["configs"]["slow"] = {"runs": [], "predicted": {}, "error": "did not end within 9 s"}
+    (tmp_path / "gpu.json").write_text(json.dumps({"parts": {"ladder": entry}}))
+    of = lambda name: contact.figures(contact.Step(f"ladder/{name}", 1, [], (), "gpu"), tmp_path)  # noqa: E731
+    assert of("good") == ("done", "12,346 tokens_per_sec_per_gpu, 7 step ms")
+    assert of("bad") == ("failed", "out of memory")
+    assert of("slow") == ("cut off", "did not end within 9 s")
+    assert of("none")[0] == "failed"

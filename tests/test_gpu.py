@@ -60,6 +60,7 @@ def build(device, tmp_path_factory, on_cpu_without_inductor):
     """`build(*flags)`: settings, model, optimizer and a function that takes a step on random tokens."""
 
     def make(*flags, sizes=SIZES, length=LENGTH):
+        gc.unfreeze()  # what a whole run in this process has frozen
         gc.collect()
         torch.cuda.empty_cache()
         source = write_model(tmp_path_factory.mktemp("model"), "smollm3", **sizes)
@@ -199,7 +200,9 @@ def contents(checkpoint: pathlib.Path) -> dict[str, list]:
 def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
     """A second save, as the first one gets its pinned memory. On a CPU, which writes with the cores that compute, it is
     only seen to end."""
-    settings, model, optimizer, step = build("--no-compile", "--batch-size", "4")
+    settings, model, optimizer, step = build(
+        "--no-compile", "--batch-size", "16" if CUDA else "2"
+    )  # steps longer than their launching
     state = checkpoints.TrainState(model, optimizer, None, utils.PerformanceTracker())
     saver = checkpoints.Checkpoints(settings, tmp_path, {}, device, lambda: None)
 
@@ -234,7 +237,10 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
 
 @pytest.fixture(scope="module")
 def smollm3(build):
-    """(flags, a function that takes a step, already compiled); on a CPU the tiny model."""
+    """(flags, a function that takes a step, already compiled, bytes that others hold); on a CPU the tiny model."""
+    gc.unfreeze()
+    gc.collect()
+    others = torch.cuda.memory_allocated() if CUDA else 0
     torch._dynamo.reset()
     counters.clear()
     sizes, length = SMALL | {"num_hidden_layers": 8, "no_rope_layers": [1, 1, 1, 0] * 2}, LENGTH
@@ -246,21 +252,21 @@ def smollm3(build):
     flags = ["--compile", "--zero-stage", "2"]
     settings, *_, step = build(*flags, sizes=sizes, length=length)
     step(), step()
-    return ["--model", settings.model, "--sequence-length", str(length), *flags], step
+    return ["--model", settings.model, "--sequence-length", str(length), *flags], step, others
 
 
 def test_nothing_is_compiled_after_the_first_step_and_no_graph_breaks(smollm3):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
             smollm3[1]()
-    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 1, {})  # one is the loss
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 2, {})  # the last norm, the loss
 
 
 def test_a_step_reads_nothing_back(smollm3):
     with NoReadBack() if not CUDA else sync_is_an_error():
         for _ in range(2):
             loss, norm = smollm3[1]()
-    assert loss.item() > 0 and norm.full_tensor().item() > 0
+    assert loss.item() > 0 and norm.item() > 0
 
 
 @contextlib.contextmanager
@@ -282,7 +288,7 @@ PLAN = "import json, sys, planranks; print(json.dumps(planranks.plan(sys.argv[1:
 
 
 def test_memory_is_as_planned(smollm3):
-    flags, step = smollm3
+    flags, step, others = smollm3
     process = start(
         [sys.executable, "-c", PLAN, *flags], CUDA_VISIBLE_DEVICES="", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"
     )
@@ -293,7 +299,8 @@ def test_memory_is_as_planned(smollm3):
     step()
     utils.wait_for_device()
     if CUDA:
-        total, reserved = torch.cuda.max_memory_allocated() / utils.GIB, torch.cuda.max_memory_reserved() / utils.GIB
+        total = (torch.cuda.max_memory_allocated() - others) / utils.GIB
+        reserved = torch.cuda.max_memory_reserved() / utils.GIB
         told = f"allocated {total:.2f} GiB, planned {planned['total']:.2f}; "
         told += f"reserved {reserved:.2f} GiB and the context, planned {planned['reserved']:.2f}"
         print(told)

@@ -8,7 +8,7 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, start
+from conftest import PROGRAM, ROOT, start
 
 LAYERS = ("tests/*.py", "benchmarks/**/*.py", "train_fsdp.py", "harness/*.py", "utils.py")  # each may import the later
 OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "liger_kernel", "matplotlib"}
@@ -146,3 +146,21 @@ def test_importing_a_module_loads_no_optional_package_and_starts_nothing(fresh):
 def test_the_recorder_is_loaded_only_when_a_plan_is_made(fresh):
     loaders = {name for name, found in fresh.items() if "harness.recorder" in found["loads"]}
     assert loaders and loaders <= {"harness.recorder", "harness.measuring"}
+
+
+WITHOUT = """
+import runpy, sys
+sys.modules |= dict.fromkeys(sys.argv[1].split(","))
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_run_on_synthetic_tokens_imports_no_optional_package(tmp_path):
+    flags = "--model demo --dataset synthetic --sequence-length 32 --checkpoint-interval 3 --profile"
+    flags += f" --perf-warmup-steps 0 --num-steps 6 --output-dir {tmp_path} --run-name r --cache-dir {tmp_path}"
+    process = start([sys.executable, "-c", WITHOUT, ",".join(OPTIONAL), PROGRAM, *flags.split()])
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "r" / "checkpoints" / "step-00000006").exists()
+    process = start([sys.executable, "-c", WITHOUT, ",".join(OPTIONAL), PROGRAM, *flags.split(), "--log-with", "wandb"])
+    assert process.stderr.startswith("train_fsdp.py: error: --log-with wandb: needs the package wandb"), process.stderr
