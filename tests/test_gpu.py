@@ -200,9 +200,8 @@ def contents(checkpoint: pathlib.Path) -> dict[str, list]:
 def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
     """A second save, as the first one gets its pinned memory. On a CPU, which writes with the cores that compute, it is
     only seen to end."""
-    settings, model, optimizer, step = build(
-        "--no-compile", "--batch-size", "16" if CUDA else "2"
-    )  # steps longer than their launching
+    batch = "16" if CUDA else "2"  # a step takes longer than launching it
+    settings, model, optimizer, step = build("--no-compile", "--batch-size", batch)
     state = checkpoints.TrainState(model, optimizer, None, utils.PerformanceTracker())
     saver = checkpoints.Checkpoints(settings, tmp_path, {}, device, lambda: None)
 
