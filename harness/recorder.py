@@ -338,7 +338,9 @@ def recording_backend():
         name = "region " + hashlib.sha256(f"{operators}\n{dtypes}".encode()).hexdigest()[:12]
         return functools.partial(run, graph, (name, *fused_memory(graph)))
 
-    return aot_autograd(fw_compiler=compiler, partition_fn=partition, decompositions=select_decomp_table)
+    # as in inductor: an argument that is updated is written by the kernel, not copied afterwards
+    options = {"decompositions": select_decomp_table, "keep_inference_input_mutations": True}
+    return aot_autograd(fw_compiler=compiler, partition_fn=partition, **options)
 
 
 def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int, int]:
@@ -362,7 +364,7 @@ def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int, int]:
     source: dict[Any, Any] = {}  # what a node is a view of, itself if it is none
     for node in nodes:
         source[node] = source[node.all_input_nodes[0]] if is_view(node) else node
-        if extern(node) or node.op == "output":
+        if extern(node) or node.op == "output" or node.target is torch.ops.aten.copy_.default:  # into an argument
             written.update(source[argument] for argument in node.all_input_nodes)
     reads: dict[Any, frozenset] = {}
     for node in nodes:
