@@ -52,7 +52,8 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
         return {key: value + beyond * (value - few[key]) for key, value in many.items() if key in few}
 
     peaks, counts = at_full_depth(few.peaks(), many.peaks()), at_full_depth(few.counts, many.counts)
-    operators = at_full_depth(few.operators, many.operators)
+    of_size = {key: value for key, value in many.operators.items() if key not in few.operators}  # of the depth: once
+    operators = at_full_depth(few.operators, many.operators) | of_size
 
     pools = range(max(many.pools) + 1)
     of_pools = [at_full_depth(few.peaks(pool), many.peaks(pool)) for pool in pools]

@@ -155,7 +155,7 @@ class StepRecorder(TorchDispatchMode):
             self._count_collective(name, args, inputs, phase)
         elif flops or (moved and self._fused is None):
             done = Operator(kind_of(name, inputs), shapes((args, kwargs)), flops, moved)
-            if len(inputs) > 6 and not flops:  # over parameters, as many as the model has
+            if not flops and (re.match("aten::_(foreach|fused)", name) or len(inputs) > 6):  # over parameters
                 done = done._replace(shape=LIST, nbytes=0)
                 self.counts["list_bytes", phase, done.kind] += moved * self.weight
             self.keep_example(done, op, args, kwargs)

@@ -72,7 +72,7 @@ def test_what_a_stream_allocates_serves_no_other_and_is_planned_as_in_a_real_ste
     plan, real = planned[str(ranks)][name], measured[ranks][name]
     held = sorted(plan["held_by_streams_gib"])
     assert [size * GIB for size in held] == pytest.approx(real["held"], rel=0.02)
-    assert plan["memory_gib"]["total"] < sum(held) < plan["memory_gib"]["reserved"]
+    assert plan["memory_gib"]["total"] <= sum(held) * (1 + 1e-9) < plan["memory_gib"]["reserved"]
 
 
 @pytest.mark.parametrize("ranks, name", CASES)
