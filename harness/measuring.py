@@ -368,13 +368,17 @@ def measure(settings: Settings, recipe) -> None:
         "rates": summarize((operator._replace(nbytes=n), median) for operator, (median, _, n) in found.items()),
         "host_us": 1e6 * statistics.median(host for _, host, _ in of_ranks),
         "launch_us": 1e6 * least,
+        "wait_us": 0.0,
     }
+    rates = Rates(about["device"], 0, None, {}, device.type == "cuda", section)
+    planned = predict_time(record.counts, record.operators, record.parts, rates)["step"]
+    calls = sum(times for (what, *_), times in record.counts.items() if what == "calls")
+    if world > 1 and not rates.overlaps:  # what a real step takes beyond its parts, ranks spend on waiting
+        section["wait_us"] = 1e6 * max(0.0, step - planned) / calls
     path = file_of(about["device"], settings.cache_dir)
     contents = merge(path, about | {"sections": {str(local): section}})
     if dist.get_rank() == 0:
         write(path, contents)
-    rates = Rates(about["device"], 0, None, {}, device.type == "cuda", section)
-    planned = predict_time(record.counts, record.operators, record.parts, rates)["step"]
     say(columns(describe(section, links, failed, step, planned, depth) | {"written": f"{path}, which --plan reads"}))
     for line in slow:
         say(f"slow       {line}")
@@ -408,4 +412,5 @@ def describe(
         operator, why = next(iter(failed.items()))
         lines["not run"] = f"{len(failed)} operators, of them {operator.kind} {operator.shape} ({why})"
     difference = f"{1000 * planned:,.1f} ms by these rates ({100 * (planned / step - 1):+.0f} %)"
+    difference += ", the rest ranks wait for each other" * (section["wait_us"] > 0)
     return lines | {"check": f"a real step of {depth} layers took {1000 * step:,.1f} ms; {difference}"}

@@ -135,7 +135,7 @@ def predict_time(
     beside it, and the ends: the first gathers of a step before there is anything to compute, the last reductions after
     everything is computed.
     Launches run ahead of the GPU: the step takes what all kernels take or what all launches take, whichever is more.
-    On a CPU nothing runs beside anything.
+    On a CPU nothing runs beside anything, and ranks wait for each other in each collective.
     """
     seconds, communication, sources = Counter(), Counter(), Counter()
 
@@ -182,6 +182,8 @@ def predict_time(
         contention = CONTENTION * (whole - exposed)
         launches = max(0.0, host - sum(compute.values()) - exposed - contention)
     else:
+        calls = sum(amount for (what, *_), amount in counts.items() if what == "calls")
+        whole += calls * rates.measured["wait_us"] / 1e6
         exposed, contention, launches = whole, 0.0, host
     total = sum(compute.values()) + exposed + contention + launches
     named = {name: seconds[name] for name in ("matmul", "attention", "memory", "optimizer")}
@@ -219,7 +221,7 @@ def read_file(path: pathlib.Path) -> dict:
 def check_sections(sections: dict[str, dict]) -> None:
     """Raises ValueError, or what Python does, where sections of a rates file are not as they were written."""
     for ranks, section in sections.items():
-        numbers = [int(ranks), section["launch_us"], section["host_us"], *section["rates"].values()]
+        numbers = [int(ranks), *(section[f"{of}_us"] for of in ("launch", "host", "wait")), *section["rates"].values()]
         for points in (*section["operators"].values(), *section["collectives"].values()):
             numbers += [number for point in points for number in point if not isinstance(number, str)]
         if not all(math.isfinite(number) and number >= 0 for number in numbers):

@@ -24,6 +24,7 @@ SECTION = {
     "rates": {"matmul_tflops": 1e-10, "memory_gb_per_s": 1e-6},
     "host_us": 3e6,
     "launch_us": 5e5,
+    "wait_us": 0.0,
 }
 
 
@@ -72,6 +73,8 @@ def test_on_a_processor_nothing_runs_beside_anything_and_on_a_gpu_launches_and_c
     step = {("forward", MM): 10}
     one = rates.predict_time(counts, step, {}, known())
     assert one["step"] == pytest.approx(10 + 1.5 + 2 * 3.0)  # a collective between two measured sizes
+    waits = rates.predict_time(counts, step, {}, known(section=SECTION | {"wait_us": 2e6}))
+    assert (waits["exposed"], waits["step"]) == (pytest.approx(3.5), pytest.approx(one["step"] + 2.0))
     other = rates.predict_time(counts, step, {}, known(overlaps=True))
     assert (other["exposed"], other["launches"]) == (0, 0)
     assert other["step"] == pytest.approx(10 + rates.CONTENTION * 1.5)
