@@ -26,7 +26,7 @@ MATMUL_SHARES = {
     "MI355X": (0.680, 0.680),
 }
 OTHER_SHARES = (0.75, 0.70)  # of a kind that is not in it: assumed
-SHAPES = 0.83  # of that what a model's own shapes reach in training: one number for all runs of docs/PLAN.md
+SHAPES = 0.80  # of that what a model's own shapes reach in training: one number for all runs of docs/PLAN.md
 # Attention, causal, forward and backward, of the dense peak. Its kernels are older than Hopper.
 ATTENTION_SHARE = 0.6  # the middle of 50 to 73 % on an A100 (FlashAttention-2, arXiv 2307.08691)
 HOPPER_ATTENTION_SHARE = 0.475  # 470 of 989 TFLOPS by cuDNN: assumed, not measured
