@@ -158,7 +158,7 @@ def predict_time(
             else:
                 add(phase, name, alone[part], times * n)
     groups = {key[1:] for key in counts if key[0] in ("calls", "end_calls")}
-    for phase, *group in groups:
+    for phase, *group in sorted(groups):
         for part in ("", "end_"):
             names = ("calls", "bytes" if part else "sent_bytes", "whole_bytes")
             numbers = (counts.get((part + name, phase, *group), 0) for name in names)
