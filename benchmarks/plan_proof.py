@@ -4,6 +4,7 @@
 
 Each round times the device anew, so that plan and run meet the same neighbours on a shared machine; the error of a
 configuration is the median over the rounds of planned over measured step time. Threads: one a rank, as torchrun has it.
+Rounds are added to those that the file has: remove it for other code or another machine.
 """
 
 import argparse
@@ -89,6 +90,17 @@ def one_round(args, work: pathlib.Path, results: dict) -> None:
             entry["rounds"].append(row)
             error = 100 * (row["planned_ms"] / measured - 1)
             print(f"{name:58}{row['planned_ms']:10,.1f}{measured:10,.1f} ms{error:+7.1f} %", flush=True)
+            save(args.out, work, results)
+
+
+def save(out: pathlib.Path, work: pathlib.Path, results: dict) -> None:
+    (rates,) = (json.loads(path.read_text()) for path in (work / "cache" / "rates").glob("*.json"))
+    about = {key: rates[key] for key in ("device", "versions", "threads")} | {"cores": os.cpu_count()}
+    about["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    errors = sorted(abs(error_of(entry)) for entry in results.values())
+    summary = {"median_error": statistics.median(errors), "worst_error": errors[-1]}
+    contents = {"suite": "plan_proof", "machine": about, "summary": summary, "configs": results}
+    out.write_text(json.dumps(contents, indent=1) + "\n")
 
 
 def error_of(entry: dict) -> float:
@@ -102,30 +114,21 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="names of configurations, with * and ?")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "plan_proof.json")
     args = parser.parse_args()
-    results: dict = {}
+    results: dict = json.loads(args.out.read_text())["configs"] if args.out.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder)
         (work / "small").mkdir()
         (work / "small" / "config.json").write_text(json.dumps(SMALL))
         for _ in range(args.rounds):
             one_round(args, work, results)
-            files = [json.loads(path.read_text()) for path in (work / "cache" / "rates").glob("*.json")]
-            about = {key: files[0][key] for key in ("device", "versions", "threads")}
-            about |= {
-                "cores": os.cpu_count(),
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            }
-            errors = sorted(abs(error_of(entry)) for entry in results.values())
-            summary = {"median_error": statistics.median(errors), "worst_error": errors[-1]}
-            contents = {"suite": "plan_proof", "machine": about, "summary": summary, "configs": results}
-            args.out.write_text(json.dumps(contents, indent=1) + "\n")
     print("\n| configuration | planned ms | measured ms | error |\n|---|---|---|---|")
     for name, entry in results.items():
         planned, measured = (
             statistics.median(row[of] for row in entry["rounds"]) for of in ("planned_ms", "measured_ms")
         )
         print(f"| {name} | {planned:,.1f} | {measured:,.1f} | {100 * error_of(entry):+.1f} % |")
-    print(f"\nmedian {100 * errors[len(errors) // 2]:.1f} %, worst {100 * errors[-1]:.1f} %, written to {args.out}")
+    summary = json.loads(args.out.read_text())["summary"]
+    print(f"\nmedian {100 * summary['median_error']:.1f} %, worst {100 * summary['worst_error']:.1f} %, in {args.out}")
 
 
 if __name__ == "__main__":
