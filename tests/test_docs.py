@@ -278,6 +278,7 @@ OTHERS = {
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
+    "benchmarks/plan_proof.py": {"--only", "--rounds"},
 }
 
 

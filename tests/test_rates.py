@@ -235,7 +235,7 @@ def test_a_plan_says_what_was_measured_and_of_other_sizes_what_was_scaled(two_ra
     assert found["time_ms"]["exposed"] == found["time_ms"]["communication"] > 0
     assert "% measured, " in found["assumptions"]["rates"]
     larger = json.loads(python(*plan, "--plan-gpus", 2, "--batch-size", 4).stdout)
-    assert larger["time_sources"]["scaled"] > 0.5
+    assert larger["time_sources"]["scaled"] > 0.1 > found["time_sources"].get("scaled", 0)
     assert larger["step_time_ms"] > found["step_time_ms"]
     refused = python(*plan, "--plan-gpus", 4)
     assert refused.returncode == 2
