@@ -358,7 +358,7 @@ def measure(settings: Settings, recipe) -> None:
     expected = {"in a node": gpu.link * LINK_SHARE, "between nodes": gpu.network * NETWORK_SHARE} if gpu else {}
     slow += slow_links(links, heartbeats.RANKS, expected)
     operators: dict[str, list] = {}
-    for operator, (_, _, nbytes) in found.items():  # the slowest rank's time is everybody's
+    for operator, (_, _, nbytes) in found.items():
         seconds = statistics.median(others[operator][0] for *_, others in of_ranks if operator in others)
         operators.setdefault(operator.kind, []).append([operator.shape, operator.flops, nbytes, seconds])
     least = min(seconds for points in operators.values() for *_, seconds in points)

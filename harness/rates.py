@@ -2,7 +2,6 @@
 file that `measuring` writes, else assumed by `gpus`. Called by `planning`. It does not know how a step was recorded."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -19,8 +18,6 @@ LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL'
 # multiprocessors, memory bandwidth and power. One number for the published runs on several GPUs in docs/PLAN.md.
 CONTENTION = 0.8
 HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
-
-
 LIST = "a list"  # shape of an operator over many tensors, whose time goes with their bytes
 
 
@@ -47,7 +44,7 @@ class Time(NamedTuple):
     source: str
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass
 class Rates:
     """What a plan computes with. A section of a rates file is what was measured with so many ranks on a node at once;
     `measured` is the one that is used, empty where nothing was measured."""
@@ -55,7 +52,7 @@ class Rates:
     device: str
     memory_gib: float
     peak_tflops: float | None
-    assumed: dict[str, float]  # TFLOPS, GB/s and microseconds: the names of `gpus.assume`
+    assumed: dict[str, float]  # TFLOPS, GB/s and microseconds: the names of `gpus.find_rates`
     overlaps: bool = True  # collectives and launches run beside the computation: a GPU
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""  # of what is not assumed, in words
@@ -68,14 +65,10 @@ class Rates:
         ranks = min(self.sections, key=lambda ranks: abs(math.log(int(ranks) / local_ranks)))
         return dataclasses.replace(self, measured=self.sections[ranks])
 
-    @functools.cached_property
-    def points(self) -> dict[str, list[tuple[str, float, float, float]]]:
-        """Of each kind (shape, flops, bytes, seconds)."""
-        return self.measured.get("operators", {})
-
     def time_of(self, operator: Operator) -> Time | None:
-        """Of one operator; None for a compiled region of which nothing is known."""
-        if points := self.points.get(operator.kind):
+        """Of one operator; None for a compiled region of which nothing is known. Of each kind a section has (shape,
+        flops, bytes, seconds)."""
+        if points := self.measured.get("operators", {}).get(operator.kind):
             work = operator.flops or operator.nbytes
             size = lambda point: max(point[1] if operator.flops else point[2], 1)  # noqa: E731
             if exact := next((point for point in points if point[0] == operator.shape), None):
@@ -133,9 +126,8 @@ def predict_time(
 
     On a GPU collectives run beside the computation of their pass, which they slow down. Exposed is what does not fit
     beside it, and the ends: the first gathers of a step before there is anything to compute, the last reductions after
-    everything is computed.
-    Launches run ahead of the GPU: the step takes what all kernels take or what all launches take, whichever is more.
-    On a CPU nothing runs beside anything, and ranks wait for each other in each collective.
+    everything is computed. Launches run ahead of the GPU: the step takes what all kernels take or what all launches
+    take, whichever is more. On a CPU nothing runs beside anything, and ranks wait for each other in each collective.
     """
     seconds, communication, sources = Counter(), Counter(), Counter()
 
@@ -229,10 +221,11 @@ def check_sections(sections: dict[str, dict]) -> None:
 
 
 def find_file(device: str, cache_dir: str | None) -> pathlib.Path | None:
-    """The newest file that --measure wrote on this kind of device."""
+    """The newest file that --measure wrote on this kind of device; a UserError for one that cannot be read."""
     kind, found = find_gpu(device), []
     for path in folder_of_rates(cache_dir).glob("*.json"):
-        name = json.loads(path.read_text()).get("device", "")
+        contents = read_file(path)
+        name = contents.get("device", "") if isinstance(contents, dict) else ""
         if name == device or (kind and find_gpu(name) is kind):
             found.append(path)
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
