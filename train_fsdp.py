@@ -14,7 +14,7 @@ import signal
 import sys
 import warnings
 
-from harness.settings import ASSETS, PROFILED_STEPS, Settings, parse_args
+from harness.settings import PROFILED_STEPS, Settings, parse_args
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = parse_args()
@@ -53,11 +53,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, heartbeats, models, own_plan, planning, report, samples, streaming
+from harness import checkpoints, corpora, folders, heartbeats, models, own_plan, planning, report, samples, streaming
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies
 from harness.export import export
-from harness.faults import name_fault
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
 from harness.optimizers import build_optimizer, clip_grad_norm
 from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
@@ -75,6 +74,8 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
         compiled = (torch.cuda.is_available() or settings.plan) and not settings.liger
     if settings.activation_memory_budget is not None and not compiled:
         raise UserError("--activation-memory-budget: needs --compile")
+    sequence_length = models.choose_sequence_length(settings, config)
+    settings = dataclasses.replace(settings, sequence_length=sequence_length)
     attention, fused_loss = models.choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, compile=compiled, attention=attention, fused_loss=fused_loss)
     if settings.batch_size == "auto" and not settings.plan:  # a plan looks for it itself
@@ -212,44 +213,6 @@ def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: De
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
-
-
-def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
-    """The training windows and, where evaluation is asked for, the held-out ones."""
-    vocab_size = config.get_text_config().vocab_size
-    if settings.dataset == "synthetic":
-        train = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
-        held_out = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
-        return train, held_out if settings.eval_interval else None
-    source = str(ASSETS / "demo" / "stories") if settings.dataset == "demo" else settings.dataset
-    corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
-    corpus["skip_bad_records"] = settings.skip_bad_records
-    models.answer_from_cache_without_network(os.path.expanduser(source))
-    per_microbatch, held_out = settings.batch_size * dist.get_world_size(), None
-    if settings.streaming:
-        load = functools.partial(streaming.stream_dataset, **corpus, accelerator=accelerator, seed=settings.seed)
-        train = load(split=settings.dataset_split)
-        if settings.eval_interval:
-            stream, windows = load(split=settings.eval_split), settings.eval_steps * per_microbatch
-            held_out = on_main_rank(lambda: stream.head(windows))
-    else:
-        corpus |= {"cache_dir": settings.cache_dir, "check_whole": settings.resume != "none", "name_fault": name_fault}
-        log = functools.partial(say, "data      ")
-        load = functools.partial(utils.get_dataset, **corpus, accelerator=accelerator, log=log)
-        train = load(split=settings.dataset_split)
-        needed = per_microbatch * settings.gradient_accumulation_steps
-        if len(train) < needed:
-            windows = f"{len(train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
-            advice = "use a smaller batch, a shorter sequence or more text"
-            data = f"--dataset {settings.dataset}, split {settings.dataset_split!r}"
-            raise UserError(f"{data}: {windows} of {needed}; {advice}")
-        held_out = load(split=settings.eval_split) if settings.eval_interval else None
-    if settings.document_mask:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)")
-        for packed in filter(None, (train, held_out)):
-            packed.end_of_text = tokenizer.eos_token_id
-    return train, held_out
 
 
 def ignore_signals(worker: int) -> None:
@@ -455,11 +418,11 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     on_main_rank(lambda: report.serve_metrics(settings.metrics_host, settings.metrics_port))
     if settings.memory_snapshot:
         report.record_memory(folder)
-    config = on_main_rank(lambda: models.load_config(settings.model, settings.sequence_length))
+    config = on_main_rank(lambda: models.load_config(settings.model))
     tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
-    train_set, eval_set = load_data(settings, tokenizer, config, accelerator)
+    train_set, eval_set = corpora.load_data(settings, tokenizer, config, accelerator)
     identity = checkpoints.describe_identity(settings, config, tokenizer, train_set)
     changed = checkpoints.compare(settings, identity, found[1]) if found else ""
 
@@ -595,7 +558,7 @@ def nothing_to_train(job: Job) -> int:
 def export_only(settings: Settings, device: torch.device) -> int:
     """--num-steps 0: from a checkpoint, or from --init pretrained, to --export; no data, no optimizer."""
     on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
-    config = on_main_rank(lambda: models.load_config(settings.model, settings.sequence_length))
+    config = on_main_rank(lambda: models.load_config(settings.model))
     tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, pathlib.Path())
     settings = resolve(settings, config)

@@ -8,25 +8,29 @@ from __future__ import annotations
 import codecs
 import contextlib
 import copy
+import csv
 import functools
 import glob
+import gzip
 import hashlib
+import io
 import itertools
 import json
 import logging
 import os
 import pathlib
 import re
-import shutil
 import statistics
+import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+import zlib
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -54,10 +58,16 @@ class UnreadableError(UserError):
     record: tuple[Any, str] | None = None  # the first bad record and its field, where there is one
 
 
+class NoSplitError(UserError):
+    """A data set that can be read has no split of a name."""
+
+
 # ---- Data: documents are tokenized once into one flat, memory-mapped token array and read back as windows ------------
 
-DATA_SUFFIXES = (".jsonl", ".txt", ".parquet")
-DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a .txt file, as in the original TinyStories files
+DATA_SUFFIXES = (".jsonl", ".txt", ".md", ".parquet")  # compressed too: .jsonl.gz, .txt.zst
+SPLITS = {"train": "train(ing)?", "validation": "valid(ation)?|val|dev", "test": "test(ing)?|eval(uation)?"}
+HELD_OUT = 5  # percent of a corpus that has no split for evaluation
+DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text file, as in the original TinyStories files
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 NOT_UTF8 = "\ufdd0not UTF-8\ufdd1"  # stands for bytes of a file that are no text, until `read_record` meets it
 codecs.register_error("mark", lambda error: (NOT_UTF8, error.end))
@@ -83,88 +93,162 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     dist.all_gather_object(everyone, (is_main, error), group=group)
     if errors := [error for _, error in everyone if error is not None]:
         raise errors[0]
-    mains = [rank for rank, (main, _) in enumerate(everyone) if main]
-    if len(mains) == 1:  # a tokenizer is large: one broadcast, where gathering would hold it once for each rank
-        box = [result]
-        dist.broadcast_object_list(box, src=mains[0], group=group)
-        result = box[0]
-    else:
-        dist.all_gather_object(everyone, result, group=group)
-        result = everyone[max(rank for rank in mains if rank <= dist.get_rank())]
+    mains, answer = [rank for rank, (main, _) in enumerate(everyone) if main], result
+    for main in mains:  # a tokenizer is large: broadcasts, where gathering would hold it once for each rank
+        dist.broadcast_object_list(box := [result], src=main, group=group)
+        answer = box[0] if main <= dist.get_rank() else answer
     dist.destroy_process_group(group)
-    return result
+    return answer
+
+
+def kind_of(path) -> str:
+    """The one of DATA_SUFFIXES that a data file has, whether compressed or not; empty for other files."""
+    return next((suffix for suffix in DATA_SUFFIXES if re.sub(r"\.(gz|zst)$", "", str(path)).endswith(suffix)), "")
 
 
 def local_files(dataset: str) -> list[pathlib.Path]:
-    """The data files of a local file or folder; none when `dataset` is a hub id."""
-    path = pathlib.Path(dataset)
-    files = sorted(f for f in path.rglob("*") if f.suffix in DATA_SUFFIXES) if path.is_dir() else [path]
-    if path.exists():
-        if {f.suffix for f in files} not in [{suffix} for suffix in DATA_SUFFIXES]:
-            raise UserError(f"--dataset {dataset}: needs {'/'.join(DATA_SUFFIXES)} files, all of one kind")
-        if empty := [f for f in files if f.stat().st_size == 0]:
-            raise UserError(f"--dataset {empty[0]}: the file is empty")
-        return files
-    if path.suffix in DATA_SUFFIXES or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1:
+    """The data files of a local file, folder or pattern, without hidden ones; none when `dataset` is a hub id."""
+    path, pattern = pathlib.Path(dataset), glob.has_magic(dataset) and not os.path.exists(dataset)
+    below = [*glob.iglob("**/*", root_dir=path, recursive=True)] if path.is_dir() else [""] * path.exists()
+    found = [*map(pathlib.Path, glob.iglob(dataset, recursive=True))] if pattern else [path / name for name in below]
+    files = sorted(f for f in found if kind_of(f) and f.is_file() and (f == path or f.name != "README.md"))
+    if empty := [f for f in files if f.stat().st_size == 0]:
+        raise UserError(f"--dataset {empty[0]}: the file is empty")
+    if path.exists() and not files:
+        raise UserError(f"--dataset {dataset}: needs {'/'.join(DATA_SUFFIXES)} files, which may be .gz or .zst")
+    if not files and (kind_of(path) or pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1):
         raise UserError(f"--dataset {dataset}: no such file or folder")
-    return []
+    return files
 
 
-def files_of_split(dataset: str, split: str, files: list[pathlib.Path]) -> dict[str, list[str]]:
-    """The local files of the splits that `split` names, else of all; `datasets` tells splits by the names of files."""
-    if not os.path.isdir(dataset):
-        return {"train": [str(file) for file in files]}
-    from datasets.data_files import DataFilesDict, get_data_patterns
+def files_of_split(dataset: str, split: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
+    """The local files of one split. The split of a file is a word in its path below the folder, by the same words as in
+    `datasets`; where no word says it, and of a single file, it is train. A NoSplitError where there are none."""
+    splits: dict[str, list] = {}
+    for file in files:
+        path = str(file.relative_to(dataset)) if os.path.isdir(dataset) else file.name * (len(files) > 1)
+        words = re.findall("[a-z]+", path.lower())
+        named = (name for name, pattern in SPLITS.items() if any(re.fullmatch(pattern, word) for word in words))
+        splits.setdefault(next(named, "train"), []).append(file)
+    if split not in splits:
+        raise NoSplitError(f"--dataset {dataset}, split {split!r}: there is none; there is {', '.join(splits)}")
+    return splits[split]
 
-    root = os.path.realpath(dataset)
-    found = DataFilesDict.from_patterns(get_data_patterns(root), base_path=root)
-    named = found.keys() & re.split(r"[^\w.]", split) or found
-    return {name: [file for file in found[name] if file.endswith(DATA_SUFFIXES)] for name in found if name in named}
+
+def parse_split(split: str) -> tuple[str, list[str]]:
+    """(name, bounds of its slice) of a split of local files, such as `train` or `train[:95%]`; no bounds, no slice."""
+    part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
+    if not part:
+        raise UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
+    return part[1], [part[3] or "0%", part[4] or "100%"] if part[2] else []
 
 
-def load_documents(dataset: str, split: str, files: list[pathlib.Path], streaming: bool = False, cache_dir=None):
-    """The documents as a `datasets.Dataset` or `IterableDataset`, from the hub or local files; `.jsonl` gives lines and
-    `.txt` texts in a column of that name, for `read_record`."""
+def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
+    """How many of so many documents are before each bound of a slice, such as 95% or -100; None where a percentage
+    would cut off none or all of them."""
+    cuts: list[int | None] = []
+    for bound in bounds:
+        number, size = int(bound.rstrip("%")), 100 if bound.endswith("%") else documents
+        if abs(number) > size:
+            raise UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
+        number += size * (number < 0)
+        cut = round(documents * number / size) if size else 0
+        cuts.append(None if 0 < number < size and cut in (0, documents) else cut)
+    return cuts
+
+
+def cut_positions(bounds: list[str], tokens: np.ndarray, end_of_text: int | None) -> list[int]:
+    """Where the bounds of a slice cut `tokens`: at the ends of documents, but where these are too few for a percentage,
+    as in a file of one document, at that share of the tokens."""
+    starts = range(0, len(tokens), 2**24)
+    found = [np.flatnonzero(tokens[start : start + 2**24] == end_of_text) + start + 1 for start in starts]
+    ends = np.union1d(np.concatenate(found), [0, len(tokens)]).astype(int)
+    cuts = zip(cut_documents(bounds, len(ends) - 1), bounds, strict=True)
+    return [len(tokens) * int(bound.rstrip("%")) // 100 if cut is None else int(ends[cut]) for cut, bound in cuts]
+
+
+def load_documents(dataset: str, split: str, subset: str | None = None, streaming: bool = False):
+    """A split of a hub data set as a `datasets.Dataset` or `IterableDataset`."""
     import datasets
 
-    datasets.disable_progress_bars()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
-    kind, options = files[0].suffix if files else "", {}
-    if kind in (".jsonl", ".txt"):
-        sample_by = "line" if kind == ".jsonl" else "document"
-        options = {"encoding": "utf-8-sig", "encoding_errors": "mark", "sample_by": sample_by}
-        options["features"] = datasets.Features({kind: datasets.Value("string")})
     try:
-        if files:
-            splits = files_of_split(dataset, split, files)
-            options["data_files"] = {name: [*map(glob.escape, splits[name])] for name in splits}
-            if kind == ".parquet":
-                check_columns(itertools.chain(*splits.values()))
-        builder = {"": dataset, ".parquet": "parquet"}.get(kind, "text")
-        documents = datasets.load_dataset(builder, split=split, streaming=streaming, cache_dir=cache_dir, **options)
+        return datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
     except Exception as error:
-        cause = first_line(error.__cause__ or error)
-        raise UnreadableError(f"--dataset {dataset}, split {split!r}: cannot be read ({cause})") from error
-    if streaming and kind == ".txt":  # shuffled and tokenized by story, not by file
-        divide = functools.partial(divide_at_marks, field=kind)
-        documents = documents.map(divide, batched=True, batch_size=1, input_columns=kind)
-    return documents
+        said = first_line((error.__cause__ and error.__cause__.__cause__) or error.__cause__ or error)
+        kind = NoSplitError if re.search("(Unknown|Bad) split", said) else UnreadableError
+        raise kind(f"--dataset {dataset}, split {split!r}: cannot be read ({said})") from error
 
 
-def check_columns(files: Iterator[str]) -> None:
-    """A ValueError where `.parquet` files differ in what they hold: `datasets` would turn numbers of one into text."""
-    import pyarrow.parquet
-
-    schemas = {str(pyarrow.parquet.read_schema(file)) for file in files}
-    fields = {tuple(re.findall(r"^(?:text|input_ids): (?:large_)?(\w+)", schema, re.MULTILINE)) for schema in schemas}
-    if len(fields) > 1:
-        raise ValueError("the files have fields of different types")
+def choose_field(source: Any, names: list[str], text_field: str) -> str:
+    """The column that is trained on."""
+    if field := next((name for name in ("input_ids", text_field) if name in names), None):
+        return field
+    raise UserError(f"--text-field {text_field}: no such field in {source} (fields: {', '.join(names)})")
 
 
-def read_record(value: Any, field: str) -> str | list[int] | None:
+def hub_records(documents, source: str, text_field: str, counts: Counter) -> Iterator[tuple[Any, str]]:
+    """(value, its field) of each row of a `datasets.Dataset` or `IterableDataset`; `counts` gets how many are read."""
+    for table in documents.with_format("arrow").iter(100):
+        field = choose_field(source, table.column_names, text_field)
+        yield from ((value, field) for value in values_of(table[field]))
+        counts["read"] += len(table)
+
+
+def file_records(file: pathlib.Path, text_field: str, counts: Counter) -> Iterator[tuple[Any, str]]:
+    """(value, its field) of each record of a local file: of a .jsonl the lines, of a text file the parts between marks.
+    `counts` gets how many bytes are read. What cannot be read is an UnreadableError."""
+    kind, before, rest = kind_of(file), counts["read"], ""
+    try:
+        with file.open("rb") as raw:
+            if kind == ".parquet":
+                import pyarrow.parquet
+
+                parquet = pyarrow.parquet.ParquetFile(raw)
+                field = choose_field(file, parquet.schema_arrow.names, text_field)
+                for batch in parquet.iter_batches(1000, columns=[field]):
+                    yield from ((value, field) for value in values_of(batch[field]))
+                    counts["read"] += file.stat().st_size * batch.num_rows // parquet.metadata.num_rows
+                return
+            text = open_text(file, raw)
+            for part in text if kind == ".jsonl" else iter(functools.partial(text.read, 2**24), ""):
+                counts["read"] = before + raw.tell()
+                *parts, rest = [part, ""] if kind == ".jsonl" else (rest + part).split(DOCUMENT_MARK)
+                yield from ((part if kind == ".jsonl" else part.strip("\n"), kind) for part in parts)
+            if rest.strip("\n"):
+                yield rest.strip("\n"), kind
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: Arrow's
+        raise UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})") from error
+
+
+def open_text(file: pathlib.Path, raw) -> io.TextIOWrapper:
+    """The text of an open data file, unpacked; bytes that are not UTF-8 are marked, line ends are newlines."""
+    if file.suffix == ".gz":
+        raw = gzip.GzipFile(fileobj=raw)
+    elif file.suffix == ".zst":
+        import pyarrow
+
+        raw = pyarrow.input_stream(raw, compression="zstd")
+    return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="mark")
+
+
+def values_of(column) -> list:
+    """The values of an Arrow column: token ids as arrays, text marked where it is not UTF-8: Arrow does not check."""
+    if re.search("list<.*: u?int", str(column.type)):
+        rows = (row.values for row in column)
+        return [row.to_numpy() if row is not None and not row.null_count else row and row.to_pylist() for row in rows]
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [value and value.decode(errors="mark") for value in column.cast("binary").to_pylist()]
+
+
+def read_record(value: Any, field: str, text_field: str = "text") -> str | list[int] | np.ndarray | None:
     """The text or token ids of a record, or None for a bad one, which has neither.
 
-    `field` is the column of `value`, .jsonl for a line of such a file, .txt for a document of one.
+    `field` is the column of `value`, or the kind of its file, .jsonl for a line of one, .txt for a document.
     """
     if field == ".jsonl":
         try:
@@ -172,32 +256,37 @@ def read_record(value: Any, field: str) -> str | list[int] | None:
         except (ValueError, RecursionError):
             return None
         record = record if isinstance(record, dict) else {}
-        field = "input_ids" if "input_ids" in record else "text"
+        field = "input_ids" if "input_ids" in record else text_field
         value = record.get(field)
+    if isinstance(value, np.ndarray):
+        return value
     if field == "input_ids":
         good = isinstance(value, list) and set(map(type, value)) <= {int}
         good = good and 0 <= min(value, default=0) <= max(value, default=0) < 2**32
     else:
-        good = isinstance(value, str) and NOT_UTF8 not in value and not (field == ".txt" and "\0" in value)
+        good = isinstance(value, str) and NOT_UTF8 not in value and not (field in (".txt", ".md") and "\0" in value)
         good = good and (value.isascii() or not re.search("[\ud800-\udfff]", value))  # of an escape in JSON
     return value if good else None
 
 
-def values_of(column) -> list:
-    """The values of an Arrow column, marked where text is not UTF-8, which Arrow does not check."""
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return [value and value.decode(errors="mark") for value in column.cast("binary").to_pylist()]
-
-
-def divide_at_marks(texts: list[str], field: str = "text") -> dict[str, list[str]]:
-    """The field `field` of each document in `texts`, of which one may hold several; empty ones are left out."""
-    parts = []
-    for text in filter(None, texts):
-        divided = [part.strip("\n") for part in text.split(DOCUMENT_MARK)] if DOCUMENT_MARK in text else [text]
-        parts += (part for part in divided if part.strip("\n"))
-    return {field: parts}
+def read_documents(
+    records: Iterator[tuple[Any, str]], source: Any, text_field: str, skip_bad: bool, counts: Counter
+) -> Iterator[str | list[int] | np.ndarray]:
+    """The documents in `records` of `source`. `counts` gets the numbers of empty documents and of bad records that
+    `skip_bad` left out; else the first of these is an UnreadableError."""
+    for value, field in records:
+        document = read_record(value, field, text_field)
+        if document is None and not skip_bad:
+            error = UnreadableError(f"--dataset {source}: a record has no text; --skip-bad-records leaves such out")
+            error.record = (value, field)
+            raise error
+        counts["bad records"] += document is None
+        if isinstance(document, str):
+            parts = [part.strip("\n") for part in document.split(DOCUMENT_MARK)]
+            counts["empty documents"] += not any(parts) and field not in (".txt", ".md")
+            yield from filter(None, parts if len(parts) > 1 else [document] * any(parts))
+        elif document is not None and len(document):
+            yield document
 
 
 def first_line(error: BaseException) -> str:
@@ -206,48 +295,26 @@ def first_line(error: BaseException) -> str:
 
 
 def token_batches(
-    documents, tokenizer, source: str, batch_size: int = TOKENIZE_BATCH, skip_bad: bool = False, counts: Any = None
+    documents: Iterator, tokenizer, batch_size: int = TOKENIZE_BATCH, counts: Counter | None = None
 ) -> Iterator[np.ndarray]:
-    """Token ids of all documents in order, an end-of-text token after each, as one flat array per `batch_size` rows.
-
-    A column `input_ids` is tokenized already and taken as it is. `counts`, a Counter, gets the numbers of documents, of
-    empty ones, and of bad records that `skip_bad` left out.
-    """
+    """Token ids of all documents in order, an end-of-text token after each text, as one flat array per `batch_size` of
+    them. Token ids are taken as they are. `counts` gets the numbers of documents and tokens."""
     end_of_text = getattr(tokenizer, "eos_token_id", None)
-    counts = Counter() if counts is None else counts
-    for table in documents.with_format("arrow").iter(batch_size):
-        field = next((name for name in ("input_ids", "text", *DATA_SUFFIXES) if name in table.column_names), None)
-        if field is None:
-            raise UserError(f"--dataset {source}: no field 'text' (fields: {', '.join(table.column_names)})")
-        column, records = table[field], []
-        if re.search("list<.*: u?int", str(column.type)):
-            column = column.combine_chunks()
-            if not (column.null_count or column.flatten().null_count):
-                counts["documents"] += len(column)
-                yield column.flatten().to_numpy(zero_copy_only=False)
-                continue
-        values = divide_at_marks(values_of(column), field)[field] if field == ".txt" else values_of(column)
-        for value in values:
-            record = read_record(value, field)
-            if record is None and not skip_bad:
-                error = UnreadableError(f"--dataset {source}: a record has no text; --skip-bad-records leaves such out")
-                error.record = (value, field)
-                raise error
-            counts["bad records"] += record is None
-            counts["empty documents"] += isinstance(record, str) and not record.strip("\n")
-            records += divide_at_marks([record])["text"] if isinstance(record, str) else filter(None, [record])
-        texts = [record for record in records if isinstance(record, str)]
+    counts, documents = Counter() if counts is None else counts, iter(documents)
+    while batch := list(itertools.islice(documents, batch_size)):
+        texts = [document for document in batch if isinstance(document, str)]
         if texts and end_of_text is None:
             raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
-        if tokenizer.is_fast:
+        if texts and tokenizer.is_fast:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
             encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             encoded = (encoding.ids for encoding in encodings)
-        else:
+        elif texts:
             encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        documents_ids = [[*next(encoded), end_of_text] if isinstance(record, str) else record for record in records]
-        counts["documents"] += len(documents_ids)
-        yield np.fromiter(itertools.chain(*documents_ids), dtype=np.uint32, count=sum(map(len, documents_ids)))
+        ids = [[*next(encoded), end_of_text] if isinstance(document, str) else document for document in batch]
+        tokens = np.concatenate([each if isinstance(each, np.ndarray) else np.array(each, np.uint32) for each in ids])
+        counts.update(documents=len(ids), tokens=len(tokens))
+        yield tokens
 
 
 def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np.ndarray]:
@@ -264,10 +331,8 @@ def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_si
     """Lays arrays of token ids end to end into the raw file `path`; returns how many tokens it holds.
 
     The file appears under its name only when it is whole and not empty; after it, in a `.json` beside it, the record
-    that `check_cache` compares it with: size, checksum and `counts`.
-
-    Raises:
-        UserError: an id is not below `vocab_size`; the disk is full or not writable.
+    that `check_cache` compares it with: size, checksum and `counts`. A UserError where an id is not below `vocab_size`
+    or the disk is full or not writable.
     """
     path, total, digest = pathlib.Path(path), 0, hashlib.sha256()
     try:
@@ -280,8 +345,8 @@ def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_si
                     digest.update(tokens.data)
             if total:
                 os.replace(file.name, path)
-                record = {"dtype": np.dtype(token_dtype(vocab_size)).name, "bytes": path.stat().st_size}
-                write_record(path, record | {"sha256": digest.hexdigest(), "counts": counts or {}})
+                record = {"bytes": path.stat().st_size, "sha256": digest.hexdigest(), "counts": counts or {}}
+                write_record(path, record)
     except OSError as error:
         raise UserError(f"--cache-dir {path.parent}: cannot write the token cache ({error.strerror})") from error
     return total
@@ -295,14 +360,14 @@ def write_record(path: pathlib.Path, record: dict) -> None:
         os.replace(file, path.with_suffix(".json"))
 
 
-def check_cache(path: pathlib.Path, vocab_size: int, skip_bad: bool, whole: bool) -> tuple[dict | None, str]:
+def check_cache(path: pathlib.Path, skip_bad: bool, whole: bool) -> tuple[dict | None, str]:
     """(what was counted in the corpus, "") for a token cache that is as it was written, else (None, what is wrong).
 
     It is compared with its checksum if `whole` or if its ctime, which no program can set, is new since the last time.
     """
     try:
         record, status, now = json.loads(path.with_suffix(".json").read_text()), path.stat(), time.time_ns()
-        if status.st_size != record["bytes"] or record["dtype"] != np.dtype(token_dtype(vocab_size)).name:
+        if status.st_size != record["bytes"]:
             return None, f"{status.st_size:,} bytes, not {record['bytes']:,}"
         if whole or record.get("checked") != status.st_ctime_ns:
             with path.open("rb") as file:
@@ -364,77 +429,81 @@ def get_dataset(
     split: str = "train[:5%]",
     vocab_size: int | None = None,
     cache_dir: str | os.PathLike | None = None,
-    log: Callable[[str], None] = lambda line: None,
     skip_bad_records: bool = False,
     check_whole: bool = False,
-    name_fault: Callable[..., UserError] = lambda error, *_: error,
+    text_field: str = "text",
+    subset: str | None = None,
+    progress: Callable[[Counter, int], None] = lambda counts, total: None,
 ) -> PackedDataset:
     """Tokenizes a corpus once, caches it as one flat file, and returns it as packed windows.
 
     The main process of each node tokenizes (all cores); the others map the same file. Its name covers the documents
-    (path, size, time; a hub data set's fingerprint), split, tokenizer and vocabulary: a second start reads it alone.
+    (path, size, time; a hub data set's fingerprint), tokenizer and vocabulary: a second start reads it alone. Local
+    files are tokenized whole; of their tokens a slice is taken, see `cut_positions`.
 
     Args:
         tokenizer: of transformers; its `eos_token` goes after each document.
         accelerator: the run's `Accelerator`, or None for one process.
-        dataset: hub id, or a local `.jsonl`, `.txt` (with `<|endoftext|>` between documents) or `.parquet` file or
-            folder of them.
+        dataset: hub id, with its `subset` if it has several, or a local file, folder or pattern (`local_files`).
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
-        skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
+        skip_bad_records: leave out, and count, records that have no text; otherwise the first is an UnreadableError.
         check_whole: compare a cache with its checksum even if it has not changed since that was last done.
-        name_fault: `harness.faults.name_fault`, which says more of what cannot be read: file, line, what to do.
+        progress: is told while tokenizing the counts so far (documents, tokens, read) and what "read" will reach.
 
-    Raises:
-        UserError: no such data, no text in it, hub not reachable, less than one window, an id without embedding.
+    A UserError: no such data or split, no text in it, hub not reachable, less than one window, an id without embedding.
     """
     vocab_size = vocab_size or len(tokenizer)
-    dataset = os.path.expanduser(dataset)
+    dataset, end_of_text = os.path.expanduser(dataset), tokenizer.eos_token_id
     cache = pathlib.Path(cache_dir or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp")
 
-    def prepare() -> pathlib.Path:
-        from filelock import FileLock, Timeout
+    def tokenize(hub, files: list[pathlib.Path], counts: Counter) -> Iterator[np.ndarray]:
+        reading = (text_field, skip_bad_records, counts)
+        parts = (read_documents(file_records(file, text_field, counts), file, *reading) for file in files)
+        rows = () if files else read_documents(hub_records(hub, dataset, text_field, counts), dataset, *reading)
+        total = sum(file.stat().st_size for file in files) or len(hub)
+        for tokens in token_batches(itertools.chain(*parts, rows), tokenizer, TOKENIZE_BATCH, counts):
+            progress(counts, total)
+            yield tokens
 
-        files = local_files(dataset)
-        try:
-            documents = None if files else load_documents(dataset, split, files)
-        except UnreadableError as error:
-            raise name_fault(error, dataset, split, files, cache) from error
-        content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files] or documents._fingerprint
-        tokens = [vocabulary_of(tokenizer), tokenizer.eos_token_id, vocab_size]
-        identity = json.dumps([1, dataset, split, content, *tokens])
+    def cached(files: list[pathlib.Path], split: str) -> tuple[pathlib.Path, dict]:
+        from filelock import FileLock
+
+        hub = None if files else load_documents(dataset, split, subset)
+        content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files] or hub._fingerprint
+        vocabulary = (vocabulary_of(tokenizer), end_of_text, vocab_size)
+        identity = json.dumps([2, dataset, split, content, text_field, *vocabulary])
         path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
-        for folder in path.parent.glob("tokens-*.bin?*/"):  # of killed runs; where its lock is held, one is alive
-            lock = FileLock(f"{str(folder).rpartition('.bin')[0]}.bin.lock", timeout=0)
-            with contextlib.suppress(OSError, Timeout), lock:
-                shutil.rmtree(folder)
-        check = functools.partial(check_cache, path, vocab_size, skip_bad_records, check_whole)
-        (counts, wrong), done = check(), ""
+        check = functools.partial(check_cache, path, skip_bad_records, check_whole)
+        counts, wrong = check()
         if counts is None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # with the lock two runs that start together, or nodes with a common disk, tokenize once
-                with FileLock(f"{path}.lock"), tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+                with FileLock(f"{path}.lock"):  # two runs that start together, or nodes with a common disk
                     counts, wrong = check()
                     if counts is None:
                         start, counts = time.perf_counter(), Counter()
-                        documents = documents or load_documents(dataset, split, files, cache_dir=folder)
-                        reading = (dataset, TOKENIZE_BATCH, skip_bad_records, counts)
-                        if not pack_tokens(token_batches(documents, tokenizer, *reading), path, vocab_size, counts):
+                        if not pack_tokens(tokenize(hub, files, counts), path, vocab_size, counts):
                             raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
-                        again = f" again (the cache was damaged: {wrong})" * bool(wrong)
-                        seconds = time.perf_counter() - start
-                        done = f"tokenized {counts['documents']:,} documents{again} in {seconds:.1f} s, "
-            except UnreadableError as error:
-                raise name_fault(error, dataset, split, files, cache) from error
+                        counts = dict(counts, seconds=time.perf_counter() - start, damaged=wrong)
             except OSError as error:
                 raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
-        left_out = [f"{kind} {counts[kind]:,}" for kind in ("empty documents", "bad records") if counts.get(kind)]
-        log(f"{done}cached in {path}" + f", left out: {', '.join(left_out)}" * bool(left_out))
-        return path
+        return path, counts
 
-    path = from_main_process(prepare, accelerator is None or accelerator.is_local_main_process)
-    return pack(np.memmap(path, token_dtype(vocab_size), mode="r"), seq_len, dataset, split)
+    def prepare() -> tuple[pathlib.Path, int, int | None, dict]:
+        files = local_files(dataset)
+        if not files:
+            path, counts = cached([], split)
+            return path, 0, None, counts
+        name, bounds = parse_split(split)
+        path, counts = cached(files_of_split(dataset, name, files), name)
+        tokens = np.memmap(path, token_dtype(vocab_size), mode="r")
+        return path, *(cut_positions(bounds, tokens, end_of_text) if bounds else (0, None)), counts
+
+    path, first, last, counts = from_main_process(prepare, accelerator is None or accelerator.is_local_main_process)
+    packed = pack(np.memmap(path, token_dtype(vocab_size), mode="r")[first:last], seq_len, dataset, split)
+    packed.path, packed.counts = path, counts
+    return packed
 
 
 def pack(tokens: np.ndarray, seq_len: int, dataset: str, split: str) -> PackedDataset:
@@ -471,53 +540,13 @@ def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarr
 MOST_OPERATORS = 100_000  # of one count, which takes seconds; a dense model of 80 layers has 20,000
 
 
-class Gpu(NamedTuple):
-    """One kind of GPU by its vendor's datasheet. Bandwidths are in GB/s, per GPU and direction."""
-
-    name: str  # a pattern; the first of the table that is found in the device's name counts
-    peak_tflops: float  # dense bf16 on the tensor cores, without sparsity, with fp32 accumulation
-    memory_gib: float = 0  # total_memory of torch's device properties; this and what follows for plans, 0 if unknown
-    memory: float = 0
-    link: float = 0  # to the GPUs of its node: NVLink, or PCIe where there is none
-    network: float = 0  # its share of the node's network cards, in the vendor's reference system
-    fp8: int = 2  # float8 matmul rate over that of bf16; 0 without float8
-
-
-# A bare "H100" or "H800" is not listed: their forms differ.
-GPUS = (
-    Gpu(r"GB200", 2500.0, 184.0, 8000, 900, 50),  # GB200 NVL72: 180 PFLOPS for 72 GPUs
-    Gpu(r"GB300", 2500.0),  # GB300 NVL72
-    Gpu(r"B200", 2250.0, 178.3, 7700, 900, 50),  # DGX B200: 18 PFLOPS for 8; memory by its driver (pytorch/ao#4002)
-    Gpu(r"B300", 2250.0),  # DGX B300
-    Gpu(r"GH200", 989.0, 94.5, 4000, 450, 50),
-    Gpu(r"H200 NVL", 835.0, 139.7, 4800, 450, 50),  # H200, NVL column (1,671 with sparsity)
-    Gpu(r"H200", 989.0, 139.7, 4800, 450, 50),  # H200, SXM column (1,979 with sparsity); DGX H200
-    Gpu(r"H100 NVL", 835.0, 93.1, 3938, 300, 50),  # H100, NVL column (1,671 with sparsity)
-    Gpu(r"H100 PCIE", 756.0, 79.1, 2039, 64, 25),  # H100 PCIe (1,513 with sparsity)
-    Gpu(r"H100.*(SXM|HBM3)", 989.0, 79.1, 3350, 450, 50),  # H100, SXM column (1,979 with sparsity); DGX H100
-    Gpu(r"H800 NVL", 835.0),  # the H800's links are slower than the H100's
-    Gpu(r"H800 PCIE", 756.0),
-    Gpu(r"H800.*(SXM|HBM3)", 989.0),
-    Gpu(r"H20\b", 148.0, 95.0, 4000, 450, 50),
-    Gpu(r"A100.*40GB", 312.0, 39.4, 1555, 300, 25, fp8=0),  # A100, SXM and PCIe alike; DGX A100
-    Gpu(r"A100.*80GB", 312.0, 79.1, 2039, 300, 25, fp8=0),
-    Gpu(r"A[18]00\b", 312.0, fp8=0),
-    Gpu(r"A40\b", 149.7, fp8=0),
-    Gpu(r"A30\b", 165.0, fp8=0),
-    Gpu(r"A10G", 70.0, fp8=0),  # 140 with sparsity
-    Gpu(r"A10\b", 125.0, fp8=0),
-    Gpu(r"RTX A6000", 154.8, 47.4, 768, 32, 12.5, fp8=0),  # NVIDIA Ampere GA102 white paper
-    Gpu(r"L40S", 362.0, 44.4, 864, 32, 12.5),  # 733 with sparsity
-    Gpu(r"L40\b", 181.0),
-    Gpu(r"L20\b", 119.5),
-    Gpu(r"L4\b", 121.0),  # 242 with sparsity
-    Gpu(r"RTX 5090(?! D)", 209.5, 31.3, 1792, 64, 12.5),  # NVIDIA RTX Blackwell white paper
-    Gpu(r"RTX 4090(?! D)", 165.2, 23.5, 1008, 32, 12.5),  # NVIDIA Ada white paper
-    Gpu(r"RTX 3090(?! TI)", 71.0, 23.6, 936, 32, 12.5, fp8=0),  # NVIDIA Ampere GA102 white paper
-    Gpu(r"MI355X", 2516.6),  # AMD Instinct MI355X
-    Gpu(r"MI3(00|25)X", 1307.4),  # AMD Instinct MI300X, MI325X
-    Gpu(r"MI250X", 191.5, fp8=0),  # AMD Instinct MI250X: 383 a module, which shows as two devices
-)
+# GPUs by their vendors' datasheets, the first counts whose name fits: dense bf16 peak, without sparsity and with fp32
+# accumulation; for plans, or 0, total_memory of torch, GB/s per GPU and direction, float8's matmul rate over bf16's.
+# A bare "H100" or "H800" is not in the table: their forms differ.
+with (pathlib.Path(__file__).parent / "assets" / "gpus.csv").open() as file:
+    header, *rows = csv.reader(file)
+Gpu = namedtuple("Gpu", header)
+GPUS = [Gpu(name, *map(float, figures), source) for name, *figures, source in rows]
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -542,9 +571,7 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     6 x (parameters of each matmul that a token passes: real KV heads, active experts, LM head once, no embedding) +
     12 x layers x heads x head_dim x seq_len, halved with `causal`. A sliding window or chunk takes the place of
     `seq_len`, not with eager attention. `model` is a causal language model of transformers, sharded too, or its config.
-
-    Raises:
-        ValueError: there is no figure to be trusted, or no causal one; it says why.
+    A ValueError says why there is no figure to be trusted, or no causal one.
     """
     config = getattr(model, "config", model)
     rest, attention, half = count_flops(config, seq_len, causal)
@@ -582,9 +609,7 @@ def count_flops(config, seq_len: int, apart: bool = False) -> tuple[float, float
     All layers run on the meta device, where only shapes are computed, so sharding and compilation do not matter. Each
     token meets its own experts only. Mamba and linear attention run transformers' code in torch; where that takes too
     many operators (a step for each token), four short sequences are counted and the parabola through them continued.
-
-    Raises:
-        ValueError: the model does not run without data, or the count of a product is not known.
+    A ValueError where the model does not run without data, or the count of a product is not known.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel, masking_utils
     from transformers.integrations import hub_kernels
@@ -664,10 +689,8 @@ def estimate_mfu(
 
     `num_tokens` is global, of all ranks and microbatches: this is the only place where `num_gpus` divides. Returns
     `tokens_per_sec` and `actual_tflops_per_sec`, both global, and where the dense peak of one device is known (by
-    default the current GPU's) `theoretical_tflops_total` (peak x num_gpus) and `mfu_percent` (100 x actual / it).
-
-    Raises:
-        ValueError: `time_elapsed` or `num_gpus` is not positive.
+    default the current GPU's) `theoretical_tflops_total` (peak x num_gpus) and `mfu_percent` (100 x actual / it). A
+    ValueError where `time_elapsed` or `num_gpus` is not positive.
     """
     if time_elapsed <= 0 or num_gpus <= 0:
         raise ValueError(f"time_elapsed ({time_elapsed}) and num_gpus ({num_gpus}) must be positive")

@@ -199,7 +199,7 @@ def train(folder: pathlib.Path, device) -> dict:
     flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"
     flags += f" --batch-size {BATCH // world} --lr 1e-4 --lr-scheduler constant"
     settings = parse_args(["--model", str(folder), *flags.split()])
-    config = models.load_config(settings.model, settings.sequence_length)
+    config = models.load_config(settings.model)
     settings = train_fsdp.resolve(settings, config)
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)

@@ -42,7 +42,7 @@ PLAIN = "--attention flash --no-compile --no-fused-loss --plan-gpus 4"
 
 def planned(flags: str, given: dict | None = None) -> dict:
     settings = parse_args(["--plan", *flags.split()])
-    config = models.load_config(settings.model, settings.sequence_length)
+    config = models.load_config(settings.model)
     settings = train_fsdp.resolve(settings, config)
     rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", given or {}, settings.attention == "flash")
     flops, _ = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)

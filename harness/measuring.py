@@ -265,7 +265,7 @@ def time_host(record: StepRecorder, settings: Settings, recipe, mesh: DeviceMesh
     dispatches = sum(times for (what, *_), times in record.counts.items() if what == "dispatches")
     device = torch.device(mesh.device_type)
     alone = seconds_of(record, time_operators(record, device, 3.0)[0]) if device.type == "cpu" else 0.0
-    whole = time_step(settings, recipe, models.load_config("demo", 16), mesh, steps=15)
+    whole = time_step(settings, recipe, models.load_config("demo"), mesh, steps=15)
     return max(0.0, whole - alone) / dispatches
 
 
@@ -331,12 +331,12 @@ def measure(settings: Settings, recipe) -> None:
     figures of a file that is there by the same versions stay, but for those that are measured again."""
     began, world = time.monotonic(), int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    config = models.load_config(settings.model, settings.sequence_length)
+    config = models.load_config(settings.model)
     settings = dataclasses.replace(recipe.resolve(settings, config), gpus_per_node=local)
     depth = min(models.layer_period(config)[1] + 1, config.get_text_config().num_hidden_layers)
     # fake process groups, before the real one is there
     record = record_step(settings, recipe, config, world, depth, 1)
-    tiny, demo = small(settings), models.load_config("demo", 16)
+    tiny, demo = small(settings), models.load_config("demo")
     tiny_record = record_step(tiny, recipe, demo, 1, demo.num_hidden_layers, 1)
 
     device = start_processes(settings.timeout_minutes)

@@ -4,6 +4,7 @@ the script while it prepares and builds. It does not know meshes, optimizers or 
 import dataclasses
 import inspect
 import json
+import math
 import os
 import pathlib
 import re
@@ -68,8 +69,8 @@ def find_source(model: str) -> tuple[str, str]:
     return model, model
 
 
-def load_config(model: str, sequence_length: int):
-    """The config of a preset, a local folder or a hub id, checked against the sequence length."""
+def load_config(model: str):
+    """The config of a preset, a local folder or a hub id."""
     source, _ = find_source(model)
     answer_from_cache_without_network(source)
     try:
@@ -83,11 +84,18 @@ def load_config(model: str, sequence_length: int):
         raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
     if why := untrainable(config):
         raise UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}")
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions and sequence_length > positions:
-        raise UserError(f"--sequence-length {sequence_length}: {model} has {positions} positions")
     config.use_cache = False
     return config
+
+
+def choose_sequence_length(settings: Settings, config) -> int:
+    """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    length = settings.sequence_length or min(8192, positions)
+    if length > positions:
+        advice = f"give --sequence-length {positions} or less"
+        raise UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
+    return length
 
 
 def refuse_foreign_code(what: str, error: Exception) -> None:

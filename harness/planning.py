@@ -128,7 +128,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     if settings.precision == "fp8" and not (rates.assumed.get("fp8_tflops", 1) or settings.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
         raise UserError(f"--precision fp8: {why}; use bf16")
-    config = models.load_config(settings.model, settings.sequence_length)
+    config = models.load_config(settings.model)
     settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
     flops, counted = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
     predicted = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))

@@ -153,7 +153,7 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
         "precision": precision[settings.precision],
         "technique": ", ".join(techniques),
         "batch": f"{settings.describe_batch(world)}, {settings.num_steps:,} steps",
-        "data": f"{settings.dataset}, {epoch}",
+        "data": f"{train_set.description}, {epoch}",
     }
     return columns(lines)
 

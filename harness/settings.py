@@ -64,10 +64,12 @@ class Settings:
     init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]")
     tokenizer: str | None = flag(None, "hub id or folder [the model's]")
 
-    dataset: str = flag("roneneldan/TinyStories", "hub id; .jsonl, .txt or .parquet file or a folder of them; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]", group="data")
+    dataset: str = flag("roneneldan/TinyStories", "hub id; .jsonl, .parquet, .txt or .md file, also .gz or .zst, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]", group="data")
+    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1")
+    text_field: str = flag("text", "column of the text in .jsonl, .parquet and hub data [text]")
     dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]")
-    eval_split: str = flag("validation", "held-out split [validation]")
-    sequence_length: int = flag(8192, "tokens per sample [8192]")
+    eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none the last 5 %% of the training documents]")
+    sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]")
     batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size)
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]")
     document_mask: bool = flag(False, "attention stays inside each document, up to the tokenizer's end-of-text token [off]")
@@ -204,10 +206,8 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     if args.num_steps == 0 and args.resume not in ("none", "auto"):  # what the model was stands in its checkpoint
         parser.set_defaults(**flags_of_checkpoint(args.resume), compile=False)
         args = parser.parse_args(argv)
-    if args.demo and args.dataset != "demo" and not any(word.startswith("--eval-interval") for word in argv):
-        args.eval_interval = 0  # the demo's evaluations are for its own held-out stories
     if args.dataset_split is None:
-        local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset))
+        local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset)) or "*" in args.dataset
         args.dataset_split = "train" if local or args.streaming else "train[:5%]"
     if args.fp8_recipe is None and args.precision == "fp8":
         args.fp8_recipe = "tensorwise"
@@ -233,8 +233,6 @@ def contradiction(s: Settings) -> str | None:
         (s.precision == "fp32" and s.attention in ("flash", "cudnn", "flash_attention_2"), f"--attention {s.attention}: takes no fp32; use sdpa, or another --precision"),
         (s.streaming and s.dataset == "synthetic", "--streaming: synthetic tokens are read from nowhere; use another --dataset"),
         (s.streaming and s.num_workers > 1, "--num-workers: with --streaming one process reads the documents in order; give 1 or 0"),
-        *((s.streaming and "[" in split, f"{name}: {split} is a slice, which --streaming cannot take; name a whole split")
-          for name, split in (("--dataset-split", s.dataset_split), ("--eval-split", s.eval_split))),
         (s.zero_stage == 0 and s.dp_replicate_size > 1, "--dp-replicate-size: stage 0 replicates on every rank already"),
         (s.liger and s.compile, "--liger: its kernels are for eager layers, the compiler makes its own; leave out --liger or --compile"),
         (s.optimizer == "adamw-bf16" and max(s.betas) > 0.98, f"--betas: with adamw-bf16 at most 0.98; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),

@@ -3,10 +3,11 @@ script where --streaming is given. It does not know the loop; a position is all 
 
 import collections
 import contextlib
+import copy
 import functools
+import itertools
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +28,30 @@ class StreamedDataset:
 
     Its documents, shuffled within a buffer in another order each epoch, are one endless sequence of tokens, and global
     sample i is window i of it, as PackedDataset cuts them. So the order is a pure function of (seed, global sample
-    index) and of how the installed `datasets` shuffles.
+    index), for hub data also of how the installed `datasets` shuffles.
     """
 
     end_of_text: int | None = None
+    description = ""
 
-    def __init__(self, tokenizer, seq_len: int, source: str, split: str, vocab_size: int, seed: int, skip_bad: bool):
+    def __init__(
+        self, tokenizer, seq_len: int, source: str, split: str, vocab_size: int, seed: int, reading: tuple, subset=None
+    ):
         self.tokenizer, self.seq_len, self.source = tokenizer, seq_len, source
-        self.split, self.vocab_size, self.seed, self.skip_bad = split, vocab_size, seed, skip_bad
-        self.files, self.counts = utils.local_files(source), collections.Counter()
-        with self._naming_faults(), tempfile.TemporaryDirectory() as folder:  # `datasets` has notes to write
-            cache = folder if self.files else None
-            self.documents = utils.load_documents(source, split, self.files, streaming=True, cache_dir=cache)
+        self.split, self.vocab_size, self.seed = split, vocab_size, seed
+        self.counts: collections.Counter = collections.Counter()
+        self.reading = (*reading, self.counts)  # text field, whether bad records are left out
+        self.rows, self.parts = None, []  # of hub data; of local files (file, its first and last document)
+        with self._naming_faults():
+            if files := utils.local_files(source):
+                name, bounds = utils.parse_split(split)
+                self.parts = [(file, 0, None) for file in utils.files_of_split(source, name, files)]
+                self.parts = self._cut(bounds) if bounds else self.parts
+            elif "[" in split:
+                slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
+                raise utils.UserError(f"--dataset {source}, split {split!r}: {slices}")
+            else:
+                self.rows = utils.load_documents(source, split, subset, streaming=True)
         self.beginning = self.head(1).fingerprint()
 
     def fingerprint(self) -> str:
@@ -48,7 +61,7 @@ class StreamedDataset:
     def head(self, windows: int) -> utils.PackedDataset:
         """The first `windows` windows in the order of the files, all for 0."""
         read = []
-        for tokens in self._read(self.documents):
+        for tokens in self._tokens(self.documents()):
             read.append(tokens)
             if windows and sum(map(len, read)) > windows * self.seq_len:
                 break
@@ -56,6 +69,61 @@ class StreamedDataset:
             raise utils.UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text")
         tokens = np.concatenate(read)[: windows * self.seq_len + 1 if windows else None]
         return utils.pack(tokens, self.seq_len, self.source, self.split)
+
+    def hold_out(self, percent: int) -> tuple["StreamedDataset", "StreamedDataset"]:
+        """(the stream without the last `percent` of its documents, these). Local files are read for it, to count their
+        documents; of hub data the number has to be known."""
+        bound, parts = f"{100 - percent}%", []
+        if self.rows is not None:
+            split = (self.rows.info.splits or {}).get(self.split)
+            if not (split and split.num_examples):
+                problem = "how many documents it has is not known, so that none can be held out while streaming"
+                raise utils.UserError(f"--dataset {self.source}: {problem}; name an --eval-split")
+            kept = split.num_examples * (100 - percent) // 100
+            parts = [{"rows": self.rows.take(kept)}, {"rows": self.rows.skip(kept)}]
+        else:
+            parts = [{"parts": self._cut(bounds)} for bounds in (["0%", bound], [bound, "100%"])]
+        train, held_out = copy.copy(self), copy.copy(self)
+        vars(train).update(parts[0])
+        vars(held_out).update(parts[1])
+        train.beginning = train.head(1).fingerprint()
+        return train, held_out
+
+    def _cut(self, bounds: list[str]) -> list[tuple]:
+        """The parts of local files between two bounds of a slice of their documents."""
+        lengths = [sum(1 for _ in self._file(*part)) for part in self.parts]
+        first, last = utils.cut_documents(bounds, sum(lengths))
+        if first is None or last is None:
+            few = f"{sum(lengths):,} documents are too few to be divided while streaming"
+            raise utils.UserError(f"--dataset {self.source}: {few}; leave out --streaming")
+        parts, before = [], 0
+        for (file, start, _), length in zip(self.parts, lengths, strict=True):
+            here = max(first - before, 0), min(last - before, length)
+            parts += [(file, start + here[0], start + here[1])] * (here[0] < here[1])
+            before += length
+        return parts
+
+    def documents(self, generator: np.random.Generator | None = None) -> Iterator:
+        """Each document once, shuffled by `generator` if there is one."""
+        if self.rows is not None:
+            rows = self.rows
+            if (
+                generator
+            ):  # one file at a time: after reading several at once `datasets` waits 10 s (apache/arrow#45214)
+                rows = rows.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
+            text_field, _, counts = self.reading
+            return utils.read_documents(utils.hub_records(rows, self.source, text_field, counts), *self._how())
+        parts = self.parts if generator is None else [self.parts[i] for i in generator.permutation(len(self.parts))]
+        documents = itertools.chain.from_iterable(itertools.starmap(self._file, parts))
+        return shuffled(documents, generator) if generator else documents
+
+    def _how(self, source=None) -> tuple:
+        return (source or self.source, *self.reading)
+
+    def _file(self, file, first: int, last: int | None) -> Iterator:
+        text_field, _, counts = self.reading
+        documents = utils.read_documents(utils.file_records(file, text_field, counts), *self._how(file))
+        return itertools.islice(documents, first, last)
 
     def chunks(self, position: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
         """Endless (position, the tokens from there to the next position), from `position` on.
@@ -65,18 +133,15 @@ class StreamedDataset:
         """
         total, epoch, seen = position
         while True:
-            generator = np.random.default_rng([self.seed, epoch])
-            # one file at a time: after reading several at once `datasets` waits 10 s (apache/arrow#45214)
-            shuffled = self.documents.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
-            for tokens in self._read(shuffled.skip(seen)):
+            documents = self.documents(np.random.default_rng([self.seed, epoch]))
+            for tokens in self._tokens(itertools.islice(documents, seen, None)):
                 yield (total, epoch, seen), tokens
                 total, seen = total + len(tokens), seen + STREAM_BATCH
             epoch, seen = epoch + 1, 0
 
-    def _read(self, documents) -> Iterator[np.ndarray]:
+    def _tokens(self, documents: Iterator) -> Iterator[np.ndarray]:
         with self._naming_faults():
-            options = {"skip_bad": self.skip_bad, "counts": self.counts}
-            batches = utils.token_batches(documents, self.tokenizer, self.source, STREAM_BATCH, **options)
+            batches = utils.token_batches(documents, self.tokenizer, STREAM_BATCH, self.counts)
             yield from utils.in_vocabulary(batches, self.vocab_size)
 
     @contextlib.contextmanager
@@ -85,7 +150,20 @@ class StreamedDataset:
         try:
             yield
         except (utils.UnreadableError, OSError, ValueError) as error:
-            raise name_fault(error, self.source, self.split, self.files) from error
+            raise name_fault(error, self.source, self.split, self.reading[0]) from error
+
+
+def shuffled(documents: Iterator, generator: np.random.Generator, size: int = SHUFFLE_BUFFER) -> Iterator:
+    """The documents, the next one always drawn among `size` that are read already."""
+    held: list = []
+    for document in documents:
+        if len(held) < size:
+            held.append(document)
+            continue
+        index = int(generator.integers(size))
+        yield held[index]
+        held[index] = document
+    yield from (held[index] for index in generator.permutation(len(held)))
 
 
 @dataclass(eq=False)
@@ -145,9 +223,11 @@ def stream_dataset(
     vocab_size: int = 0,
     seed: int = 0,
     skip_bad_records: bool = False,
+    text_field: str = "text",
+    subset: str | None = None,
 ) -> StreamedDataset:
-    """Opens a corpus for streaming; arguments and errors are those of `get_dataset`, but `split` is without a slice."""
-    dataset = os.path.expanduser(dataset)
-    corpus = (dataset, split, vocab_size or len(tokenizer), seed, skip_bad_records)
+    """Opens a corpus for streaming; arguments and errors are those of `get_dataset`, but hub data are not sliced."""
+    dataset, reading = os.path.expanduser(dataset), (text_field, skip_bad_records)
+    corpus = (dataset, split, vocab_size or len(tokenizer), seed, reading, subset)
     prepare = functools.partial(StreamedDataset, tokenizer, seq_len, *corpus)
     return utils.from_main_process(prepare, accelerator is None or accelerator.is_main_process)

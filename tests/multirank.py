@@ -206,7 +206,7 @@ def stalled(how: str, *argv: str) -> None:
 def resolved(argv: list):
     """(the settings of a command line as a run resolves them, the model's config)."""
     settings = parse_args([*map(str, argv)])
-    config = models.load_config(settings.model, settings.sequence_length)
+    config = models.load_config(settings.model)
     return train_fsdp.resolve(settings, config), config
 
 

@@ -61,7 +61,7 @@ def test_a_family_that_would_train_wrong_is_refused_before_anything_is_built(tmp
     config.update(sizes)
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=reason):
-        models.load_config(str(tmp_path), 64)
+        models.load_config(str(tmp_path))
 
 
 def test_is_decoder_is_no_reason_where_the_model_does_not_read_it():

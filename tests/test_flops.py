@@ -100,8 +100,8 @@ PARAMETERS = {
 }
 
 
-def preset(name: str, sequence_length: int = 8192):
-    return models.load_config(name, sequence_length)
+def preset(name: str):
+    return models.load_config(name)
 
 
 @pytest.mark.parametrize("name, parameters", PARAMETERS.items())

@@ -255,6 +255,6 @@ def test_auto_takes_the_flash_kernel_of_the_gpu_where_its_package_is(monkeypatch
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     monkeypatch.setattr(models, "FLASH_KERNELS", {k: (v[0], lambda: True) for k, v in models.FLASH_KERNELS.items()})
     settings = parse(["--model", "demo"])
-    assert models.choose_attention(settings, models.load_config("demo", 64)) == "sdpa"
+    assert models.choose_attention(settings, models.load_config("demo")) == "sdpa"
     assert activated == [kernel] * (kernel is not None)
     assert torch.backends.cuda.cudnn_sdp_enabled() == (kernel is None)

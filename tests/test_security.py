@@ -3,6 +3,7 @@
 Each attack leaves a mark where it succeeds; each test also shows that it does succeed against the bare library.
 """
 
+import collections
 import dataclasses
 import io
 import json
@@ -160,7 +161,7 @@ def test_a_model_that_transformers_knows_is_trained_and_exported_without_its_own
 
 def test_a_kernel_that_a_config_names_is_not_fetched_from_the_hub(tmp_path, arguments, monkeypatch):
     change(tmp_path / "model" / "config.json", attn_implementation="foreign/kernel:run")
-    config = models.load_config(str(tmp_path / "model"), 16)
+    config = models.load_config(str(tmp_path / "model"))
     fetched = []
     monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", lambda n, **_: fetched.append(n))
     for attention in ("sdpa", "eager", None):
@@ -258,7 +259,7 @@ def f32(shape: list[int], begin: int, end: int) -> dict:
 def test_a_broken_safetensors_file_is_one_line(arguments, tmp_path, content):
     folder = str(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(content)
-    model = models.on_meta(models.load_config(folder, 16))
+    model = models.on_meta(models.load_config(folder))
     with pytest.raises(UserError, match=f"^--init pretrained: no weights from {folder} .*header"):
         models.PretrainedWeights(model, models.decoder_layers(model), folder, torch.float32)
 
@@ -294,21 +295,19 @@ def data(tmp_path) -> pathlib.Path:
     return tmp_path / "data"
 
 
-def read(folder: pathlib.Path, streaming: bool) -> list[str]:
-    """Every text of a data set, as the program reads it."""
-    documents = utils.load_documents(str(folder), "train", utils.local_files(str(folder)), streaming)
-    tables = list(documents.with_format("arrow").iter(100))
-    field = "text" if "text" in tables[0].column_names else ".jsonl"
-    return [utils.read_record(value, field) for table in tables for value in table[field].to_pylist()]
+def read(folder: pathlib.Path) -> list[str]:
+    """Every text of a data set, as the program reads it, cached or streamed."""
+    files = utils.files_of_split(str(folder), "train", utils.local_files(str(folder)))
+    records = (record for file in files for record in utils.file_records(file, "text", collections.Counter()))
+    return list(utils.read_documents(records, folder, "text", True, collections.Counter()))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_script_and_a_card_in_a_data_folder_change_nothing(data, mark, tmp_path, streaming):
+def test_a_script_and_a_card_in_a_data_folder_change_nothing(data, mark, tmp_path):
     (data / "train.jsonl").write_text(STORY)
     (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
     (data / "data.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()")
     (data / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: ../secret.jsonl\n---\n")
-    assert read(data, streaming) == [json.loads(STORY)["text"]]
+    assert read(data) == [json.loads(STORY)["text"]]
     assert not mark.exists()
     exec((data / "data.py").read_text())
     assert mark.exists()
@@ -321,7 +320,7 @@ def test_an_archive_under_a_data_files_name_writes_nothing_outside(data, mark):
             entry = tarfile.TarInfo(member)
             entry.size = len(STORY)
             archive.addfile(entry, io.BytesIO(STORY.encode()))
-    assert read(data, streaming=False) == [json.loads(STORY)["text"]]  # `datasets` unpacks what is an archive
+    assert read(data) == []  # bad records: an archive is not unpacked
     assert not mark.exists()
     (data / "unpacked").mkdir()
     with tarfile.open(data / "train.jsonl") as archive:
@@ -329,8 +328,7 @@ def test_an_archive_under_a_data_files_name_writes_nothing_outside(data, mark):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_parquet_file_unpickles_nothing_and_fetches_nothing(data, mark, streaming):
+def test_a_parquet_file_unpickles_nothing_and_fetches_nothing(data, mark):
     attack = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Attack(mark))}
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
@@ -342,7 +340,7 @@ def test_a_parquet_file_unpickles_nothing_and_fetches_nothing(data, mark, stream
         columns = [pa.array(["Once"]), pa.array([{"bytes": None, "path": address}])]
         table = pa.table(columns, schema=pa.schema(fields, metadata=described))
         pyarrow.parquet.write_table(table, data / "train.parquet")
-        assert read(data, streaming) == ["Once"]
+        assert read(data) == ["Once"]
         with pytest.raises(TimeoutError):
             server.accept()
     assert not mark.exists()

@@ -67,7 +67,7 @@ def take(stream, count: int, *share) -> list[dict]:
 
 
 def test_an_epoch_holds_every_document_once_and_each_has_an_order_of_its_own(stream, tokens, tokenizer, texts):
-    flat = utils.token_batches(stream.documents, tokenizer, "corpus")
+    flat = utils.token_batches(stream.documents(), tokenizer)
     length = sum(map(len, flat))
     assert len(tokens) == 3 * length
     epochs = [tokenizer.decode(tokens[length * epoch : length * (epoch + 1)]) for epoch in range(3)]
@@ -112,8 +112,9 @@ def test_what_is_before_a_position_is_not_tokenized_again(stream, tokens, tokeni
     last = take(stream, len(tokens) // SEQ_LEN // 4, 4)[-1]["position"]
     assert last[2] >= streaming.STREAM_BATCH
     encoded = []
-    divide = utils.divide_at_marks
-    monkeypatch.setattr(utils, "divide_at_marks", lambda texts: encoded.append(len(texts)) or divide(texts))
+    tokenize = utils.token_batches
+    seen = lambda documents: (encoded.append(1) or document for document in documents)  # noqa: E731
+    monkeypatch.setattr(utils, "token_batches", lambda documents, *of: tokenize(seen(documents), *of))
     next(stream.chunks(last))
     assert sum(encoded) <= streaming.STREAM_BATCH
 
@@ -217,7 +218,7 @@ def test_two_ranks_go_on_with_what_one_began(device, flags, whole, tmp_path):
 
 def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus, tokenizer):
     held_out = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="validation")
-    flat = np.concatenate(list(utils.token_batches(held_out.documents, tokenizer, "")))
+    flat = np.concatenate(list(utils.token_batches(held_out.documents(), tokenizer)))
     assert held_out.head(3).tokens.tolist() == flat[: 3 * SEQ_LEN + 1].tolist()
     assert held_out.head(0).tokens.tolist() == flat.tolist()
     evaluated = ["--eval-interval", "12", "--output-dir", tmp_path, "--run-name"]
@@ -234,17 +235,51 @@ def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus,
 
 @pytest.mark.parametrize(
     "more, says",
-    [
-        ("--dataset synthetic", "--streaming: synthetic"),
-        ("--dataset-split train[:5%]", "--dataset-split: train[:5%] is a slice"),
-        ("--eval-split train[95%:]", "--eval-split: train[95%:] is a slice"),
-        ("--num-workers 2", "--num-workers: with --streaming"),
-    ],
+    [("--dataset synthetic", "--streaming: synthetic"), ("--num-workers 2", "--num-workers: with --streaming")],
 )
 def test_flags_that_a_stream_cannot_take_are_refused(more, says):
     with pytest.raises(utils.UserError) as raised:
         parse(["--streaming", *words(more)])
     assert says in str(raised.value)
+
+
+def test_hub_data_are_not_sliced(tokenizer):
+    with pytest.raises(utils.UserError, match="is a slice, which --streaming of hub data cannot take"):
+        streaming.stream_dataset(tokenizer, SEQ_LEN, dataset="someone/stories", split="train[:5%]")
+
+
+@pytest.mark.parametrize("kind", ["one file", "a folder"])
+@pytest.mark.parametrize("split", ["train[:95%]", "train[95%:]", "train[10:-30]"])
+def test_a_slice_of_local_files_is_that_of_the_token_cache(tokenizer, corpus, texts, tmp_path, kind, split):
+    source = corpus / "train.jsonl"
+    if kind == "a folder":
+        source = tmp_path / "data"
+        source.mkdir()
+        for number, first in enumerate((0, 50, 60)):
+            lines = (json.dumps({"text": text}) for text in texts[first : (50, 60, None)[number]])
+            (source / f"{number}.jsonl").write_text("\n".join(lines))
+    stream = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(source), split=split)
+    cached = utils.get_dataset(tokenizer, SEQ_LEN, dataset=str(source), split=split, cache_dir=tmp_path / "cache")
+    assert stream.head(0).tokens.tolist() == cached.tokens.tolist()
+
+
+def test_what_is_held_out_where_nothing_is_said_is_the_same_streamed_and_cached(device, flags, corpus, tmp_path, capfd):
+    run = [*flags, "--dataset", corpus / "train.jsonl", "--eval-interval", "12", "--lr", "1e-12", "--warmup-steps", 0]
+    losses = []
+    for name in ("streamed", "packed"):
+        more = [flag for flag in run if flag != "--streaming" or name == "streamed"]
+        assert train([*more, "--output-dir", tmp_path, "--run-name", name], device) == 0
+        losses.append(metrics_of(tmp_path / name)[-1]["eval_loss"])
+        (header,) = [line for line in capfd.readouterr().out.splitlines() if "held out its last 5 %" in line]
+        assert header.startswith(f"data       {corpus / 'train.jsonl'}, train, held out its last 5 % (")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_too_few_documents_are_not_divided_while_streaming(tokenizer, tmp_path):
+    (tmp_path / "one.txt").write_text("Tom had a red ball. " * 50)
+    stream = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / "one.txt"))
+    with pytest.raises(utils.UserError, match=r"1 documents are too few .* leave out --streaming"):
+        stream.hold_out(5)
 
 
 def test_the_default_split_of_a_stream_is_whole():

@@ -1,0 +1,147 @@
+"""Corpora: which text a run trains on and which it holds out, and what is said while it is tokenized. Called by the
+script. It does not know how files are read (`utils`, `streaming`) nor who takes which window (`samples`)."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import shutil
+import sys
+import time
+from collections import Counter
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from tqdm import tqdm
+
+import utils
+from harness import models, samples, streaming
+from harness.faults import name_fault
+from harness.processes import on_main_rank, say
+from harness.settings import ASSETS, Settings
+from utils import NoSplitError, UnreadableError, UserError
+
+HELD_OUT = 5  # percent of a corpus without a split for evaluation
+
+
+def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
+    """The training windows and, where evaluation is asked for, the held-out ones, else None.
+
+    Held out is what --eval-split says; where it is not given the split `validation`, and where there is none the last 5
+    % of the documents that would be trained on.
+    """
+    vocab_size = config.get_text_config().vocab_size
+    if settings.dataset == "synthetic":
+        train = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
+        held_out = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
+        return train, held_out if settings.eval_interval else None
+    if settings.document_mask and tokenizer.eos_token_id is None:
+        raise UserError(f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)")
+    source = os.path.expanduser(settings.dataset)
+    source = str(ASSETS / "demo" / "stories") if source == "demo" else source
+    models.answer_from_cache_without_network(source)
+    corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
+    corpus |= {"skip_bad_records": settings.skip_bad_records, "accelerator": accelerator}
+    corpus |= {"text_field": settings.text_field, "subset": settings.dataset_config}
+    load = functools.partial(cached, settings, corpus)
+    if settings.streaming:
+        load = functools.partial(streaming.stream_dataset, **corpus, seed=settings.seed)
+    train, held_out = load(split=settings.dataset_split), None
+    train.description = ", ".join(filter(None, [settings.dataset, settings.dataset_config, settings.dataset_split]))
+    if settings.eval_interval:
+        try:
+            held_out, named = load(split=settings.eval_split or "validation"), settings.eval_split or "validation"
+        except NoSplitError:
+            if settings.eval_split:
+                raise
+            train, held_out = hold_out(train, source, tokenizer.eos_token_id)
+            named = f"its last {HELD_OUT} %"
+        if settings.streaming:
+            windows = settings.eval_steps * settings.batch_size * dist.get_world_size()
+            held_out = on_main_rank(lambda: held_out.head(windows))
+        train.description += f", held out {named} ({len(held_out) * settings.sequence_length:,} tokens)"
+    if not settings.streaming:
+        needed = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
+        if len(train) < needed:
+            windows = f"{len(train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
+            advice = "use a smaller batch, a shorter sequence or more text"
+            data = f"--dataset {settings.dataset}, split {settings.dataset_split!r}"
+            raise UserError(f"{data}: {windows} of {needed}; {advice}")
+    if settings.document_mask:
+        for packed in filter(None, (train, held_out)):
+            packed.end_of_text = tokenizer.eos_token_id
+    return train, held_out
+
+
+def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_whole: bool = False):
+    """(a split, tokenized now or by an earlier run; a line about which, and what was left out)."""
+    try:
+        with telling_progress() as tell:
+            where = {"cache_dir": cache_dir, "check_whole": check_whole}
+            packed = utils.get_dataset(**corpus, **where, split=split, progress=tell)
+    except UnreadableError as error:
+        fault = functools.partial(name_fault, error, corpus["dataset"], split, corpus.get("text_field", "text"))
+        raise utils.from_main_process(fault, not dist.is_initialized() or dist.get_rank() == 0) from error
+    remove_leftovers(packed.path.parent)
+    counts, done = packed.counts, ""
+    if "seconds" in counts:
+        again = f" again (the cache was damaged: {counts['damaged']})" * bool(counts["damaged"])
+        done = f"tokenized {counts['documents']:,} documents{again} in {counts['seconds']:.1f} s, "
+    left_out = [f"{kind} {counts[kind]:,}" for kind in ("empty documents", "bad records") if counts.get(kind)]
+    return packed, f"{done}cached in {packed.path}" + f", left out: {', '.join(left_out)}" * bool(left_out)
+
+
+def cached(settings: Settings, corpus: dict, split: str) -> utils.PackedDataset:
+    packed, said = read_cached(corpus, split, settings.cache_dir, check_whole=settings.resume != "none")
+    say("data      ", said)
+    return packed
+
+
+def hold_out(train, source: str, end_of_text: int | None):
+    """(a corpus without the last of its documents, these), by HELD_OUT; of few documents the last of the tokens."""
+    if isinstance(train, streaming.StreamedDataset):
+        return train.hold_out(HELD_OUT)
+    (cut,) = on_main_rank(lambda: utils.cut_positions([f"{100 - HELD_OUT}%"], train.tokens, end_of_text))
+    held_out = utils.pack(train.tokens[cut:], train.seq_len, source, f"last {HELD_OUT} %")
+    description, train = train.description, utils.pack(train.tokens[:cut], train.seq_len, source, "train")
+    train.description = description
+    return train, held_out
+
+
+@contextlib.contextmanager
+def telling_progress():
+    """A function that says on rank 0 how far the tokenizing is: on a terminal in one line that goes away, else in a
+    line each half minute."""
+    start = told = time.monotonic()
+    terminal = sys.stderr.isatty()
+
+    def tell(counts: Counter, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < (0.2 if terminal else 30) or (dist.is_initialized() and dist.get_rank()):
+            return
+        told, seconds, read = now, now - start, max(counts["read"], 1)
+        left = tqdm.format_interval(seconds * max(0, total - read) / read)
+        speed = f"{counts['documents']:,} documents, {counts['tokens'] / seconds:,.0f} tokens/s, {left} left"
+        line = f"tokenizing {min(1, read / total):4.0%}  {speed}"
+        if terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{line[:width]}\033[K", end="", file=sys.stderr, flush=True)
+        else:
+            print(f"data       {line}", flush=True)
+
+    try:
+        yield tell
+    finally:
+        if terminal and told > start:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def remove_leftovers(cache: pathlib.Path) -> None:
+    """Removes what killed runs left in the token cache; where its lock is held, a live one is writing."""
+    from filelock import FileLock, Timeout
+
+    for folder in cache.glob("tokens-*.bin?*/"):
+        lock = FileLock(f"{str(folder).rpartition('.bin')[0]}.bin.lock", timeout=0)
+        with contextlib.suppress(OSError, Timeout), lock:
+            shutil.rmtree(folder)
