@@ -122,8 +122,8 @@ class StopRequest:
             number, now = os.read(read_end, 1)[0], time.monotonic()
             if number == signal.SIGINT:
                 here = heartbeats.HERE.step, heartbeats.HERE.phase, heartbeats.HERE.folder
-                said = self.settings and terminal.is_first_rank()
-                terminal.leave(terminal.describe_interrupt(self.settings, *here) if said else "")
+                says = self.settings is not None and terminal.is_first_rank()
+                terminal.leave(says and terminal.describe_interrupt(self.settings, *here))
             if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
                 continue
             if now - first > self.SAME_REQUEST:

@@ -17,8 +17,6 @@ import psutil
 from tqdm import tqdm
 from tqdm.std import Bar as Meter
 
-from harness.settings import Settings
-
 PIPED = 120  # columns of a story where there is no terminal
 CLEAR = "\r\x1b[K"  # takes away the bar on this line
 INTERRUPTED = 128 + signal.SIGINT
@@ -39,7 +37,7 @@ def width() -> int | None:
         return os.get_terminal_size(sys.stdout.fileno()).columns if is_terminal(sys.stdout) else None
 
 
-def begin(settings: Settings) -> None:
+def begin(settings) -> None:
     """The first line, while torch is loaded, and one line for a Ctrl-C until `StopRequest` listens for it."""
     what = f"{settings.model} on {settings.dataset}, {settings.num_steps:,} steps"
     if settings.plan or settings.measure:
@@ -48,19 +46,19 @@ def begin(settings: Settings) -> None:
         what = f"{settings.model}, without training"
     if is_first_rank() and not settings.json:  # a plan as JSON is all that stdout has
         print(f"train_fsdp {what}; loading torch", flush=True)
-    signal.signal(signal.SIGINT, lambda *_: leave("stopped    by Ctrl-C before anything began" * is_first_rank()))
+    signal.signal(signal.SIGINT, lambda *_: leave(is_first_rank() and describe_interrupt(settings, 0, "", None)))
 
 
-def leave(text: str) -> None:
-    """Ends this process at once as Ctrl-C does, from any thread, wherever the main thread is."""
-    tell(text)
+def leave(text: str | bool) -> None:
+    """Ends this process at once as Ctrl-C does, after a text if there is one, from any thread."""
+    if text:
+        tell(text)
     os._exit(INTERRUPTED)
 
 
 def tell(text: str) -> None:
     """Writes lines to stderr in the place of a bar that may be there, from any thread."""
-    if text:
-        os.write(2, f"{CLEAR * is_terminal(sys.stderr)}{text}\n".encode())
+    os.write(2, f"{CLEAR * is_terminal(sys.stderr)}{text}\n".encode())
 
 
 def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
@@ -101,25 +99,24 @@ class Bar(tqdm):
 
 
 def fit(step: int, total: int, figures: list[str], columns: int, ascii: bool = False) -> str:
-    """A bar of `columns`: the step, loss and MFU always, then what there is room for: time left, speed, the rest."""
-    order = ("loss", "MFU", "eta")
-    ranked = sorted(figures, key=lambda figure: next((i for i, name in enumerate(order) if name in figure), len(order)))
-    done = f"{step}/{total}"
-    kept: list[str] = []
-    for figure in ranked:
-        needs = figure.startswith(order[:2])
-        if needs or len("  ".join([done, *kept, figure])) <= columns:
+    """A bar of `columns`: the step, loss and MFU always, then what there is room for: time left, a meter, the rest."""
+    must, done = ("loss", "MFU"), f"{step}/{total}"
+    kept = [figure for figure in figures if figure.startswith(must)]
+    others = sorted((figure for figure in figures if figure not in kept), key=lambda figure: "eta" not in figure)
+    for figure in others:
+        meter = 0 if "eta" in figure else 12
+        if len("  ".join([done, *kept, figure])) + meter <= columns:
             kept.append(figure)
     text = "  ".join([figure for figure in figures if figure in kept])
     room = min(columns - len(done) - len(text) - 4, 40)
-    bar = format(Meter(step / max(total, 1), room, Meter.ASCII if ascii else Meter.UTF)) if room >= 5 else ""
-    return "  ".join(filter(None, [done, bar, text]))[:columns]
+    drawn = format(Meter(step / max(total, 1), room, Meter.ASCII if ascii else Meter.UTF)) if room >= 5 else ""
+    return "  ".join(filter(None, [done, drawn, text]))[:columns]
 
 
 # ---- Ctrl-C and errors -----------------------------------------------------------------------------------------------
 
 
-def describe_interrupt(settings: Settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
+def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
     """What Ctrl-C leaves behind: where the run was, what is saved, and the command that goes on."""
     if settings.plan or settings.measure or not settings.num_steps:
         return "stopped    by Ctrl-C"
@@ -136,7 +133,7 @@ def describe_interrupt(settings: Settings, step: int, phase: str, folder: pathli
     return "\n".join(lines)
 
 
-def command(settings: Settings, folder: pathlib.Path) -> str:
+def command(settings, folder: pathlib.Path) -> str:
     """The command of this run, to be pasted, that goes on with it from its newest checkpoint."""
     known = folder.parent == pathlib.Path(settings.output_dir).expanduser()
     resume = ["--resume", "auto", "--run-name", folder.name] if known else ["--resume", str(folder)]
