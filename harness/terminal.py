@@ -75,7 +75,7 @@ def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
 def progress(items: Iterable, total: int, what: str) -> Iterable:
     """The items; while they take longer than a second a bar of rank 0's terminal says how many are done."""
     shown = what and is_first_rank() and is_terminal(sys.stderr)
-    return tqdm(items, what, total, leave=False, delay=1, dynamic_ncols=True, disable=not shown) if shown else items
+    return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True) if shown else items
 
 
 class Bar(tqdm):

@@ -2,6 +2,7 @@
 run asks of its machine."""
 
 import fcntl
+import io
 import multiprocessing
 import os
 import pty
@@ -61,6 +62,23 @@ def test_words_are_wrapped_to_the_width_and_addresses_stay_whole():
 def test_a_story_is_wrapped_where_there_is_no_terminal_too(device, capsys):
     processes.say_story("word " * 60)
     assert [len(line) for line in capsys.readouterr().out.rstrip().splitlines()] == [119, 119, 59]
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_takes_longer_than_a_second_has_a_bar_on_a_terminal_and_none_elsewhere(monkeypatch):
+    for stream, shown in ((Screen(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        done = []
+        for layer in terminal.progress(range(3), 3, "reading weights"):
+            time.sleep(1.2 * (layer == 0 and shown))
+            done.append(layer)
+        assert done == [0, 1, 2]
+        assert bool(re.search(r"reading weights: .*1/3", stream.getvalue())) == shown
+        assert shown or stream.getvalue() == ""
 
 
 @pytest.fixture(scope="module")
