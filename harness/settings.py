@@ -165,9 +165,10 @@ class Parser(argparse.ArgumentParser):
         if int(os.environ.get("RANK", 0)):
             time.sleep(3)  # the launcher ends the other ranks when the first one leaves
             sys.exit(2)
-        from harness.terminal import record_error
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from harness.terminal import record_error
 
-        record_error(f"{self.prog}: error: {message}")
+            record_error(f"{self.prog}: error: {message}")
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
