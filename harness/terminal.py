@@ -58,7 +58,8 @@ def leave(text: str | bool) -> None:
 
 def tell(text: str) -> None:
     """Writes lines to stderr in the place of a bar that may be there, from any thread."""
-    os.write(2, f"{CLEAR * is_terminal(sys.stderr)}{text}\n".encode())
+    with contextlib.suppress(OSError):  # nobody is there to read it
+        os.write(2, f"{CLEAR * is_terminal(sys.stderr)}{text}\n".encode())
 
 
 def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
