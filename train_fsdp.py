@@ -18,8 +18,10 @@ from harness.settings import PROFILED_STEPS, Settings, parse_args
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = parse_args()
-    # The default action of Ctrl-C ends every rank at once and silently, even inside a collective.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from harness import host, terminal
+
+    terminal.begin(SETTINGS)
+    host.set_threads(SETTINGS)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all
         warnings.filterwarnings("ignore")
         os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
@@ -57,9 +59,11 @@ from harness import checkpoints, corpora, folders, heartbeats, models, own_plan,
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies
 from harness.export import export
+from harness.host import check_memory
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
 from harness.optimizers import build_optimizer, clip_grad_norm
-from harness.processes import StopRequest, columns, fail, on_main_rank, say, start_processes, stop_processes
+from harness.processes import StopRequest, columns, fail, on_main_rank, say, say_story, start_processes, stop_processes
+from harness.terminal import progress
 from harness.waiting import Waiting
 from utils import UserError
 
@@ -142,7 +146,8 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     model.train()
     in_layers = {module for layer in layers for module in layer.modules()}
     models.make_real(model, [module for module in model.modules() if module not in in_layers], device, weights)
-    for index, layer in enumerate(layers):
+    doing = "" if settings.plan else "reading weights" if weights else "making weights"
+    for index, layer in progress(enumerate(layers), len(layers), doing):
         models.make_real(model, list(layer.modules()), device, weights, index)
         # The order matters. float8 swaps the linears, so it comes before whatever remembers them. Checkpointing comes
         # before compile, so that the compiler sees what is recomputed and can fuse it. compile comes before
@@ -422,6 +427,8 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
+    if device.type == "cpu" or settings.cpu_offload:
+        check_memory(settings, models.count_parameters(config), mesh["shard"].size())
     train_set, eval_set = corpora.load_data(settings, tokenizer, config, accelerator)
     identity = checkpoints.describe_identity(settings, config, tokenizer, train_set)
     changed = checkpoints.compare(settings, identity, found[1]) if found else ""
@@ -474,7 +481,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
             unread_losses.append(loss)
             if step in profiled[-1:]:
                 trace.close()
-            reporter.bar.update()
+            reporter.count_step()
             speed = {} if step in profiled else tracker.step(tokens, job.flops_per_token, synchronize=logs)
             stop.can_save = True
             stopped = stop.agreed() and not last
@@ -499,7 +506,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
                 heartbeats.at("log")
                 reporter.log(metrics, tracker.get_print_message(metrics))
                 if story:
-                    say(story)
+                    say_story(story)
             if broken:
                 saver.finish()
                 give_up(job, *broken)
@@ -522,7 +529,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
     reporter.end(metrics)
     say(report.summarize(metrics, job.folder, state.elapsed))
     if settings.sample_prompt:
-        say("\n" + sample(settings, state.model, job.tokenizer, job.device))
+        say_story("\n" + sample(settings, state.model, job.tokenizer, job.device))
     if settings.memory_snapshot:
         report.dump_memory(job.folder)
     if settings.export:
@@ -604,8 +611,9 @@ def main(settings: Settings) -> None:
         if settings.measure:
             from harness.measuring import measure  # loads what only a plan needs
 
+            StopRequest(settings)  # for Ctrl-C
             return measure(settings, RECIPE)
-        stop = StopRequest()
+        stop = StopRequest(settings)
         device = start_processes(settings.timeout_minutes)
         watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, stop)
         exit_code = run(settings, device, stop)

@@ -722,7 +722,7 @@ class PerformanceTracker:
 
     def reset(self) -> None:
         """Forgets everything; the warmup begins again."""
-        self.steps_seen, self.productive_before = 0, 0.0  # the latter of earlier processes of the run
+        self.steps_seen, self.warmup_seconds, self.productive_before = 0, 0.0, 0.0  # the last of earlier processes
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._open_window()
@@ -738,6 +738,7 @@ class PerformanceTracker:
         if self.steps_seen < self.warmup_steps:
             return {}
         if self.steps_seen == self.warmup_steps:
+            self.warmup_seconds = self.window["seconds"] + time.perf_counter() - self._start
             self._open_window()
             return {"warmup_completed": True}
         self.window["steps"] += 1
@@ -759,11 +760,10 @@ class PerformanceTracker:
         return self._metrics(self.total) if self.total["steps"] else {}
 
     def productive_seconds(self) -> float:
-        """What the steps so far, those of the warmup too, take at their usual speed: that of the median window. One
-        that took more than twice as long stood still for the rest."""
+        """What the steps so far take at their usual speed, that of the median window, and at most what they took."""
         usual = statistics.median_low([seconds / steps for steps, seconds in self.windows] or [0.0])
-        measured = sum(s if s < 2 * n * usual else n * usual for n, s in self.windows)
-        return self.productive_before + measured + usual * min(self.steps_seen, self.warmup_steps)
+        measured = sum(s if s < 2 * n * usual else n * usual for n, s in self.windows)  # else it stood still
+        return self.productive_before + measured + min(usual * self.warmup_steps, self.warmup_seconds)
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
@@ -790,9 +790,10 @@ class PerformanceTracker:
 
     def get_print_message(self, metrics: dict[str, Any]) -> str:
         """The metrics on one line; empty in warmup."""
+        device = "GPU" if torch.cuda.is_available() else "rank"
         parts = {
             "tokens_per_sec": "{:,.0f} tok/s",
-            "tokens_per_sec_per_gpu": "{:,.0f} tok/s/GPU" if self.num_gpus > 1 else "",
+            "tokens_per_sec_per_gpu": f"{{:,.0f}} tok/s/{device}" if self.num_gpus > 1 else "",
             "mfu_percent": "MFU {:.1f} %",
             "peak_memory_reserved": "{:.1f} GiB",
         }

@@ -10,7 +10,6 @@ import os
 import pathlib
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -19,6 +18,8 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
+
+from harness import terminal
 
 BEAT = 2.0  # seconds between two beats
 SILENT = 3  # beats that did not come: stopped, killed or cut off
@@ -167,8 +168,10 @@ class Heartbeats(threading.Thread):
         except RuntimeError:
             says = os.environ.get("LOCAL_RANK", "0") == "0"
         line = f"train_fsdp.py: error: --timeout-minutes: {problem}\n"
+        if says:
+            terminal.record_error(line.rstrip())
         if says:  # in a thread, as a pipe that nobody empties would hold this one up
-            threading.Thread(target=lambda: print(line, end="", file=sys.stderr, flush=True), daemon=True).start()
+            threading.Thread(target=lambda: terminal.tell(line.rstrip()), daemon=True).start()
         with contextlib.suppress(OSError):
             if HERE.folder:
                 with open(HERE.folder / f"stalled-rank-{self.rank}.txt", "w") as file:

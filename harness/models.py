@@ -16,6 +16,7 @@ from importlib.util import find_spec
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from torch import nn
 from torch.nn.attention import SDPBackend
@@ -26,6 +27,7 @@ from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_availa
 
 import utils
 from harness.settings import ASSETS, PRESETS, Settings
+from harness.terminal import is_first_rank
 from utils import UserError
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
@@ -222,6 +224,11 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
         raise UserError(f"--attention {attention}: {utils.first_line(error)}") from error
 
 
+def count_parameters(config) -> int:
+    """Elements of all parameters, one that two modules share once."""
+    return sum(parameter.numel() for parameter in on_meta(config).parameters())
+
+
 def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
     """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
     sync in every forward, or in every layer with flash_attention_2."""
@@ -349,7 +356,10 @@ class PretrainedWeights:
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, source: str, dtype: torch.dtype):
-        transformers.utils.logging.disable_progress_bar()
+        downloads_are_shown = is_first_rank() and not are_progress_bars_disabled()
+        transformers.utils.logging.disable_progress_bar()  # of each layer; and with it those of downloads
+        if downloads_are_shown:
+            enable_progress_bars()
         self.model, self.source, self.dtype = model, source, dtype
         self.rules = conversion_mapping.get_model_conversion_mapping(model)
         loading = transformers.core_model_loading

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness import heartbeats
+from harness import heartbeats, terminal
+from harness.settings import Settings
 from utils import UserError, from_main_process
 
 STORE_PATIENCE = 15  # seconds until something is said of a store that does not answer
@@ -76,7 +77,7 @@ def reach_store(address: str, port: int, timeout_minutes: float) -> None:
             if waited > 60 * timeout_minutes:
                 raise UserError(f"{where}: rank 0's store does not answer ({error.strerror or error})", 1) from None
             if waited > STORE_PATIENCE and not said:
-                print(f"train_fsdp.py: waiting for rank 0 at {where} ({error.strerror or error})", file=sys.stderr)
+                terminal.tell(f"train_fsdp.py: waiting for rank 0 at {where} ({error.strerror or error})")
                 said = True
             time.sleep(0.5)
     if own_store:
@@ -96,7 +97,7 @@ def stop_processes(stop: "StopRequest | None" = None) -> None:
 
 class StopRequest:
     """SIGTERM or SIGUSR1 to any rank: all ranks save after the same step and leave with 143; a second one, or one
-    before the first step is done, leaves at once.
+    before the first step is done, leaves at once. So does Ctrl-C at any time, with 130 and what to do next.
 
     A thread reads the signals, as Python's own handlers wait for the main thread, which may be inside a collective.
     """
@@ -105,12 +106,13 @@ class StopRequest:
     EXIT_CODE = 143
     SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
 
-    def __init__(self):
-        self.name, self.can_save, self.group, self.round, self.flag = "", False, None, None, torch.tensor(0)
+    def __init__(self, settings: Settings | None = None):
+        self.settings, self.name, self.can_save = settings, "", False
+        self.group, self.round, self.flag = None, None, torch.tensor(0)
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in self.SIGNALS:
+        for number in (*self.SIGNALS, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, args=(read_end,), daemon=True).start()
 
@@ -118,6 +120,10 @@ class StopRequest:
         first = float("inf")
         while True:
             number, now = os.read(read_end, 1)[0], time.monotonic()
+            if number == signal.SIGINT:
+                here = heartbeats.HERE.step, heartbeats.HERE.phase, heartbeats.HERE.folder
+                says = self.settings is not None and terminal.is_first_rank()
+                terminal.leave(says and terminal.describe_interrupt(self.settings, *here))
             if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
                 continue
             if now - first > self.SAME_REQUEST:
@@ -128,8 +134,8 @@ class StopRequest:
     def request(self, name: str) -> None:
         """Asks for a save and an end because of `name`; called in any thread."""
         if not self.can_save:
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(f"train_fsdp.py: {name} outside training, nothing to save", file=sys.stderr, flush=True)
+            if terminal.is_first_rank():
+                terminal.tell(f"train_fsdp.py: {name} outside training, nothing to save")
             os._exit(self.EXIT_CODE)
         self.name = name
 
@@ -151,7 +157,7 @@ class StopRequest:
 def fail(message: str, exit_code: int, patience: float = 3) -> None:
     """Ends this rank. Of all ranks one prints its message, rank 0 if it fails too within `patience` seconds, so that
     one mistake is one line; the others' errors are most often an echo, a collective that broke as one rank had left."""
-    first = int(os.environ.get("RANK", 0)) == 0
+    first, happened = terminal.is_first_rank(), time.time()
     heartbeats.HERE.phase = "failure"
     if not first:
         time.sleep(patience)  # what rank 0 found as well it says by now; then the launcher ends this rank here
@@ -160,9 +166,10 @@ def fail(message: str, exit_code: int, patience: float = 3) -> None:
         first = alone or heartbeats.speaks_first(dist.distributed_c10d._get_default_store())
     except RuntimeError:  # the store went with the rank that kept it, or with the launcher
         pass
-    if first:
-        print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if first:
+        terminal.record_error(message, happened)
+        terminal.tell(message)
     os._exit(exit_code)  # no clean-up: it would wait for ranks and workers that do not answer any more
 
 
@@ -178,5 +185,12 @@ def say(*message) -> None:
         sys.stdout.flush()
 
 
-def columns(lines: dict[str, str]) -> str:
-    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
+def say_story(story: str) -> None:
+    """A text that the model wrote, broken at words to the width of the terminal."""
+    say(terminal.wrap(story, columns=terminal.width() or terminal.PIPED))
+
+
+def columns(lines: dict[str, str], wrap: bool = False) -> str:
+    """A line for each name; with `wrap` broken at words to the width of a terminal."""
+    texts = [f"{name:10} {text}" for name, text in lines.items()]
+    return "\n".join(terminal.wrap(text, 11) if wrap else text for text in texts)

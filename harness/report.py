@@ -9,6 +9,8 @@ import math
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -21,11 +23,11 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models
+from harness import models, terminal
 from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
 from harness.processes import columns, say
-from harness.settings import ROOT, Settings
+from harness.settings import ROOT, Settings, counted
 from utils import UserError
 
 
@@ -120,7 +122,8 @@ def dump_memory(folder: pathlib.Path) -> None:
 def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | None, verified: str) -> str:
     """The header: what will run, in figures that can be checked by hand."""
     world, shards = dist.get_world_size(), mesh["shard"].size()
-    where = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    cuda = mesh.device_type == "cuda"
+    where = torch.cuda.get_device_name() if cuda else f"CPU with {counted(torch.get_num_threads(), 'thread')}"
     master = ", fp32 master weights and gradient reduction"
     precision = {
         "bf16": "bf16 compute and all-gather" + master,
@@ -139,8 +142,8 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
         else f"activation memory budget {settings.activation_memory_budget:g}",
         settings.optimizer,
     ]
-    mfu = f"{peak:,.0f} TFLOPS peak a GPU" if peak else "no MFU on a CPU"
-    if not peak and mesh.device_type == "cuda":
+    mfu = f"{significant(peak)} TFLOPS peak a {'GPU' if cuda else 'rank'}" if peak else "no MFU on a CPU"
+    if not peak and cuda:
         mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
     size = 0 if settings.streaming else len(train_set) * settings.sequence_length
     epoch = f"{size:,} tokens, {size / settings.tokens_per_step(world):,.1f} steps an epoch" if size else "streamed"
@@ -155,7 +158,30 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
         "batch": f"{settings.describe_batch(world)}, {settings.num_steps:,} steps",
         "data": f"{train_set.description}, {epoch}",
     }
-    return columns(lines)
+    return columns(lines, wrap=True)
+
+
+def significant(figure: float) -> str:
+    """A positive figure to three digits, from 100 on to whole ones."""
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
+
+
+def watching(settings: Settings, trackers: list, folder: pathlib.Path) -> dict[str, str]:
+    """Where to watch a run while it goes on: by command, address or file, what there is of each."""
+    places = {}
+    for tracker in trackers:
+        if tracker.name == "tensorboard":
+            beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
+            program = "tensorboard" if shutil.which("tensorboard") else beside
+            places["watch"] = shlex.join([program, "--logdir", str(folder)])
+        elif tracker.name == "wandb":
+            run = tracker.run
+            places["wandb"] = run.url or f"offline; later: wandb sync {pathlib.Path(run.dir).parent}"
+    if settings.metrics_port:
+        places["metrics"] = f"http://{settings.metrics_host}:{settings.metrics_port}/metrics"
+    if settings.profile:
+        places["profile"] = str(folder / "profile" / "rank-0.json")
+    return places
 
 
 class Report:
@@ -180,11 +206,24 @@ class Report:
             trackers["tensorboard"] = {"purge_step": state.step + 1}
             accelerator.init_trackers(settings.project_name, config=flags, init_kwargs=trackers)
         places = {"run": str(folder)}
-        for run in [tracker.run for tracker in accelerator.trackers if self.file and tracker.name == "wandb"]:
-            places["wandb"] = run.url or f"offline; later: wandb sync {pathlib.Path(run.dir).parent}"
+        if self.file:
+            places |= watching(settings, accelerator.trackers, folder)
         say(columns(places) + "\n")
-        shown = self.file and sys.stderr.isatty()
-        self.bar = tqdm(total=self.num_steps, initial=state.step, unit="step", disable=not shown)
+        shown = self.file and terminal.is_terminal(sys.stderr)
+        self.bar = terminal.Bar(
+            total=self.num_steps, initial=state.step, leave=False, dynamic_ncols=True, disable=not shown
+        )
+
+        self.compiles_since = time.perf_counter() if settings.compile else None
+        if self.compiles_since:
+            say("compile    the layers, within the first step; of a large model that takes minutes")
+
+    def count_step(self) -> None:
+        """One step is done; of a compiled model the first one says how long that took."""
+        self.bar.update()
+        if self.compiles_since:
+            say(f"compiled   in {time.perf_counter() - self.compiles_since:,.0f} s, the first step included")
+            self.compiles_since = None
 
     def log(self, metrics: dict, speed: str) -> None:
         if not self.file:
@@ -197,15 +236,13 @@ class Report:
             say(f"failed     trackers, from step {step} on: {error.strerror}; the run goes on without them")
             self.accelerator.trackers = []
         loss, held_out = f"loss {metrics['loss']:.4f}", describe_held_out(metrics)
-        if not self.bar.disable:
-            self.bar.set_postfix_str(f"{loss}  {speed}")
-            if held_out:
-                say(f"step {step}  {loss}  {held_out}")
-            return
-        parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", speed]
+        self.bar.figures = (loss, *filter(None, speed.split("  ")))
+        parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *self.bar.figures[1:]]
         if "step_time_ms" in metrics:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
-        say(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps} ", "  ".join(filter(None, [*parts, held_out])))
+        name = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  "
+        figures = [figure.replace(" ", "\u00a0") for figure in (*parts, held_out) if figure]  # lines break between them
+        say(terminal.wrap(name + "  ".join(figures), indent=len(name)).replace("\u00a0", " "))
 
     def sync(self) -> None:
         """Makes the lines so far durable, those included that could not be written at their time."""
@@ -308,11 +345,12 @@ def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
     measured = {
         "tokens_per_sec": "{tokens_per_sec:,.0f} tok/s, {tokens_per_sec_per_gpu:,.0f} a rank",
         "step_time_ms": ", {step_time_ms:,.1f} ms a step",
-        "actual_tflops_per_sec": ", {actual_tflops_per_sec:,.3g} TFLOPS",
-        "mfu_percent": " of {theoretical_tflops_total:,.0f}, MFU {mfu_percent:.2f} %",
+        "actual_tflops_per_sec": ", {actual_tflops_per_sec} TFLOPS",
+        "mfu_percent": " of {theoretical_tflops_total}, MFU {mfu_percent:.2f} %",
         "goodput_percent": ", goodput {goodput_percent:.1f} %",
     }
-    speed = "".join(text.format_map(metrics) for key, text in measured.items() if key in metrics)
+    shown = metrics | {key: significant(value) for key, value in metrics.items() if "_tflops" in key}
+    speed = "".join(text.format_map(shown) for key, text in measured.items() if key in metrics)
     lines = {"done": done, "speed": speed or "not measured: no step after the --perf-warmup-steps"}
     memory = [f"{key[12:]} {value:.2f} GiB" for key, value in metrics.items() if key.startswith("peak_memory_")]
     if memory:
@@ -321,7 +359,7 @@ def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
         alloc, reserved = (metrics[f"predicted_peak_memory_{kind}"] for kind in ("alloc", "reserved"))
         milliseconds = metrics["predicted_step_time_ms"]
         lines["planned"] = f"alloc {alloc:.2f} GiB, reserved {reserved:.2f} GiB, {milliseconds:,.1f} ms a step"
-    return "\n" + columns(lines | {"files": str(folder)})
+    return "\n" + columns(lines, wrap=True) + "\n" + columns({"files": str(folder)})
 
 
 def figures_of_all_ranks(

@@ -55,6 +55,11 @@ def flag(default, help: str, **options):
     return dataclasses.field(default=default, metadata={"help": help} | options)
 
 
+def counted(count: int | str, name: str) -> str:
+    """`1 rank`, `4 ranks`."""
+    return f"{count} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")
+
+
 # fmt: off
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -150,8 +155,9 @@ class Settings:
         return world * self.gradient_accumulation_steps * self.batch_size * self.sequence_length
 
     def describe_batch(self, world: int) -> str:
-        sequences = f"{self.gradient_accumulation_steps} microbatches x {self.batch_size} sequences"
-        return f"{world} ranks x {sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
+        counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
+        sequences = " x ".join(counted(count, name) for name, count in counts.items())
+        return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 # fmt: on
 
 
@@ -161,6 +167,10 @@ class Parser(argparse.ArgumentParser):
         if int(os.environ.get("RANK", 0)):
             time.sleep(3)  # the launcher ends the other ranks when the first one leaves
             sys.exit(2)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from harness.terminal import record_error
+
+            record_error(f"{self.prog}: error: {message}")
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 

@@ -139,9 +139,10 @@ def test_a_mistake_of_every_rank_is_one_line_of_one_rank(arguments, ranks, flags
     process = torchrun(ranks, *arguments, *flags, timeout=120)
     assert process.returncode != 0
     ours, _, launchers_report = process.stderr.partition("torch/distributed/elastic")
-    errors = [line for line in process.stderr.splitlines() if PREFIX in line]
+    errors = [line for line in ours.splitlines() if PREFIX in line]
     assert len(errors) == 1, process.stderr
     assert errors[0].startswith(PREFIX)
+    assert process.stderr.rstrip().splitlines()[-2].strip() == errors[0]  # and the last line is a rule
     assert names in errors[0]
     assert "Traceback" not in ours
     assert launchers_report

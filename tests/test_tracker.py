@@ -253,3 +253,18 @@ def test_steps_that_are_slow_now_and_then_are_productive(clock):
         clock.advance(seconds)
         tracker.step(TOKENS, FLOPS)
     assert tracker.productive_seconds() == pytest.approx(5.4)
+
+
+def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there_was(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=10)
+    for seconds in [0.1] * 10 + [0.5, 0.5]:  # 12 steps, the last of which a busy machine held up
+        clock.advance(seconds)
+        tracker.step(TOKENS, FLOPS)
+    assert tracker.productive_seconds() == pytest.approx(2)
+    tracker.reset()
+    with tracker.excluded():  # an evaluation in the warmup
+        clock.advance(60)
+    for seconds in [0.1] * 10 + [0.5, 0.5]:
+        clock.advance(seconds)
+        tracker.step(TOKENS, FLOPS)
+    assert tracker.productive_seconds() == pytest.approx(2)

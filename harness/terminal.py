@@ -1,0 +1,177 @@
+"""Terminal: what a run shows and how it fits the screen: its first line, before torch is there, words wrapped to the
+width, the bar below the log lines, what Ctrl-C leaves behind. Called by the script and by whatever prints. It imports
+nothing heavy and does not know what is trained."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shlex
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterable
+
+import psutil
+from tqdm import tqdm
+from tqdm.std import Bar as Meter
+
+PIPED = 120  # columns of a story where there is no terminal
+CLEAR = "\r\x1b[K"  # takes away the bar on this line
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the job; known before its processes have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_terminal(stream) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def width() -> int | None:
+    """Columns of the terminal that stdout goes to; None where it is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns if is_terminal(sys.stdout) else None
+
+
+def begin(settings) -> None:
+    """The first line, while torch is loaded, and one line for a Ctrl-C until `StopRequest` listens for it."""
+    what = f"{settings.model} on {settings.dataset}, {settings.num_steps:,} steps"
+    if settings.plan or settings.measure:
+        what = f"{'plan of' if settings.plan else 'measuring with'} {settings.model}"
+    elif settings.num_steps == 0:
+        what = f"{settings.model}, without training"
+    if is_first_rank() and not settings.json:  # a plan as JSON is all that stdout has
+        print(f"train_fsdp {what}; loading torch", flush=True)
+    signal.signal(signal.SIGINT, lambda *_: leave(is_first_rank() and describe_interrupt(settings, 0, "", None)))
+
+
+def leave(text: str | bool) -> None:
+    """Ends this process at once as Ctrl-C does, after a text if there is one, from any thread."""
+    if text:
+        tell(text)
+    os._exit(INTERRUPTED)
+
+
+def tell(text: str) -> None:
+    """Writes lines to stderr in the place of a bar that may be there, from any thread."""
+    with contextlib.suppress(OSError):  # nobody is there to read it
+        os.write(2, f"{CLEAR * is_terminal(sys.stderr)}{text}\n".encode())
+
+
+def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
+    """The text, its lines broken at spaces to the width of the terminal; as it is where there is none. `indent` is that
+    of the lines that a break makes. What is longer than a line, such as an address, stays whole."""
+    columns = columns or width()
+    if not columns:
+        return text
+    options = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    fill = textwrap.TextWrapper(columns, subsequent_indent=" " * min(indent, columns // 3), **options).fill
+    return "\n".join(map(fill, text.split("\n")))
+
+
+def progress(items: Iterable, total: int, what: str) -> Iterable:
+    """The items; while they take longer than a second a bar of rank 0's terminal says how many are done."""
+    shown = what and is_first_rank() and is_terminal(sys.stderr)
+    return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True) if shown else items
+
+
+class Bar(tqdm):
+    """One line below the log lines, drawn to the width that the terminal has at that moment."""
+
+    figures: tuple[str, ...] = ()  # loss, speed, ...: those of the last log line
+
+    @staticmethod
+    def status_printer(file):
+        def draw(text: str) -> None:
+            file.write(CLEAR + text)
+            file.flush()
+
+        return draw
+
+    def __str__(self) -> str:
+        now = self.format_dict
+        left = (now["total"] - now["n"]) / now["rate"] if now["rate"] else None
+        figures = [*self.figures, *([f"eta {self.format_interval(left)}"] if left is not None else [])]
+        return fit(now["n"], now["total"], figures, (now["ncols"] or 80) - 1, now["ascii"])
+
+
+def fit(step: int, total: int, figures: list[str], columns: int, ascii: bool = False) -> str:
+    """A bar of `columns`: the step, loss and MFU always, then what there is room for: time left, a meter, the rest."""
+    must, done = ("loss", "MFU"), f"{step}/{total}"
+    kept = [figure for figure in figures if figure.startswith(must)]
+    others = sorted((figure for figure in figures if figure not in kept), key=lambda figure: "eta" not in figure)
+    for figure in others:
+        meter = 0 if "eta" in figure else 12
+        if len("  ".join([done, *kept, figure])) + meter <= columns:
+            kept.append(figure)
+    text = "  ".join([figure for figure in figures if figure in kept])
+    room = min(columns - len(done) - len(text) - 4, 40)
+    drawn = format(Meter(step / max(total, 1), room, Meter.ASCII if ascii else Meter.UTF)) if room >= 5 else ""
+    return "  ".join(filter(None, [done, drawn, text]))[:columns]
+
+
+# ---- Ctrl-C and errors -----------------------------------------------------------------------------------------------
+
+
+def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
+    """What Ctrl-C leaves behind: where the run was, what is saved, and the command that goes on."""
+    if settings.plan or settings.measure or not settings.num_steps:
+        return "stopped    by Ctrl-C"
+    where = f"in {phase} of step {step:,} of {settings.num_steps:,}" if step else "before the first step"
+    lines = [f"stopped    by Ctrl-C {where}"]
+    interval = settings.checkpoint_interval
+    if newest := folder and max((folder / "checkpoints").glob("step-*"), default=None):
+        lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
+    elif step:
+        missing = (
+            f"yet, the first after step {interval:,}" if interval else ": --checkpoint-interval N saves every N steps"
+        )
+        lines.append(f"saved      nothing{' ' * bool(interval)}{missing}")
+    return "\n".join(lines)
+
+
+def command(settings, folder: pathlib.Path) -> str:
+    """The command of this run, to be pasted, that goes on with it from its newest checkpoint."""
+    known = folder.parent == pathlib.Path(settings.output_dir).expanduser()
+    resume = ["--resume", "auto", "--run-name", folder.name] if known else ["--resume", str(folder)]
+    return shlex.join([*launcher(), *without(settings.argv, "--resume", "--run-name"), *resume])
+
+
+def without(argv: Iterable[str], *names: str) -> list[str]:
+    """A command line without these flags, each of which has one value."""
+    kept, skips = [], False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if skips or name.replace("_", "-") in names:
+            skips = not skips and not equals
+        else:
+            kept.append(word)
+    return kept
+
+
+def launcher() -> list[str]:
+    """The words before the flags: the interpreter or launcher, its own flags, this script; files of the current folder
+    are named as from there."""
+    words, script = [sys.executable], sys.argv[0]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(psutil.Error, ValueError):
+            launched = psutil.Process(os.getppid()).cmdline()
+            words = launched[: [os.path.basename(word) for word in launched].index(os.path.basename(script))]
+            if len(words) > 1 and os.path.basename(words[1]) in ("torchrun", "accelerate"):
+                del words[0]  # they are scripts, and find their interpreter
+    here = os.getcwd() + os.sep
+    return [word.removeprefix(here) for word in [*words, script]]
+
+
+def record_error(message: str, happened: float | None = None) -> None:
+    """Leaves an error where torchrun looks for it, which it then prints at the end of its own.
+
+    The earliest is taken for the cause: `happened` is when (seconds since 1970), by default now."""
+    details = {"py_callstack": "\n" + message, "timestamp": str(int(happened or time.time()))}
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            pathlib.Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
