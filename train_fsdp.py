@@ -14,10 +14,16 @@ import signal
 import sys
 import warnings
 
-from harness.settings import ASSETS, PROFILED_STEPS, Settings, parse_args
+from harness import versions
+
+versions.refuse_old_python()  # which could not read the next import
+
+from harness.settings import ASSETS, PROFILED_STEPS, Settings, parse_args, warn
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = parse_args()
+    versions.refuse_missing_packages()
+    warn(SETTINGS)
     # The default action of Ctrl-C ends every rank at once and silently, even inside a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all

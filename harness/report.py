@@ -9,10 +9,8 @@ import math
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -25,7 +23,8 @@ from harness import models
 from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
 from harness.processes import columns, say
-from harness.settings import ROOT, Settings
+from harness.settings import Settings
+from harness.versions import commit, versions
 from utils import UserError
 
 
@@ -287,15 +286,7 @@ def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
 
 def describe_run(settings: Settings) -> dict:
     """What it takes to repeat a run: flags, versions, commit, world size, GPU."""
-    versions = {"python": sys.version.split()[0]}
-    for package in ("torch", "transformers", "accelerate", "torchao", "datasets"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    commit = None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    run = {"flags": dataclasses.asdict(settings), "versions": versions, "commit": commit}
+    run = {"flags": dataclasses.asdict(settings), "versions": versions(), "commit": commit()}
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return run | {"world_size": dist.get_world_size()}
 
