@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
+OLDEST = {"torch": (2, 11), "transformers": (5, 17)}  # of requirements-floor.txt
 IMPORTED = ("accelerate", "filelock", "numpy", "psutil", "safetensors", "torch", "tqdm", "transformers")
 
 
@@ -57,15 +58,10 @@ def refuse_missing_packages():
     missing = [name for name in IMPORTED if not find_spec(name)]
     if missing:
         leave(f"which lacks {', '.join(missing)}")
-    for line in (ROOT / "requirements-floor.txt").read_text().splitlines():
-        name, _, oldest = line.partition("==")
-        found = name in ("torch", "transformers") and installed(name)
-        if found and numbers(found) < numbers(oldest):
-            leave(f"which has {name} {found}; {oldest} or newer is needed")
-
-
-def numbers(version):
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+    for name, oldest in OLDEST.items():
+        found = installed(name)
+        if found and tuple(map(int, found.split(".")[:2])) < oldest:
+            leave(f"which has {name} {found}; {'.'.join(map(str, oldest))} or newer is needed")
 
 
 def leave(problem):
