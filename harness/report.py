@@ -168,7 +168,8 @@ class Report:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock_folder(folder)
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
-                replace_file(folder / "config.json", json.dumps(describe_run(settings), indent=2) + "\n")
+                run = describe_run(settings) | {"run_id": state.run_id}
+                replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved = folder, place_of(folder), False

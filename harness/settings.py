@@ -6,6 +6,7 @@ decides."""
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import json
 import math
@@ -29,7 +30,7 @@ PRESETS["demo"] = ASSETS / "demo" / "config.json"
 MANIFEST = "manifest.json"  # of a checkpoint; it holds the flags too
 PROFILED_STEPS = 3
 EXAMPLES = """examples:
-  train_fsdp.py --demo                                                            # the embedded model and stories, a minute
+  train_fsdp.py --demo                                                            # all embedded, a minute
   train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                   # the same model on a text of yours
   train_fsdp.py --plan --plan-gpus 8 --plan-gpu B200 --model llama3.1-8b          # will it fit, how fast; no GPU
   torchrun --nproc_per_node=8 train_fsdp.py --model llama3.1-8b --log-with wandb  # all GPUs of a node
@@ -183,7 +184,7 @@ class Parser(argparse.ArgumentParser):
         if int(os.environ.get("RANK", 0)):
             time.sleep(3)  # the launcher ends the other ranks when the first one leaves
             sys.exit(2)
-        self.exit(2, f"{self.prog}: error: {self.origin}{message}\n")
+        self.exit(2, f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}\n")
 
     def parse_args(self, words: list[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args(words)
@@ -275,7 +276,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     del args.version
     settings = Settings(**vars(args), given_accumulation=args.gradient_accumulation_steps, argv=tuple(argv))
     if problem := contradiction(settings):
-        parser.error(f"argument {problem}" + f" (with the flags of {named.config})" * bool(named.config))
+        parser.error(problem + f" (with the flags of {named.config})" * bool(named.config))
     return settings
 
 
@@ -328,6 +329,8 @@ def warn(settings: Settings) -> None:
 def contradiction(s: Settings) -> str | None:
     """What does not go together, the first of it; None where all is well."""
     measured = s.num_steps - s.perf_warmup_steps - s.profile * PROFILED_STEPS
+    first_rank = not int(os.environ.get("RANK", 0))  # one that has a disk of its own gets to say so
+    missing = no_checkpoint(s.resume) if s.resume not in ("none", "auto") and first_rank else ""
     unmeasured = f"no step is left to measure; give --num-steps at least {s.num_steps - measured + 1}"
     # fmt: off
     wrong = [
@@ -356,8 +359,9 @@ def contradiction(s: Settings) -> str | None:
           for name, value in (("json", s.json), ("plan-gpus", s.plan_gpus), ("gpu-hour-usd", s.gpu_hour_usd))),
         (problem := unknown_model(s.model), f"--model {s.model}: {problem}"),
         (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
+        (missing, f"--resume {s.resume}: {missing}"),
         (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 exports one checkpoint, give its PATH"),
-        (s.export and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
+        (s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
     ]
     # fmt: on
     return next((problem for is_wrong, problem in wrong if is_wrong), None)
@@ -385,6 +389,20 @@ def checkpoint_folder(resume: str) -> pathlib.Path:
     """The checkpoint that --resume PATH means: itself, or the newest of a run's folder."""
     path = pathlib.Path(resume).expanduser()
     return path if (path / MANIFEST).exists() else max((path / "checkpoints").glob("step-*"), default=path)
+
+
+def no_checkpoint(resume: str) -> str:
+    """Why nothing can go on from --resume PATH, and what is there to go on from; empty where a checkpoint is, whole or
+    not."""
+    path, found = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
+    if found.is_dir() and (found != path or path.name.startswith("step-") or (path / MANIFEST).exists()):
+        return ""
+    others = {step.parents[1] for runs in (path.parent, path) for step in runs.glob("*/checkpoints/step-*")}
+    if path.parent.name == "checkpoints":
+        others = set(path.parent.glob("step-*"))
+    near = sorted(others, key=lambda other: -difflib.SequenceMatcher(None, path.name, other.name).ratio())[:3]
+    there = f"what can be resumed is {', '.join(map(str, near))}" if near else "no run beside it has a checkpoint"
+    return f"{'it holds no checkpoint' if path.is_dir() else 'no such folder'}; {there}"
 
 
 def flags_of_checkpoint(resume: str) -> dict:
