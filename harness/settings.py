@@ -401,7 +401,10 @@ def no_checkpoint(resume: str) -> str:
     if path.parent.name == "checkpoints":
         others = set(path.parent.glob("step-*"))
     near = sorted(others, key=lambda other: -difflib.SequenceMatcher(None, path.name, other.name).ratio())[:3]
-    there = f"what can be resumed is {', '.join(map(str, near))}" if near else "no run beside it has a checkpoint"
+    runs = sorted(str(metrics.parent) for metrics in path.parent.glob("*/metrics.jsonl"))[:3]
+    there = f"{', '.join(runs)} saved none: --checkpoint-interval does" if runs else "no run is beside it"
+    if near:
+        there = f"what can be resumed is {', '.join(map(str, near))}"
     return f"{'it holds no checkpoint' if path.is_dir() else 'no such folder'}; {there}"
 
 

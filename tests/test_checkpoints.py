@@ -235,13 +235,16 @@ def test_data_and_a_tokenizer_that_changed_under_their_names_are_named_and_not_b
 
 def test_a_path_that_leads_to_no_checkpoint_is_told_with_those_that_are_there(refused, copied, finished, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "without" / "demo").mkdir(parents=True)
+    (tmp_path / "without" / "demo" / "metrics.jsonl").touch()
     shutil.copytree(finished, tmp_path / "tales")
     both, step = f"what can be resumed is {tmp_path / 'tales'}, {copied}", copied / "checkpoints" / "step-0000000"
     there = {
         "tale": f"no such folder; {both}",
         "empty": f"it holds no checkpoint; {both}",
         "r/checkpoints/step-00000005": f"no such folder; what can be resumed is {step}6, {step}4, {step}2",
-        "empty/r": "no such folder; no run beside it has a checkpoint",
+        "empty/r": "no such folder; no run is beside it",
+        "without/r": f"no such folder; {tmp_path / 'without' / 'demo'} saved none: --checkpoint-interval does",
     }
     for path, said in there.items():
         message = refused("r", "--resume", tmp_path / path)
