@@ -51,7 +51,7 @@ def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dat
         OSError, ValueError: the file cannot be read; what is wrong with it, or with which key.
     """
     path, words = pathlib.Path(file).expanduser(), {}
-    text, run = path.read_text(), path.suffix == ".json"
+    text, run = path.read_text(encoding="utf-8-sig"), path.suffix == ".json"
     try:
         content = json.loads(text) if run else tomllib.loads(text)
     except ValueError as error:
@@ -93,16 +93,13 @@ def as_words(key: str, flag: str, value: Any, actions: dict[str, argparse.Action
         raise ValueError(f"{key}: no such flag{suggest(flag, settable)}")
     action, switch = actions[flag], actions[flag].nargs == 0
     if switch != isinstance(value, bool):
-        raise ValueError(
-            f"{key}: {json.dumps(value, default=str)} where {'true or false' if switch else 'a value'} belongs"
-        )
+        wanted = "true or false" if switch else "a value"
+        raise ValueError(f"{key}: {json.dumps(value, default=str)} where {wanted} belongs")
     if switch:
         off = f"--no-{flag[2:]}"
         return [flag] if value else [off] * (off in actions)
-    if isinstance(value, list) and "," in (
-        action.metavar or ""
-    ):  # that of flags whose values are one word, with commas
+    if isinstance(value, list) and action.nargs is None:
+        if "," not in str(action.metavar):  # as that of --plan-gpus, N[,N...]
+            raise ValueError(f"{key}: a list where one value belongs")
         value = ",".join(map(str, value))
-    if isinstance(value, list) and not action.nargs:
-        raise ValueError(f"{key}: a list where one value belongs")
     return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]

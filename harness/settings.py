@@ -1,7 +1,7 @@
 """Settings: every flag with its default, type and help, files of flags, what does not go together or has no effect, and
-the frozen object of them all. The script reads the command line before it imports torch, so that --help and a wrong flag answer at once: nothing
-heavy is imported here. What a flag leaves open until model, machine and checkpoint are known, `resolve` in the script
-decides."""
+the frozen object of them all. The script reads the command line before it imports torch, so that --help and a wrong
+flag answer at once: nothing heavy is imported here. What a flag leaves open until model, machine and checkpoint are
+known, `resolve` in the script decides."""
 
 import argparse
 import contextlib
@@ -30,12 +30,12 @@ PRESETS["demo"] = ASSETS / "demo" / "config.json"
 MANIFEST = "manifest.json"  # of a checkpoint; it holds the flags too
 PROFILED_STEPS = 3
 EXAMPLES = """examples:
-  train_fsdp.py --demo                                                            # all embedded, a minute
-  train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                   # the same model on a text of yours
-  train_fsdp.py --plan --plan-gpus 8 --plan-gpu B200 --model llama3.1-8b          # will it fit, how fast; no GPU
-  torchrun --nproc_per_node=8 train_fsdp.py --model llama3.1-8b --log-with wandb  # all GPUs of a node
-  torchrun --nproc_per_node=8 train_fsdp.py --checkpoint-interval 500 --resume auto# goes on after a kill
-  train_fsdp.py --config outputs/tales/config.json --lr 1e-4                      # that run, but for one flag
+  train_fsdp.py --demo                                                                # all embedded, a minute
+  train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                       # the same on a text of yours
+  train_fsdp.py --plan --plan-gpus 8 --plan-gpu B200 --model llama3.1-8b              # will it fit, how fast; no GPU
+  torchrun --nproc_per_node=8 train_fsdp.py --model llama3.1-8b --log-with wandb      # all GPUs of a node
+  torchrun --nproc_per_node=8 train_fsdp.py --checkpoint-interval 500 --resume auto   # goes on after a kill
+  train_fsdp.py --config outputs/tales/config.json --lr 1e-4                          # that run, but for one flag
 """
 # of accelerate's settings those that this program decides by a flag of its own
 OF_ACCELERATE = {
@@ -316,7 +316,7 @@ def not_followed(s: Settings) -> Iterator[str]:
     for name, field in OF_ACCELERATE.items():
         if (value := os.environ.pop(name, "").lower()) not in ("", "no", "false", "0", str(getattr(s, field))):
             flag = f"--{field.replace('_', '-')}"
-            yield f"{name}={value} of accelerate's launcher is not followed; {flag} says it, here {getattr(s, field)}"
+            yield f"{name}={value} in the environment is not followed; {flag} decides it here"
 
 
 def warn(settings: Settings) -> None:

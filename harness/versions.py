@@ -60,7 +60,7 @@ def refuse_missing_packages():
         leave(f"which lacks {', '.join(missing)}")
     for name, oldest in OLDEST.items():
         found = installed(name)
-        if found and tuple(map(int, found.split(".")[:2])) < oldest:
+        if found and tuple(map(int, re.findall(r"\d+", found)[:2])) < oldest:
             leave(f"which has {name} {found}; {'.'.join(map(str, oldest))} or newer is needed")
 
 

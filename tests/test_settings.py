@@ -178,6 +178,7 @@ def test_every_example_of_the_help_is_a_command_that_is_taken(tmp_path, monkeypa
     (tmp_path / "outputs" / "tales").mkdir(parents=True)
     (tmp_path / "outputs" / "tales" / "config.json").write_text('{"flags": {}}')
     examples = [line for line in settings.EXAMPLES.splitlines() if "train_fsdp.py" in line]
+    assert all("  #" in line for line in examples)
     assert len(examples) >= 5 and all(len(line) <= 118 for line in examples)
     assert settings.EXAMPLES in python("--help").stdout
     for line in examples:
