@@ -25,5 +25,8 @@ echo "setup.sh: installing $requirements into $venv (a few minutes the first tim
     echo "setup.sh: error: cannot make $venv; on Debian and Ubuntu install python3-venv" >&2
     exit 1
 }
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
+quiet=--quiet
+if [ -t 2 ]; then quiet=; fi # pip's own progress, on a terminal
+"$venv/bin/python" -m pip install $quiet --disable-pip-version-check -r "$requirements" >&2
 cp "$requirements" "$venv/installed.txt"
+echo "setup.sh: done" >&2

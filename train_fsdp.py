@@ -14,13 +14,19 @@ import signal
 import sys
 import warnings
 
-from harness.settings import PROFILED_STEPS, Settings, parse_args
+from harness import versions
+
+versions.refuse_old_python()  # which could not read the next import
+
+from harness.settings import PROFILED_STEPS, Settings, parse_args, warn
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = parse_args()
+    versions.refuse_missing_packages()
     from harness import host, terminal
 
     terminal.begin(SETTINGS)
+    warn(SETTINGS)
     host.set_threads(SETTINGS)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all
         warnings.filterwarnings("ignore")
@@ -58,7 +64,7 @@ import utils
 from harness import checkpoints, corpora, folders, heartbeats, models, own_plan, planning, report, samples, streaming
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies
-from harness.export import export
+from harness.export import export, step_of_export
 from harness.host import check_memory
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
 from harness.optimizers import build_optimizer, clip_grad_norm
@@ -533,7 +539,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
     if settings.memory_snapshot:
         report.dump_memory(job.folder)
     if settings.export:
-        export(settings.export, state.model, job.tokenizer)
+        export(settings.export, state, job.tokenizer)
     if saver.failures:
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
     if reporter.failed or reporter.moved:
@@ -558,7 +564,7 @@ def nothing_to_train(job: Job) -> int:
         checkpoints.remove_leftovers(job.folder)
     on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
     if job.settings.export:
-        export(job.settings.export, job.state.model, job.tokenizer)
+        export(job.settings.export, job.state, job.tokenizer)
     return 0
 
 
@@ -571,11 +577,11 @@ def export_only(settings: Settings, device: torch.device) -> int:
     settings = resolve(settings, config)
     if found:
         checkpoints.compare(settings, checkpoints.describe_identity(settings, config), found[1])
-    model = build_model(settings, config, mesh, read_weights=not found)
+    state = TrainState(build_model(settings, config, mesh, read_weights=not found))
     if found:
-        TrainState(model).load(*found)
+        state.load(*found)
         say(f"loaded     {found[0]}, step {found[1]['step']:,}")
-    export(settings.export, model, tokenizer)
+    export(settings.export, state, tokenizer)
     return 0
 
 
@@ -583,6 +589,9 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
     if settings.num_steps == 0:
         return export_only(settings, device)
+    if exported := on_main_rank(lambda: step_of_export(settings)):
+        say(f"done       nothing to do: {settings.export} holds this run after step {exported:,}")
+        return 0
     job = prepare(settings, device)
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)

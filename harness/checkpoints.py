@@ -25,7 +25,7 @@ import utils
 from harness import heartbeats
 from harness.folders import place_of
 from harness.processes import say
-from harness.settings import MANIFEST, Settings, checkpoint_folder
+from harness.settings import MANIFEST, Settings, checkpoint_folder, no_checkpoint
 from harness.staging import Stager, like, local_part
 from utils import UserError
 
@@ -377,8 +377,8 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
         return None
     auto = resume == "auto"
     paths = sorted((folder / "checkpoints").glob("step-*"), reverse=True) if auto else [checkpoint_folder(resume)]
-    if not auto and not paths[0].is_dir():
-        raise UserError(f"--resume {resume}: no such folder")
+    if not auto and (problem := no_checkpoint(resume)):
+        raise UserError(f"--resume {resume}: {problem}")
     for path in of_all_ranks(paths)[0]:  # all look at the same ones, so that they stay together
         manifest, wrong = damage(path)
         if not wrong:
@@ -404,6 +404,10 @@ def describe_identity(settings: Settings, config, tokenizer=None, train_set=None
     return json.loads(json.dumps(identity, default=str))
 
 
+# The flags that say what the tokens and the tokenizer are, of which a manifest has checksums.
+SAID_BY = {"dataset": ("dataset", "dataset_split"), "tokenizer": ("tokenizer", "model", "dataset")}
+
+
 def compare(settings: Settings, identity: dict, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words; a UserError names what makes it another run."""
     other = "a resumed run must have the same; to train on from these weights start a new run from an --export"
@@ -416,8 +420,15 @@ def compare(settings: Settings, identity: dict, manifest: dict) -> str:
                 if field is None:  # other versions of transformers know other fields
                     continue
                 before, now, flag = before[field], now[field], f"{flag}: {field}"
-            elif isinstance(now, str):
-                before, now = (text and text[:12] for text in (before, now))
+            elif key in SAID_BY:  # these are checksums
+                named = [manifest["flags"].get(name) for name in SAID_BY[key]]
+                given = json.loads(json.dumps([getattr(settings, name) for name in SAID_BY[key]]))
+                changed = [each for each in zip(SAID_BY[key], named, given, strict=True) if each[1] != each[2]]
+                if not changed:
+                    what = f"{settings.dataset} is not" if key == "dataset" else "its vocabulary is not"
+                    raise UserError(f"{flag}: {what} what it was at the checkpoint; {other}")
+                name, before, now = changed[0]
+                flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {other}")
     told = (
         "world_size num_steps batch_size gradient_accumulation_steps zero_stage dp_replicate_size precision fp8_recipe "

@@ -3,6 +3,7 @@ script at the end of a run. It does not know what the weights were trained for."
 
 import copy
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -15,22 +16,63 @@ from torch.distributed.tensor import DTensor
 import utils
 from harness import heartbeats
 from harness.checkpoints import TrainState, persistent_tensors
+from harness.folders import name_of
 from harness.processes import say
+from harness.settings import Settings
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
 
 
-def export(path: str, model: torch.nn.Module, tokenizer) -> None:
+def step_of_export(settings: Settings) -> int:
+    """The step after which a run that goes on by --resume auto was exported, if that is all that it was to do: its
+    --export is there, whole, and of its last step; else 0. A UserError where something else is there."""
+    final = pathlib.Path(settings.export or "").expanduser()
+    if not settings.export or settings.resume != "auto" or not os.path.lexists(final):
+        return 0
+    run, step = origin_of(final)
+    try:
+        folder = pathlib.Path(settings.output_dir, name_of(settings)).expanduser()
+        config = json.loads((folder / "config.json").read_text())
+        same = ("model", "init", "tokenizer", "dataset", "sequence_length", "seed", "optimizer", "precision")
+        own = run and config["run_id"] == run and all(config["flags"][key] == getattr(settings, key) for key in same)
+    except (OSError, ValueError, KeyError, TypeError):
+        own = False
+    if own and step >= settings.num_steps:
+        return step
+    what = f"holds this run after step {step}, --num-steps is {settings.num_steps}" if own else "exists already"
+    raise utils.UserError(f"--export: {settings.export} {what}; choose another folder or remove it")
+
+
+def origin_of(folder: pathlib.Path) -> tuple[str, int]:
+    """The run id and the step that stand in every weight file of an export; empty where they do not, or one is missing
+    or cut."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
+        if index.exists():
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        origins = set()
+        for name in names:
+            with safe_open(folder / name, "pt") as file:  # which compares the file's size with its header
+                origins.add((file.metadata()["run_id"], int(file.metadata()["step"])))
+        return origins.pop() if len(origins) == 1 and (folder / "config.json").exists() else ("", 0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return "", 0
+
+
+def export(path: str, state: TrainState, tokenizer) -> None:
     """Writes a folder `path` that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
 
     Parameters are gathered one decoder layer at a time and rank 0 writes a file whenever it holds 5 GB, so no rank
-    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls this;
-    where it cannot be written, a UserError says so and nothing is left of it.
+    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure; each file's header has
+    run id and step. Every rank calls this; where it cannot be written, a UserError says so and nothing is left of it.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    if not TrainState(model).finite():
+    model, origin = state.model, {"run_id": state.run_id, "step": str(state.step)}
+    if not state.finite():
         raise utils.UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
     main, final = dist.get_rank() == 0, pathlib.Path(path).expanduser()
     temporary = final.with_name(f".{final.name}.writing")
@@ -48,7 +90,7 @@ def export(path: str, model: torch.nn.Module, tokenizer) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def flush() -> None:
-        save_file(pending, temporary / f"{len(files)}.part", metadata={"format": "pt"})
+        save_file(pending, temporary / f"{len(files)}.part", metadata={"format": "pt"} | origin)
         files.append(list(pending))
         pending.clear()
 

@@ -15,15 +15,21 @@ from harness.settings import Settings, not_a_folder_name
 from utils import UserError
 
 
-def choose_folder(settings: Settings) -> pathlib.Path:
-    """The run's folder, checked: it can be written, and it holds no run unless that one is resumed."""
-    named, path = settings.resume not in ("none", "auto"), pathlib.Path(settings.resume).expanduser()
-    own = next((p for p in (path, *path.parents[:2]) if named and (p / "checkpoints").is_dir()), None)  # PATH's run
+def name_of(settings: Settings) -> str:
+    """The name of the run's folder."""
     stamp = time.strftime("-%Y%m%d-%H%M%S") if settings.resume == "none" else ""
     model = os.path.expanduser(settings.model)  # a folder such as . or .. has its name elsewhere
     name = settings.run_name or pathlib.Path(os.path.realpath(model) if os.path.isdir(model) else model).name + stamp
     if problem := not_a_folder_name(name):
         raise UserError(f"--run-name: the name {name!r}, from --model, is {problem}; give one")
+    return name
+
+
+def choose_folder(settings: Settings) -> pathlib.Path:
+    """The run's folder, checked: it can be written, and it holds no run unless that one is resumed."""
+    named, path = settings.resume not in ("none", "auto"), pathlib.Path(settings.resume).expanduser()
+    own = next((p for p in (path, *path.parents[:2]) if named and (p / "checkpoints").is_dir()), None)  # PATH's run
+    name = name_of(settings)
     outputs = pathlib.Path(settings.output_dir).expanduser()
     folder = own if own and not settings.run_name else outputs / name
     check_place(settings, folder, None if folder == own else outputs)

@@ -11,10 +11,8 @@ import pathlib
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -27,7 +25,8 @@ from harness import models, terminal
 from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
 from harness.processes import columns, say
-from harness.settings import ROOT, Settings, counted
+from harness.settings import Settings, counted
+from harness.versions import commit, versions
 from utils import UserError
 
 
@@ -195,7 +194,8 @@ class Report:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock_folder(folder)
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
-                replace_file(folder / "config.json", json.dumps(describe_run(settings), indent=2) + "\n")
+                run = describe_run(settings) | {"run_id": state.run_id}
+                replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved = folder, place_of(folder), False
@@ -324,15 +324,7 @@ def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
 
 def describe_run(settings: Settings) -> dict:
     """What it takes to repeat a run: flags, versions, commit, world size, GPU."""
-    versions = {"python": sys.version.split()[0]}
-    for package in ("torch", "transformers", "accelerate", "torchao", "datasets"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    commit = None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    run = {"flags": dataclasses.asdict(settings), "versions": versions, "commit": commit}
+    run = {"flags": dataclasses.asdict(settings), "versions": versions(), "commit": commit()}
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return run | {"world_size": dist.get_world_size()}
 

@@ -1,10 +1,12 @@
-"""Settings: every flag with its default, type and help, what does not go together, and the frozen object of them all. The
-script reads the command line before it imports torch, so that --help and a wrong flag answer at once: nothing heavy is
-imported here. What a flag leaves open until model, machine and checkpoint are known, `resolve` in the script decides."""
+"""Settings: every flag with its default, type and help, files of flags, what does not go together or has no effect, and
+the frozen object of them all. The script reads the command line before it imports torch, so that --help and a wrong
+flag answer at once: nothing heavy is imported here. What a flag leaves open until model, machine and checkpoint are
+known, `resolve` in the script decides."""
 
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import json
 import math
@@ -15,14 +17,33 @@ import sys
 import time
 import types
 import typing
+from collections.abc import Iterator
 from typing import Literal
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from harness import versions
+from harness.flagfile import read_flags, suggest
+
+ROOT = versions.ROOT
 ASSETS = ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
 MANIFEST = "manifest.json"  # of a checkpoint; it holds the flags too
 PROFILED_STEPS = 3
+EXAMPLES = """examples:
+  train_fsdp.py --demo                                                                # all embedded, a minute
+  train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                       # the same on a text of yours
+  train_fsdp.py --plan --plan-gpus 8 --plan-gpu B200 --model llama3.1-8b              # will it fit, how fast; no GPU
+  torchrun --nproc_per_node=8 train_fsdp.py --model llama3.1-8b --log-with wandb      # all GPUs of a node
+  torchrun --nproc_per_node=8 train_fsdp.py --checkpoint-interval 500 --resume auto   # goes on after a kill
+  train_fsdp.py --config outputs/tales/config.json --lr 1e-4                          # that run, but for one flag
+"""
+# of accelerate's settings those that this program decides by a flag of its own
+OF_ACCELERATE = {
+    "ACCELERATE_USE_FSDP": "zero_stage",
+    "ACCELERATE_USE_DEEPSPEED": "zero_stage",
+    "ACCELERATE_MIXED_PRECISION": "precision",
+    "ACCELERATE_DYNAMO_BACKEND": "compile",
+}
 
 
 def number(kind: type, least: float | None = None, below: float = math.inf):
@@ -65,6 +86,9 @@ def counted(count: int | str, name: str) -> str:
 class Settings:
     """What a run was asked for; `--sequence-length` is the field `sequence_length`."""
 
+    demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
+    config: str | None = flag(None, "TOML, or the config.json of a run, of which all is taken but --run-name, --resume and --export; what stands on the command line wins", metavar="FILE")
+
     model: str = flag("smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]", group="model")
     init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]")
     tokenizer: str | None = flag(None, "hub id or folder [the model's]")
@@ -98,7 +122,7 @@ class Settings:
     liger: bool = flag(False, "Liger's kernels in eager layers: norms, SwiGLU, rotary positions; a plan is of the layers without them [off]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
-    num_steps: int = flag(1000, "optimizer steps; 0 only exports [1000]", least=0, group="optimization")
+    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 only exports [1000]", least=0, group="optimization")
     optimizer: Literal["adamw", "adamw-bf16", "adamw8bit"] = flag("adamw", "torch's fused AdamW; the same with moments in bf16; torchao's with 8-bit states [adamw]")
     lr: float = flag(3e-4, "peak learning rate [3e-4]")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
@@ -109,12 +133,12 @@ class Settings:
     seed: int = flag(42, "of weights and data order [42]", least=0)
 
     eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation")
-    eval_steps: int = flag(0, "batches per rank and evaluation; 0 takes the whole split [0]", least=0)
+    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0)
     sample_prompt: str | None = flag(None, "text that the model continues at evaluations and at the end")
     sample_tokens: int = flag(128, "length of the continuation [128]")
 
     checkpoint_interval: int = flag(0, "steps between checkpoints, one more at the end; 0 saves only on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints")
-    keep_checkpoints: int = flag(2, "newest complete ones to keep [2]")
+    keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]")
     async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]")
     resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}")
     export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR")
@@ -126,26 +150,25 @@ class Settings:
     log_with: Literal["none", "wandb", "tensorboard", "all"] = flag("none", "trackers beside metrics.jsonl [none]")
     project_name: str = flag("train_fsdp", "project in wandb and tensorboard [train_fsdp]")
     log_interval: int = flag(10, "steps between log lines [10]")
-    perf_warmup_steps: int = flag(10, "steps that the speed figures leave out [10]", least=0)
+    metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", least=1, below=65536)
+    metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]")
+
+    perf_warmup_steps: int = flag(10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]", least=0, group="figures and gates")
     peak_tflops: float | None = flag(None, "dense bf16 peak of one GPU, for one that is not in the table")
     min_mfu: float | None = flag(None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this percentage [none]")
     max_memory_gib: float | None = flag(None, "acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]")
     profile: bool = flag(False, f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed figure [off]")
     memory_snapshot: bool = flag(False, "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
-    metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", least=1, below=65536)
-    metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]")
 
     plan: bool = flag(False, "no training: what this configuration will need and give, from one step on fake tensors", group="planning")
-    own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
     plan_gpus: tuple[int, ...] | None = flag(None, "world size to plan for; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]")
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
+    gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
     plan_rates: str | None = flag(None, "what --measure wrote, or JSON with rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: nothing measured [what --measure wrote for this GPU, where it did]", metavar="FILE")
-    measure: bool = flag(False, "no training: times this device, under torchrun its links too, with what a step of this configuration runs, for plans; names a slow rank or link")
-    gpus_per_node: int = flag(8, "[8]")
-    gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour")
+    gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost")
     json: bool = flag(False, "the plan as one JSON object on stdout")
-
-    demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
+    measure: bool = flag(False, "no training: times this device, under torchrun its links too, with what a step of this configuration runs, for plans; names a slow rank or link")
+    own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
 
     given_accumulation: int = 1  # no flag: the accumulation as given; a resume on other ranks may need another
     argv: tuple[str, ...] = ()  # no flag: the command line, for a plan of the run in a process of its own
@@ -162,31 +185,52 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
+    origin = ""  # what is being read, where it is not the command line
+
     def error(self, message: str):
         """Ends the process with 2 and one line, where argparse would print its usage first. Of all ranks one says it."""
         if int(os.environ.get("RANK", 0)):
             time.sleep(3)  # the launcher ends the other ranks when the first one leaves
             sys.exit(2)
+        said = f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}"
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from harness.terminal import record_error
 
-            record_error(f"{self.prog}: error: {message}")
-        self.exit(2, f"{self.prog}: error: {message}\n")
+            record_error(said)
+        self.exit(2, f"{said}\n")
+
+    def parse_args(self, words: list[str]) -> argparse.Namespace:
+        args, unknown = self.parse_known_args(words)
+        for word in unknown[:1]:
+            name = word.partition("=")[0]
+            if not name.startswith("-"):
+                self.error(f"{word}: it stands behind no flag; --help lists them")
+            self.error(f"{name}: no such flag{suggest(name, self.flags())}")
+        return args
+
+    def flags(self) -> dict[str, argparse.Action]:
+        return self._option_string_actions
+
+    def hyphenated(self, word: str) -> str:
+        """A flag that was given with underscores as it is written here; any other word as it is."""
+        name, equals, value = word.partition("=")
+        hyphens = name.replace("_", "-")
+        return hyphens + equals + value if hyphens in self.flags() else word
 
 
 def argument(field: dataclasses.Field, hint) -> dict:
     """What argparse has to know of a flag."""
     options = {"default": field.default} | field.metadata
-    bounds = options.pop("least", None), options.pop("below", math.inf)
+    bounds, metavar = (options.pop("least", None), options.pop("below", math.inf)), field.name.split("_")[-1].upper()
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # all but None
         hint = typing.get_args(hint)[0]
     if "type" in options:
-        return options
+        return {"metavar": metavar} | options
     if hint is bool:
         return options | {"action": argparse.BooleanOptionalAction if field.default is not False else "store_true"}
     if choices := typing.get_args(hint):
         return options | {"choices": choices, "type": type(choices[0])}
-    return options | {"type": number(hint, *bounds) if hint in (int, float) else hint}
+    return {"metavar": metavar} | options | {"type": number(hint, *bounds) if hint in (int, float) else hint}
 
 
 def make_parser() -> Parser:
@@ -194,9 +238,11 @@ def make_parser() -> Parser:
         prog="train_fsdp.py",
         usage="%(prog)s [flags]",
         description="Train a causal language model with FSDP2: python, torchrun or accelerate launch, then this file.",
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34, width=118),
+        epilog=EXAMPLES,
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118),
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=versions.Show, nargs=0, help="of this program and of what it stands on")
     group, hints = parser, typing.get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
         if "help" in field.metadata:
@@ -209,7 +255,21 @@ def make_parser() -> Parser:
 
 def parse_args(argv: list[str] | None = None) -> Settings:
     """The settings of a command line; a wrong one ends the process with a line that names the flag."""
-    parser, argv = make_parser(), sys.argv[1:] if argv is None else argv
+    parser = make_parser()
+    argv = [parser.hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
+    early = Parser(parser.prog, add_help=False, allow_abbrev=False)
+    early.add_argument("--config")
+    named, argv = early.parse_known_args(argv)
+    if named.config:
+        parser.origin = f"--config {named.config}: "
+        try:
+            words = read_flags(named.config, parser.flags(), dataclasses.fields(Settings))
+        except OSError as error:
+            parser.error(error.strerror)
+        except ValueError as error:
+            parser.error(str(error))
+        parser.parse_args(words)  # its errors name the file
+        parser.origin, argv = "", [*words, *argv]
     if "--demo" in argv:
         parser.set_defaults(**json.loads((ASSETS / "demo" / "recipe.json").read_text()))
     args = parser.parse_args(argv)
@@ -223,16 +283,65 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         args.fp8_recipe = "tensorwise"
     if args.warmup_steps is None:
         args.warmup_steps = 0 if args.lr_scheduler == "constant" else args.num_steps // 20
-    args.betas = tuple(args.betas)
+    args.betas, args.config = tuple(args.betas), named.config
+    del args.version
     settings = Settings(**vars(args), given_accumulation=args.gradient_accumulation_steps, argv=tuple(argv))
     if problem := contradiction(settings):
-        parser.error(f"argument {problem}")
+        parser.error(problem + f" (with the flags of {named.config})" * bool(named.config))
     return settings
+
+
+def given(settings: Settings) -> set[str]:
+    """The flags that stood on the command line or in the file of --config, as fields."""
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in settings.argv if word.startswith("--")}
+    return names | {name.removeprefix("no_") for name in names}
+
+
+def without_effect(s: Settings) -> Iterator[str]:
+    """What was given and changes nothing in this run: a warning each. A plan or a measurement takes a run's flags as
+    they are, and an export those of its checkpoint."""
+    if s.plan or s.measure or not s.num_steps:
+        return
+    # fmt: off
+    idle = [
+        (not s.eval_interval, "eval_steps eval_split", "nothing is evaluated without --eval-interval"),
+        (not s.checkpoint_interval, "keep_checkpoints async_checkpoint", "only SIGTERM and SIGUSR1 save without --checkpoint-interval"),
+        (s.metrics_port is None, "metrics_host", "nothing listens without --metrics-port"),
+        (s.log_with == "none", "project_name", "no tracker writes without --log-with"),
+        (not s.sample_prompt, "sample_tokens", "nothing is written without --sample-prompt"),
+        (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),
+        (s.dataset == "synthetic" and not s.sample_prompt, "tokenizer", "nothing is tokenized with --dataset synthetic"),
+        (s.dataset == "synthetic" and s.init == "random", "sample_prompt", "of synthetic tokens a model learns nothing that it could write"),
+        (s.gradient_accumulation_steps == 1, "defer_grad_sync", "one microbatch a step leaves nothing to defer"),
+        (s.zero_stage == 1 and s.gradient_accumulation_steps > 1, "defer_grad_sync", "--zero-stage 1 does so by itself"),
+        (not s.own_plan and s.batch_size != "auto", "plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan"),
+    ]
+    # fmt: on
+    for is_idle, names, why in idle:
+        if flags := [f"--{name.replace('_', '-')}" for name in names.split() if is_idle and name in given(s)]:
+            yield f"{', '.join(flags)}: {why}"
+
+
+def not_followed(s: Settings) -> Iterator[str]:
+    """Takes settings of accelerate out of the environment where they ask for something else; a warning each."""
+    for name, field in OF_ACCELERATE.items():
+        if (value := os.environ.pop(name, "").lower()) not in ("", "no", "false", "0", str(getattr(s, field))):
+            flag = f"--{field.replace('_', '-')}"
+            yield f"{name}={value} in the environment is not followed; {flag} decides it here"
+
+
+def warn(settings: Settings) -> None:
+    """Says, on rank 0, what was asked for and has no effect."""
+    for warning in (*without_effect(settings), *not_followed(settings)):
+        if not int(os.environ.get("RANK", 0)):
+            print(f"train_fsdp.py: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def contradiction(s: Settings) -> str | None:
     """What does not go together, the first of it; None where all is well."""
     measured = s.num_steps - s.perf_warmup_steps - s.profile * PROFILED_STEPS
+    first_rank = not int(os.environ.get("RANK", 0))  # one that has a disk of its own gets to say so
+    missing = no_checkpoint(s.resume) if s.resume not in ("none", "auto") and first_rank else ""
     unmeasured = f"no step is left to measure; give --num-steps at least {s.num_steps - measured + 1}"
     # fmt: off
     wrong = [
@@ -255,12 +364,27 @@ def contradiction(s: Settings) -> str | None:
         (s.measure and s.plan, "--measure: it trains nothing and plans nothing; run --plan after it"),
         (s.measure and s.batch_size == "auto", "--batch-size: --measure times one size; give a number"),
         (s.num_steps == 0 and not s.export, "--num-steps: 0 trains nothing; it goes with --export DIR"),
+        *((not s.plan and value, f"--{name}: only with --plan, without which this would train")
+          for name, value in (("json", s.json), ("plan-gpus", s.plan_gpus), ("gpu-hour-usd", s.gpu_hour_usd))),
+        (problem := unknown_model(s.model), f"--model {s.model}: {problem}"),
         (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
+        (missing, f"--resume {s.resume}: {missing}"),
         (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 exports one checkpoint, give its PATH"),
-        (s.export and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
+        (s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
     ]
     # fmt: on
     return next((problem for is_wrong, problem in wrong if is_wrong), None)
+
+
+def unknown_model(model: str) -> str:
+    """Why a name can be no model's; empty if it is a preset's or a folder's, or may be one of the hub."""
+    path = pathlib.Path(model).expanduser()
+    if model in PRESETS or path.is_dir():
+        return ""
+    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        return "no such folder"
+    near = "" if "/" in model else suggest(model, PRESETS)
+    return near and f"no preset, folder or hub id{near}"
 
 
 def not_a_folder_name(name: str) -> str:
@@ -274,6 +398,23 @@ def checkpoint_folder(resume: str) -> pathlib.Path:
     """The checkpoint that --resume PATH means: itself, or the newest of a run's folder."""
     path = pathlib.Path(resume).expanduser()
     return path if (path / MANIFEST).exists() else max((path / "checkpoints").glob("step-*"), default=path)
+
+
+def no_checkpoint(resume: str) -> str:
+    """Why nothing can go on from --resume PATH, and what is there to go on from; empty where a checkpoint is, whole or
+    not."""
+    path, found = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
+    if found.is_dir() and (found != path or path.name.startswith("step-") or (path / MANIFEST).exists()):
+        return ""
+    others = {step.parents[1] for runs in (path.parent, path) for step in runs.glob("*/checkpoints/step-*")}
+    if path.parent.name == "checkpoints":
+        others = set(path.parent.glob("step-*"))
+    near = sorted(others, key=lambda other: -difflib.SequenceMatcher(None, path.name, other.name).ratio())[:3]
+    runs = sorted(str(metrics.parent) for metrics in path.parent.glob("*/metrics.jsonl"))[:3]
+    there = f"{', '.join(runs)} saved none: --checkpoint-interval does" if runs else "no run is beside it"
+    if near:
+        there = f"what can be resumed is {', '.join(map(str, near))}"
+    return f"{'it holds no checkpoint' if path.is_dir() else 'no such folder'}; {there}"
 
 
 def flags_of_checkpoint(resume: str) -> dict:

@@ -218,16 +218,53 @@ def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
 # Another run
 
 
+def test_data_and_a_tokenizer_that_changed_under_their_names_are_named_and_not_by_a_checksum(run, refused, tmp_path):
+    shutil.copytree(ROOT / "assets" / "demo", tmp_path / "t", ignore=shutil.ignore_patterns("stories*"))
+    data, same = tmp_path / "corpus.txt", ("r", "--tokenizer", tmp_path / "t", "--checkpoint-interval", 1)
+    data.write_text("The fox had a red ball. " * 200)
+    assert run(*same, "--dataset", data, "--num-steps", 1) == 0
+    go_on = (*same, "--dataset", data, "--resume", "auto", "--num-steps", 2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t")
+    tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
+    tokenizer.save_pretrained(tmp_path / "t")
+    assert refused(*go_on).startswith("--tokenizer: its vocabulary is not what it was at the checkpoint")
+    shutil.copy(ROOT / "assets" / "demo" / "tokenizer.json", tmp_path / "t")
+    data.write_text("The owl had a red ball. " * 200)
+    assert refused(*go_on).startswith(f"--dataset: {data} is not what it was at the checkpoint; a resumed run must")
+
+
+def test_a_path_that_leads_to_no_checkpoint_is_told_with_those_that_are_there(refused, copied, finished, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "without" / "demo").mkdir(parents=True)
+    (tmp_path / "without" / "demo" / "metrics.jsonl").touch()
+    shutil.copytree(finished, tmp_path / "tales")
+    both, step = f"what can be resumed is {tmp_path / 'tales'}, {copied}", copied / "checkpoints" / "step-0000000"
+    there = {
+        "tale": f"no such folder; {both}",
+        "empty": f"it holds no checkpoint; {both}",
+        "r/checkpoints/step-00000005": f"no such folder; what can be resumed is {step}6, {step}4, {step}2",
+        "empty/r": "no such folder; no run is beside it",
+        "without/r": f"no such folder; {tmp_path / 'without' / 'demo'} saved none: --checkpoint-interval does",
+    }
+    for path, said in there.items():
+        message = refused("r", "--resume", tmp_path / path)
+        start = f"--resume {tmp_path / path}: "
+        assert sorted(message.replace(",", "").split()) == sorted(f"{start}{said}".replace(",", "").split())
+        assert path != "tale" or message == start + said  # the nearest name first
+    (tmp_path / "empty").rmdir()
+    assert refused("r", "--resume", tmp_path).endswith((str(copied), str(tmp_path / "tales")))
+
+
 @pytest.mark.parametrize(
     "change, named",
     [
         ("--sequence-length 64", "--sequence-length was 32"),
         ("--seed 7", "--seed was 42"),
-        ("--dataset synthetic", "--"),
-        ("--dataset-split train[:50%]", "--dataset was"),
+        ("--dataset synthetic", "--dataset was demo in the checkpoint and is synthetic now"),
+        ("--dataset-split train[:50%]", "--dataset-split was train in the checkpoint and is train[:50%] now"),
         ("--optimizer adamw-bf16", "--optimizer was adamw"),
         ("--model {wider}", "--model: intermediate_size was 96"),
-        ("--tokenizer {other}", "--tokenizer was"),
+        ("--tokenizer {other}", "--tokenizer was {demo} in the checkpoint and is {other} now"),
     ],
 )
 def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path, change, named):
@@ -236,7 +273,8 @@ def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path, chang
     tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
     tokenizer.save_pretrained(tmp_path / "other")
     before = (copied / "metrics.jsonl").read_bytes()
-    change = change.format(wider=tmp_path / "wider", other=tmp_path / "other")
+    places = {"wider": tmp_path / "wider", "other": tmp_path / "other", "demo": ROOT / "assets" / "demo"}
+    change, named = change.format(**places), named.format(**places)
     message = refused("r", "--resume", "auto", "--num-steps", 9, *words(change))
     assert message.startswith(named)
     assert (copied / "metrics.jsonl").read_bytes() == before
@@ -600,6 +638,40 @@ def test_an_export_that_would_overwrite_or_cannot_be_written_is_refused_before_t
     for folder in (tmp_path / "there", tmp_path / "file" / "below"):
         assert f"{folder}" in refused("r", "--export", folder)
         assert not (tmp_path / "r").exists()
+
+
+def test_the_same_command_again_finds_its_export_whole_and_is_done(run, refused, tmp_path, monkeypatch, capsys):
+    export, same = tmp_path / "export", ("r", "--resume", "auto", "--export", tmp_path / "export")
+    assert run(*same) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(train_fsdp, "prepare", lambda *_: pytest.fail("it starts once more"))
+    assert run(*same) == 0  # no checkpoint is there
+    assert f"nothing to do: {export} holds this run after step {STEPS}" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert f"{export} holds this run after step 6, --num-steps is 9" in refused(*same, "--num-steps", 9)
+    exists = f"--export: {export} exists already"
+    assert refused(*same, "--seed", 1).startswith(exists)
+    assert refused("other", *same[1:]).startswith(exists)
+    assert refused("r", "--export", export).startswith(exists)
+    weights = export / "model.safetensors"
+    for damaged in (before[weights][:-1], b""):
+        weights.write_bytes(damaged)
+        assert refused(*same).startswith(exists)
+    weights.unlink()
+    assert refused(*same).startswith(exists)
+
+
+@pytest.mark.parametrize("size", [5e9, 2e4])
+def test_a_run_that_had_taken_all_its_steps_exports_once(run, refused, copied, tmp_path, monkeypatch, size):
+    monkeypatch.setattr(export, "EXPORT_SHARD", size)
+    same = ("r", "--resume", "auto", "--num-steps", 4, "--export", tmp_path / "export")  # of 6 that are taken
+    assert run(*same) == 0
+    assert {export.origin_of(tmp_path / "export")[1]} == {STEPS}
+    assert run(*same) == 0
+    files = sorted((tmp_path / "export").glob("*.safetensors"))
+    assert (len(files) > 1) == (size < 1e6)
+    files[0].unlink()
+    assert "exists already" in refused(*same)
 
 
 def test_an_export_that_fails_is_one_line_and_leaves_nothing_behind(refused, tmp_path):

@@ -233,7 +233,8 @@ def commands_of(path: pathlib.Path) -> list[Command]:
     if path.suffix == ".md":
         code = INLINE.findall(unfenced(path))
         with_values = [words for words in code if re.match("--.* ", words) and set(FLAG.findall(words)) <= FLAGS]
-        code += [f"train_fsdp.py {words}" for words in with_values]
+        for words in with_values:  # some are taken with --plan alone
+            code.append(f"train_fsdp.py {words}" + " --plan" * bool(re.search("--plan-gpus|--gpu-hour-usd", words)))
         text = "\n".join([*(block[2] for block in FENCED.finditer(text)), *code])
     elif path.suffix == ".yaml":
         text += "\n".join(" ".join(words) for part in yaml.safe_load_all(text) for words in containers(part))
@@ -248,7 +249,14 @@ COMMANDS = [command for path in [*DOCUMENTS, *sorted((ROOT / "launch").iterdir()
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.file}: {command.launcher} {command.flags}")
 def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # its --export folder is not there yet
-    parse(shlex.split(command.flags, comments=True))
+    flags = shlex.split(command.flags, comments=True)
+    for flag, value in itertools.pairwise(flags):  # what it goes on from is
+        if flag == "--resume" and value != "auto":
+            (tmp_path / value / "checkpoints" / "step-00000001").mkdir(parents=True)
+        if flag == "--config":
+            (tmp_path / value).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / value).write_text('{"flags": {}}' if value.endswith(".json") else "")
+    parse(flags)
     if launcher := LAUNCHERS.get(command.launcher):
         launcher.parse_args([*shlex.split(command.launcher_flags), "train_fsdp.py"])
 

@@ -177,7 +177,7 @@ def test_a_port_in_use_is_refused_before_training(run):
 def test_the_endpoint_without_its_package_is_refused(run, monkeypatch):
     monkeypatch.setattr(report, "find_spec", lambda package: None)
     with pytest.raises(UserError, match="needs the package prometheus_client"):
-        run("--metrics-port", "9100")
+        run("--metrics-port", "28500")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -403,16 +403,19 @@ def test_a_hard_link_in_the_locks_place_is_not_written(tmp_path):
     assert (tmp_path / "run" / ".lock").read_text() != ""
 
 
-def test_the_files_of_a_run_and_an_export_have_the_permissions_of_the_umask(device, arguments, tmp_path):
-    before = os.umask(0o027)
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_the_files_of_a_run_and_an_export_have_the_permissions_of_the_umask(device, arguments, tmp_path, umask):
+    before = os.umask(umask)
     try:
         train([*arguments, "--checkpoint-interval", "2", "--export", tmp_path / "exported"], device)
     finally:
         os.umask(before)
-    written = [path for folder in ("out", "exported") for path in (tmp_path / folder).rglob("*")]
+    written = [path for folder in ("out", "cache", "exported") for path in (tmp_path / folder).rglob("*")]
     assert {"model.safetensors", ".lock", "config.json", "manifest.json", ".metadata"} <= {p.name for p in written}
     wrong = {
-        p.name: oct(p.stat().st_mode) for p in written if p.stat().st_mode & 0o777 != (0o750 if p.is_dir() else 0o640)
+        p.name: oct(p.stat().st_mode)
+        for p in written
+        if p.stat().st_mode & 0o777 != (0o777 if p.is_dir() else 0o666) & ~umask
     }
     assert wrong == {}
 

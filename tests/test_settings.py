@@ -1,13 +1,17 @@
 """The command line: flags, their defaults, and what does not go together."""
 
+import json
 import re
+import shlex
 
 import pytest
-from conftest import parse, python
+from conftest import parse, python, words
 from test_errors import only_line
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import utils
+from harness import settings
+from harness.flagfile import ELSEWHERE
 from utils import UserError
 
 
@@ -23,7 +27,7 @@ def test_help_names_every_flag_with_its_default():
     args = vars(parse([]))
     for name in args.keys() - {"argv", "given_accumulation"}:  # what was given, before a resume changes it
         assert "--" + name.replace("_", "-") in described, name
-    without_default = {"-h", "--demo", "--sample-prompt", "--peak-tflops"}  # off unless given
+    without_default = {"-h", "--version", "--demo", "--config", "--sample-prompt", "--peak-tflops"}  # off unless given
     without_default |= {"--defer-grad-sync", "--cpu-offload", "--fp8-emulate", "--export"}
     without_default |= {"--plan", "--measure", "--plan-rates", "--gpu-hour-usd", "--json"}
     for flag, text in described.items():
@@ -128,3 +132,226 @@ def test_no_step_left_to_measure_is_refused(flags, enough):
     with pytest.raises(UserError, match=f"give --num-steps at least {enough}"):
         parse([*flags.split(), "--num-steps", "10"])
     parse([*flags.split(), "--num-steps", str(enough)])
+
+
+@pytest.mark.parametrize(
+    "flags, meant",
+    [
+        ("--batch-siz 3", "--batch-size"),
+        ("--batch_siz=3", "--batch-size"),
+        ("--checkpoint 3", "--checkpoint-interval"),
+        ("--demmo", "--demo"),
+        ("--learning-rate 1e-3", "--lr"),
+        ("--max_steps 100", "--num-steps"),
+        ("--per_device_train_batch_size 4", "--batch-size"),
+        ("--bf16", "--precision"),
+        ("--gradient_checkpointing", "--activation-checkpointing"),
+        ("--model smolm3-3b", "smollm3-3b"),
+        ("--model Llama3.1-8B", "llama3.1-8b"),
+        ("--model llama3.2", "llama3.2-1b"),
+    ],
+)
+def test_a_typo_is_told_with_what_it_may_have_meant(flags, meant):
+    with pytest.raises(UserError, match=f"; did you mean {re.escape(meant)}\\?$"):
+        parse(flags.split())
+
+
+def test_a_name_that_is_near_nothing_is_met_with_no_guess():
+    with pytest.raises(UserError, match=r"^--zyx: no such flag$"):
+        parse(["--zyx"])
+    assert parse(["--model", "gpt2"]).model == "gpt2"  # the hub has models without a company
+
+
+def test_what_other_trainers_call_a_flag_is_none_of_ours():
+    flags, others = settings.make_parser().flags(), " ".join(ELSEWHERE.values()).split()
+    assert len(others) == len(set(others))
+    assert not {f"--{name}" for name in others} & flags.keys()
+
+
+def test_flags_may_be_written_with_underscores():
+    given = parse(words("--batch_size 2 --num_steps=7 --no-async_checkpoint --checkpoint_interval 1 --run-name a_b"))
+    assert (given.batch_size, given.num_steps, given.async_checkpoint, given.run_name) == (2, 7, False, "a_b")
+
+
+def test_every_example_of_the_help_is_a_command_that_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "tales").mkdir(parents=True)
+    (tmp_path / "outputs" / "tales" / "config.json").write_text('{"flags": {}}')
+    examples = [line for line in settings.EXAMPLES.splitlines() if "train_fsdp.py" in line]
+    assert all("  #" in line for line in examples)
+    assert len(examples) >= 5 and all(len(line) <= 118 for line in examples)
+    assert settings.EXAMPLES in python("--help").stdout
+    for line in examples:
+        parse(shlex.split(line.partition("train_fsdp.py")[2], comments=True))
+
+
+def test_the_version_is_told_with_those_of_what_it_stands_on_and_nothing_heavy_is_imported():
+    process = python("--version", PYTHONPROFILEIMPORTTIME="1")
+    first, second = process.stdout.splitlines()
+    assert re.fullmatch(r"train_fsdp \d+\.\d+\.\d+, commit ([0-9a-f]{40}(-dirty)?|unknown)", first)
+    assert re.match(r"python 3\.\d+\.\d+, torch 2\.", second) and "transformers 5." in second
+    assert not re.search(r"\| +(torch|numpy|transformers)$", process.stderr, re.MULTILINE)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --config
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text: str) -> list:
+        (tmp_path / "flags.toml").write_text(text)
+        return ["--config", tmp_path / "flags.toml"]
+
+    return write
+
+
+def test_a_file_sets_flags_of_every_kind_and_the_command_line_wins(toml):
+    file = toml("""
+        dataset = "synthetic"
+        compile = false
+        document-mask = false
+        [whatever]
+        batch-size = 4
+        lr = 1e-3
+        betas = [0.8, 0.9]
+        run_name = "r"
+        [whatever.deeper]
+        cpu_offload = true
+        num_steps = 7
+    """)
+    read = parse([*file, "--num-steps", "9"])
+    wanted = {"dataset": "synthetic", "compile": False, "document_mask": False, "batch_size": 4, "lr": 1e-3}
+    wanted |= {"betas": (0.8, 0.9), "run_name": "r", "cpu_offload": True, "num_steps": 9, "warmup_steps": 0}
+    assert {name: getattr(read, name) for name in wanted} == wanted
+    again = parse([*read.argv])  # what a plan of the run in another process is given
+    assert {name: getattr(again, name) for name in wanted} == wanted
+    assert parse(["--num-steps", "9", *file]).num_steps == 9
+    assert parse([*toml("plan-gpus = [8, 64]"), "--plan"]).plan_gpus == (8, 64)
+
+
+def test_demo_in_a_file_is_demo(toml):
+    read, same = parse(toml("demo = true\nlr = 1")), parse(["--demo", "--lr", "1"])
+    assert {name: value for name, value in vars(read).items() if value != getattr(same, name)}.keys() == {
+        "config",
+        "argv",
+    }
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("batch_siz = 3", "batch_siz: no such flag; did you mean --batch-size?"),
+        ("[training]\nlearning_rate = 3", "learning_rate: no such flag; did you mean --lr?"),
+        ("given_accumulation = 3", "given_accumulation: no such flag"),
+        ("config = 'more.toml'", "config: no such flag"),
+        ("no-compile = true", "no-compile: no such flag"),
+        ("lr = 'much'", "--lr: invalid float value: 'much'"),
+        ("lr = -1", "--lr: -1 is not a positive number"),
+        ("num_steps = 5.0", "--num-steps: invalid int value: '5.0'"),
+        ("zero_stage = 7", "--zero-stage: invalid choice: 7"),
+        ("betas = 0.9", "--betas: expected 2 arguments"),
+        ("lr = true", "lr: true where a value belongs"),
+        ("cpu_offload = 1", "cpu_offload: 1 where true or false belongs"),
+        ("model = ['demo']", "model: a list where one value belongs"),
+        ("lr = 1\n[more]\nlr = 2", "lr stands there twice"),
+        ("batch-size = 1\nbatch_size = 2", "batch_size stands there twice"),
+        ("lr: 3", "it is no TOML (Expected '=' after a key"),
+    ],
+)
+def test_a_mistake_in_a_file_is_told_as_on_the_command_line_and_names_the_file(toml, text, said):
+    file = toml(text)
+    with pytest.raises(UserError) as raised:
+        parse(file)
+    assert str(raised.value).startswith(f"--config {file[1]}: {said}") and "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+def test_flags_of_a_file_that_contradict_the_command_lines_are_found(toml):
+    with pytest.raises(UserError, match=r"--document-mask: .* \(with the flags of .*flags.toml\)"):
+        parse([*toml("document_mask = true"), "--dataset", "synthetic"])
+
+
+@pytest.mark.parametrize("file", ["there-is-none.toml", "assets/demo/config.json"])
+def test_a_file_that_is_missing_or_holds_no_flags_is_named(file):
+    with pytest.raises(UserError, match=f"^--config {file}: (No such file|it is not the config.json of a run)"):
+        parse(["--config", file])
+
+
+def config_of(folder, *flags) -> list:
+    """--config with a file as a run with these flags leaves it."""
+    (folder / "config.json").write_text(json.dumps({"flags": vars(parse(flags)), "versions": {}}))
+    return ["--config", folder / "config.json"]
+
+
+def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_path):
+    flags = "--demo --lr 1e-3 --gradient-accumulation-steps 2 --run-name r --resume auto --export e --seed 1"
+    read = parse([*config_of(tmp_path, *words(flags)), "--num-steps", 400])
+    same = parse(words("--demo --lr 1e-3 --gradient-accumulation-steps 2 --seed 1 --num-steps 400"))
+    differ = {name for name, value in vars(read).items() if value != getattr(same, name)}
+    assert differ == {"config", "argv", "demo"}  # the demo's own flags stand there one by one
+    assert (read.warmup_steps, read.run_name, read.resume, read.export) == (20, None, "none", None)
+    assert not [*settings.without_effect(read)]
+    old = json.loads((tmp_path / "config.json").read_text())
+    old["flags"]["batch_sise"] = 3  # as of another version
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    with pytest.raises(UserError, match=r"config.json: batch_sise: no such flag; did you mean --batch-size\?"):
+        parse(["--config", tmp_path / "config.json"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What has no effect where it stands
+
+
+@pytest.mark.parametrize("flags", ["--json", "--plan-gpus 8", "--gpu-hour-usd 3"])
+def test_a_flag_of_a_plan_does_not_start_a_training(flags):
+    with pytest.raises(UserError, match=f"{flags.split()[0]}: only with --plan"):
+        parse(flags.split())
+    parse([*flags.split(), "--plan"])
+
+
+@pytest.mark.parametrize(
+    "flags, without",
+    [
+        ("--eval-steps 3", "--eval-interval 5"),
+        ("--eval-split test", "--eval-interval 5"),
+        ("--keep-checkpoints 3", "--checkpoint-interval 5"),
+        ("--no-async-checkpoint", "--checkpoint-interval 5"),
+        ("--metrics-host 0.0.0.0", "--metrics-port 4000"),
+        ("--project-name p", "--log-with tensorboard"),
+        ("--sample-tokens 9", "--sample-prompt Once"),
+        ("--sample-prompt Once --dataset synthetic", "--init pretrained"),
+        ("--skip-bad-records --dataset synthetic", "--plan"),
+        ("--dataset-split train --dataset synthetic", "--plan"),
+        ("--tokenizer t --dataset synthetic", "--sample-prompt Once --init pretrained"),
+        ("--defer-grad-sync", "--gradient-accumulation-steps 2"),
+        ("--defer-grad-sync --gradient-accumulation-steps 2 --zero-stage 1", "--zero-stage 2"),
+        ("--gpus-per-node 4 --no-own-plan", "--own-plan"),
+        ("--plan-gpu B200 --no-own-plan", "--batch-size auto"),
+    ],
+)
+def test_a_flag_that_has_no_effect_is_told_and_not_where_it_has_one(flags, without):
+    (warning,) = settings.without_effect(parse(flags.split()))
+    assert warning.startswith(f"{flags.split()[0].replace('no-async', 'async')}: ")
+    assert not [*settings.without_effect(parse([*flags.split(), *without.split()]))]
+
+
+@pytest.mark.parametrize("flags", ["", "--demo", "--demo --plan --json", "--dataset synthetic"])
+def test_what_nobody_gave_is_not_told(flags):
+    assert not [*settings.without_effect(parse(flags.split()))]
+
+
+def test_what_accelerates_launcher_asks_for_is_told_and_not_followed(monkeypatch, capfd):
+    asked = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    settings.warn(parse([]))
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as --precision says
+    settings.warn(parse([]))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("train_fsdp.py: warning: ACCELERATE_USE_FSDP=true ") and "--zero-stage" in line
+    assert not asked.keys() & settings.os.environ.keys()

@@ -1,0 +1,77 @@
+"""Versions: of this program and of what it stands on, read without importing it, and the line for an interpreter that
+cannot run it. Called by the script before all else, by `settings` and `report`. It must run on any Python 3."""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OLDEST_PYTHON = (3, 11)
+OLDEST = {"torch": (2, 11), "transformers": (5, 17)}  # of requirements-floor.txt
+IMPORTED = ("accelerate", "filelock", "numpy", "psutil", "safetensors", "torch", "tqdm", "transformers")
+
+
+def installed(package):
+    """The version of a package, None where it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+
+
+def versions():
+    """Python and the packages that decide what a run gives, by name."""
+    found = {name: installed(name) for name in ("torch", "transformers", "accelerate", "torchao", "datasets")}
+    return {"python": sys.version.split()[0], **{name: number for name, number in found.items() if number}}
+
+
+def commit():
+    """The commit of this program, with `-dirty` where files have changed since; None where git does not know one."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+
+
+class Show(argparse.Action):
+    """--version."""
+
+    def __call__(self, parser, *_):
+        number = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+        print(f"train_fsdp {number}, commit {commit() or 'unknown'}")
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+        parser.exit()
+
+
+def refuse_old_python():
+    if sys.version_info < OLDEST_PYTHON:
+        leave("Python {}; {}.{} or newer is needed".format(sys.version.split()[0], *OLDEST_PYTHON))
+
+
+def refuse_missing_packages():
+    """Ends the process with 2 where this interpreter lacks a package that the program imports, or has too old a one."""
+    missing = [name for name in IMPORTED if not find_spec(name)]
+    if missing:
+        leave(f"which lacks {', '.join(missing)}")
+    for name, oldest in OLDEST.items():
+        found = installed(name)
+        if found and tuple(map(int, re.findall(r"\d+", found)[:2])) < oldest:
+            leave(f"which has {name} {found}; {'.'.join(map(str, oldest))} or newer is needed")
+
+
+def leave(problem):
+    """Ends the process with 2; of all ranks one says why."""
+    if int(os.environ.get("RANK", 0)):
+        time.sleep(3)
+        sys.exit(2)
+    own = ROOT / ".venv" / "bin" / "python"
+    here = os.path.abspath(sys.executable)
+    ready = (ROOT / ".venv" / "installed.txt").exists() and here != str(own)
+    advice = f"start it with {own}" if ready else "run ./setup.sh, then start it with .venv/bin/python"
+    sys.stderr.write(f"train_fsdp.py: error: this is {here}, {problem}; {advice}\n")
+    sys.exit(2)
