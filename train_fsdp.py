@@ -346,15 +346,16 @@ def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device
     return (total[0] / total[1]).item()
 
 
-def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device) -> str:
-    """The prompt and its continuation; every rank takes part with the same random numbers."""
-    prompt = tokenizer(settings.sample_prompt, return_tensors="pt", add_special_tokens=False).to(device)
+def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:
+    """`prompt` and, as `text`, it with its continuation; every rank takes part with the same random numbers."""
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    heartbeats.at("sampling")
     with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
         tokens = model.generate(
-            **{name: prompt[name] for name in ("input_ids", "attention_mask")},
+            **{name: encoded[name] for name in ("input_ids", "attention_mask")},
             max_new_tokens=settings.sample_tokens,
             do_sample=True,
             temperature=0.6,
@@ -364,7 +365,7 @@ def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.eos_token_id,
         )
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return {"prompt": prompt, "text": tokenizer.decode(tokens[0], skip_special_tokens=True)}
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -436,6 +437,7 @@ class Job:
     folder: pathlib.Path
     accelerator: Accelerator
     tokenizer: Any
+    prompts: list[str]
     train_set: Any
     eval_set: Any
     identity: dict  # what a resumed run must have in common with it
@@ -443,6 +445,10 @@ class Job:
     state: TrainState
     resumed: pathlib.Path | None  # the checkpoint that it goes on from
     first_step: int
+
+    def sample(self) -> list[dict[str, str]]:
+        """A continuation of each prompt."""
+        return [sample(self.settings, text, self.state.model, self.tokenizer, self.device) for text in self.prompts]
 
 
 def prepare(settings: Settings, device: torch.device) -> Job:
@@ -457,6 +463,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         report.record_memory(folder)
     config = on_main_rank(lambda: models.load_config(settings.model, settings.sequence_length))
     tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
+    prompts = on_main_rank(lambda: models.read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
     train_set, eval_set = load_data(settings, tokenizer, config, accelerator)
@@ -482,7 +489,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     say(report.describe_setup(settings, model, mesh, train_set, counted, peak, verified))
     if found:
         say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
-    data, start = (tokenizer, train_set, eval_set), (found and found[0], state.step + 1)
+    data, start = (tokenizer, prompts, train_set, eval_set), (found and found[0], state.step + 1)
     return Job(settings, device, folder, accelerator, *data, identity, flops, state, *start)
 
 
@@ -526,17 +533,17 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
             if logs or broken:
                 gc.collect()
                 metrics |= report.figures_of_all_ranks(speed, state, job.device, waiting.take())
-                story = ""
+                stories = []
                 if evaluates and not broken:
                     with tracker.excluded():
                         metrics["eval_loss"] = evaluate(settings, state.model, job.eval_set, job.device)
-                        if settings.sample_prompt and not last:
-                            story = sample(settings, state.model, job.tokenizer, job.device)
+                        if not last:
+                            stories = job.sample()
                     broken = first_not_finite(metrics, losses)
                 heartbeats.at("log")
-                reporter.log(metrics, tracker.get_print_message(metrics))
-                if story:
-                    say(story)
+                reporter.log(metrics, tracker.get_print_message(metrics), stories)
+                if stories:
+                    say(report.describe_stories(stories))
             if broken:
                 saver.finish()
                 give_up(job, *broken)
@@ -556,10 +563,11 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
     metrics |= report.figures_of_all_ranks(state.tracker.summary(), state, job.device)
     if planned:
         metrics |= own_plan.predicted_figures(planned)
-    reporter.end(metrics)
+    stories = job.sample()
+    reporter.end(metrics, stories)
     say(report.summarize(metrics, job.folder, state.elapsed))
-    if settings.sample_prompt:
-        say("\n" + sample(settings, state.model, job.tokenizer, job.device))
+    if stories:
+        say("\n" + report.describe_stories(stories))
     if settings.memory_snapshot:
         report.dump_memory(job.folder)
     if settings.export:
@@ -587,16 +595,20 @@ def nothing_to_train(job: Job) -> int:
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
     on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
+    if stories := job.sample():
+        say(report.describe_stories(stories))
     if job.settings.export:
         export(job.settings.export, job.state.model, job.tokenizer)
     return 0
 
 
-def export_only(settings: Settings, device: torch.device) -> int:
-    """--num-steps 0: from a checkpoint, or from --init pretrained, to --export; no data, no optimizer."""
-    on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
-    config = on_main_rank(lambda: models.load_config(settings.model, settings.sequence_length))
+def without_training(settings: Settings, device: torch.device) -> int:
+    """--num-steps 0: from a checkpoint, or from --init pretrained, to --export and stories; no data, no optimizer."""
+    if settings.export:
+        on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
+    config = on_main_rank(lambda: models.load_config(settings.model, sequence_length=1))
     tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
+    prompts = on_main_rank(lambda: models.read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, pathlib.Path())
     settings = resolve(settings, config)
     if found:
@@ -605,14 +617,17 @@ def export_only(settings: Settings, device: torch.device) -> int:
     if found:
         TrainState(model).load(*found)
         say(f"loaded     {found[0]}, step {found[1]['step']:,}")
-    export(settings.export, model, tokenizer)
+    for prompt in prompts:
+        say("\n" + report.describe_stories([sample(settings, prompt, model, tokenizer, device)]))
+    if settings.export:
+        export(settings.export, model, tokenizer)
     return 0
 
 
 def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
     if settings.num_steps == 0:
-        return export_only(settings, device)
+        return without_training(settings, device)
     job = prepare(settings, device)
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)

@@ -21,9 +21,10 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models
+from harness import models, page
 from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
+from harness.page import whole_lines
 from harness.processes import columns, say
 from harness.settings import ROOT, Settings
 from utils import UserError
@@ -168,11 +169,13 @@ class Report:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock_folder(folder)
+                starts = describe_starts(folder, state.step)
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
-                replace_file(folder / "config.json", json.dumps(describe_run(settings), indent=2) + "\n")
+                run = json.dumps(describe_run(settings) | {"starts": starts}, indent=2)
+                replace_file(folder / "config.json", run + "\n")
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
-        self.folder, self.place, self.moved = folder, place_of(folder), False
+        self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
         if accelerator.log_with:
             flags = dataclasses.asdict(settings).items()
             flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flags}
@@ -186,11 +189,11 @@ class Report:
         shown = self.file and sys.stderr.isatty()
         self.bar = tqdm(total=self.num_steps, initial=state.step, unit="step", disable=not shown)
 
-    def log(self, metrics: dict, speed: str) -> None:
+    def log(self, metrics: dict, speed: str, stories: list[dict[str, str]] | None = None) -> None:
         if not self.file:
             return
         step = metrics["step"]
-        self.write(metrics)
+        self.write(metrics, **{"samples": stories} if stories else {})
         try:
             self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
         except OSError as error:
@@ -229,20 +232,28 @@ class Report:
             say(f"failed     {self.folder} was moved away; move it back: nothing is lost, checkpoints wait for it")
         self.moved = moved
 
-    def end(self, metrics: dict | None) -> None:
+    def end(self, metrics: dict | None, stories: list[dict[str, str]] | None = None) -> None:
         """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
         if self.file and metrics:
-            self.write(metrics, final=True)
+            self.write(metrics, final=True, **{"samples": stories} if stories else {})
         self.close()
         for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
             tracker.finish()
 
     def close(self) -> None:
-        """Gives back the terminal and the file, however the run ended."""
+        """Gives back the terminal and the file, and leaves the page, however the run ended."""
         self.bar.close()
         with contextlib.suppress(OSError):  # said when the line was written
-            if self.file:
+            if self.file and not self.file.closed:
                 self.file.close()
+                self.write_page()
+
+    def write_page(self) -> None:
+        """Makes report.html of the run's files; that it cannot be written costs no run its success."""
+        try:
+            self.page = page.write_report([self.folder], self.folder / "report.html")
+        except (UserError, OSError) as error:
+            say(f"failed     report.html: {utils.first_line(error)}")
 
 
 def as_json(metrics: dict) -> dict:
@@ -251,20 +262,13 @@ def as_json(metrics: dict) -> dict:
             for key, value in metrics.items()}  # fmt: skip
 
 
+def describe_stories(stories: list[dict[str, str]]) -> str:
+    return "\n\n".join(story["text"] for story in stories)
+
+
 def describe_held_out(metrics: dict) -> str:
     loss = metrics.get("eval_loss")
     return "" if loss is None else f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})"
-
-
-def whole_lines(path: pathlib.Path) -> list[dict]:
-    """The lines of a metrics file, if there is one, but for those cut off by a kill or that are no entry."""
-    lines = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            entry = json.loads(line)
-            if entry["step"] >= 0:
-                lines.append(entry)
-    return lines
 
 
 def open_metrics(path: pathlib.Path, step: int):
@@ -283,6 +287,15 @@ def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
             replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
+
+
+def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
+    """The starts of the run in `folder` so far and this one, from `step` on: each with its time, that step, how many
+    logged steps after it are done again, and the ranks."""
+    starts = page.read_config(folder).get("starts", [])
+    reached = max((line["step"] for line in whole_lines(folder / "metrics.jsonl")), default=step)
+    now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
+    return [*starts, now | {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}]
 
 
 def describe_run(settings: Settings) -> dict:
