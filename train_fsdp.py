@@ -572,6 +572,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
         report.dump_memory(job.folder)
     if settings.export:
         export(settings.export, state.model, job.tokenizer)
+    say(report.next_commands(settings, job.folder, job.tokenizer is not None, reporter.page))
     if saver.failures:
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
     if reporter.failed or reporter.moved:

@@ -162,7 +162,7 @@ def chart_cards(charts: list[dict]) -> str:
         chart["id"] = f"chart-{number}"
         wide = " wide" * (number == 0 or bool(chart.get("bars")))
         heading = f"<h3>{escape(chart['title'])} <span>{escape(chart['unit'])}</span></h3>"
-        height = f' style="height: {90 + 44 * len(chart["traces"][0]["y"])}px"' if chart.get("bars") else ""
+        height = f' style="height: {76 + 44 * len(chart["traces"][0]["y"])}px"' if chart.get("bars") else ""
         cards.append(f'<div class="card{wide}">{heading}<div class="chart" id="{chart["id"]}"{height}></div></div>')
     return f'<div class="charts">{"".join(cards)}</div>'
 
@@ -214,6 +214,8 @@ def write_report(folders: list[pathlib.Path], output: pathlib.Path) -> pathlib.P
         OSError: `output` cannot be written; nothing is left of it.
     """
     runs = [read_run(folder) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [dataclasses.replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
     several, charts = len(runs) > 1, charts_of(runs)
     title = f"{len(runs)} runs side by side" if several else runs[0].name
     body = [f"<h1>{escape(title)}</h1>", *([side_by_side(runs)] if several else [overview(runs[0])])]
@@ -241,8 +243,9 @@ def write_report(folders: list[pathlib.Path], output: pathlib.Path) -> pathlib.P
 def state_of(run: Run) -> str:
     """How far the run came."""
     wanted, step = run.flags().get("num_steps"), run.final.get("step", 0)
-    if broken := [line["step"] for line in run.lines if "loss" in line and not is_number(line["loss"])]:
-        return f"the loss was no number at step {broken[0]:,}"
+    for line in run.lines:
+        if broken := [key for key in ("loss", "grad_norm", "eval_loss") if key in line and not is_number(line[key])]:
+            return f"{broken[0].replace('_', ' ')} was no number at step {line['step']:,}"
     of = f" of {wanted:,}" if is_number(wanted) else ""
     return "complete" if run.complete else f"ended at step {step:,}{of}" if run.lines else "no step was logged"
 
@@ -417,7 +420,9 @@ def plain(value) -> str:
     """A cell of a table."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.{0 if value >= 1000 else 2}f}"
+    return "" if value is None else str(value)
 
 
 def bar(name: str, color: int, x: list, y: list[str]) -> dict:

@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -253,7 +254,7 @@ class Report:
         try:
             self.page = page.write_report([self.folder], self.folder / "report.html")
         except (UserError, OSError) as error:
-            say(f"failed     report.html: {utils.first_line(error)}")
+            say(columns({"report": f"not written: {getattr(error, 'strerror', None) or utils.first_line(error)}"}))
 
 
 def as_json(metrics: dict) -> dict:
@@ -335,6 +336,44 @@ def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
         milliseconds = metrics["predicted_step_time_ms"]
         lines["planned"] = f"alloc {alloc:.2f} GiB, reserved {reserved:.2f} GiB, {milliseconds:,.1f} ms a step"
     return "\n" + columns(lines | {"files": str(folder)})
+
+
+def launcher() -> str:
+    """How this program was started, so that it can be again; several nodes' own launcher is not known here."""
+    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    python = pathlib.Path(sys.executable)
+    program = python if ranks == 1 else python.with_name("torchrun")
+    shown = os.path.relpath(program) if program.is_relative_to(pathlib.Path.cwd()) else str(program)
+    by = "" if ranks == 1 else f" --nproc_per_node={ranks}" if ranks == here else " ..."
+    return f"{shlex.quote(shown)}{by} {shlex.quote(sys.argv[0])}"
+
+
+def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, shown: pathlib.Path | None) -> str:
+    """What can be done with what this run left, as commands to paste: at most four lines. `can_write` is whether there
+    is a tokenizer, `shown` the page of the run, if it has one."""
+    quoted, lines = shlex.quote(str(folder)), {}
+    saved, start = any((folder / "checkpoints").glob("step-*")), f"{launcher()} --num-steps 0"
+    source = f"--resume {quoted}" if saved else f"--init pretrained --model {shlex.quote(settings.export or '')}"
+    if can_write and (saved or settings.export):
+        prompt = shlex.quote(settings.sample_prompt or "Once upon a time")
+        lines["sample"] = f"{start} {source} --sample-prompt {prompt}"
+    if settings.export:
+        lines["load"] = f'transformers.AutoModelForCausalLM.from_pretrained("{settings.export}")'
+    elif saved:
+        lines["export"] = f"{start} {source} --export {quoted}-export"
+    if saved:
+        given = without_flags(settings.argv, "--num-steps", "--resume", "--run-name", "--output-dir", "--export")
+        flags = " ".join([*map(shlex.quote, given), source, f"--num-steps {2 * settings.num_steps}"])
+        lines["go on"] = f"{launcher()} {flags}"
+    elif not settings.export:
+        lines["kept"] = "no weights: --checkpoint-interval N or --export DIR keeps them"
+    return "\n" + columns(lines | ({"report": str(shown)} if shown else {}))
+
+
+def without_flags(argv: tuple[str, ...], *names: str) -> list[str]:
+    """A command line without these flags, which take one value each."""
+    kept = [word for word, before in zip(argv, ("", *argv), strict=False) if not {word, before} & set(names)]
+    return [word for word in kept if word.partition("=")[0] not in names]
 
 
 def figures_of_all_ranks(
