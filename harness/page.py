@@ -162,7 +162,7 @@ def chart_cards(charts: list[dict]) -> str:
         chart["id"] = f"chart-{number}"
         wide = " wide" * (number == 0 or bool(chart.get("bars")))
         heading = f"<h3>{escape(chart['title'])} <span>{escape(chart['unit'])}</span></h3>"
-        height = f' style="height: {76 + 44 * len(chart["traces"][0]["y"])}px"' if chart.get("bars") else ""
+        height = f' style="height: {84 + 54 * len(chart["traces"][0]["y"])}px"' if chart.get("bars") else ""
         cards.append(f'<div class="card{wide}">{heading}<div class="chart" id="{chart["id"]}"{height}></div></div>')
     return f'<div class="charts">{"".join(cards)}</div>'
 
@@ -366,6 +366,12 @@ def configuration(run: Run) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # A plan
 
+BARS = 8  # configurations in the chart of memory; all are in the table
+COLUMNS = {"gpus": "GPUs", "dp_replicate_size": "replicas", "flags": "flags", "fits": "fits",
+           "reserved_gib": "GiB reserved", "step_time_ms": "ms a step", "tokens_per_sec": "tok/s",
+           "mfu_percent": "MFU %",
+           "exposed_communication_percent": "exposed communication %", "communication_gib_per_step": "GiB sent a step",
+           "cost_per_billion_tokens": "USD for a billion tokens"}  # fmt: skip
 TIMES = {"matmul": "matmul", "attention": "attention", "memory": "memory-bound", "optimizer": "optimizer",
          "exposed": "exposed communication", "contention": "contention", "launches": "the host"}  # fmt: skip
 
@@ -377,11 +383,12 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
         UserError: plotly is not installed, or `path` cannot be written.
     """
     title, capacity = f"{plan['model']} on {plan['gpus']:,} x {plan['gpu']}", plan["capacity_gib"]
+    fastest, tried = plan.get("fastest"), plan.get("configurations") or []
     rows = {"as asked": plan}
-    if plan.get("fastest"):
-        rows["fastest that fits: " + plan["fastest"]["flags"]] = plan["fastest"]
-    rows |= {row["flags"]: row for row in plan.get("configurations") or () if row != plan.get("fastest")}
-    charts = [memory_chart(rows, capacity)]
+    if fastest and fastest["flags"]:
+        rows[f"fastest that fits: {fastest['flags']}"] = fastest
+    rows |= {row["flags"]: row for row in tried if row["flags"] and row != fastest}
+    charts = [memory_chart(dict([*rows.items()][:BARS]), capacity)]
     times = {name: plan["time_ms"].get(key, 0.0) for key, name in TIMES.items()}
     traces = [bar(name, color, [ms], ["step"]) for color, (name, ms) in enumerate(times.items()) if ms]
     charts.append({"title": "Time of a step", "unit": "ms", "bars": True, "traces": traces})
@@ -403,11 +410,13 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
     body = [f"<h1>{escape(title)}</h1>", f'<p class="muted">plan · {escape(plan.get("verdict") or fits)}</p>']
     body += [f'<div class="tiles">{"".join(told)}</div>', "<h2>As planned, not measured</h2>", chart_cards(charts)]
     body.append(f'<p class="muted">the dashed line: the {capacity:.1f} GiB that a process can have of the card</p>')
-    for heading, listed in (("Configurations", [*rows.values()][1:]), ("World sizes", plan.get("scaling") or ())):
+    if fastest:
+        body += ["<h2>The fastest that fits</h2>", f'<div class="card"><pre>{escape(fastest["command"])}</pre></div>']
+    for heading, listed in (("Configurations", tried), ("World sizes", plan.get("scaling") or ())):
+        keys = [key for key in COLUMNS if any(key in row for row in listed)]
         if listed:
-            keys = [key for key in listed[0] if any(isinstance(row.get(key), str | int | float) for row in listed)]
-            cells = [[escape(plain(row.get(key))) for key in keys] for row in listed]
-            body += [f"<h2>{heading}</h2>", table(cells, [key.replace("_", " ") for key in keys])]
+            cells = [[escape(plain(row.get(key)) or "as asked" * (key == "flags")) for key in keys] for row in listed]
+            body += [f"<h2>{heading}</h2>", table(cells, [COLUMNS[key] for key in keys])]
     assumed = [[escape(name), escape(text)] for name, text in plan.get("assumptions", {}).items()]
     body += ["<h2>Assumptions</h2>", table(assumed)]
     try:
@@ -437,7 +446,7 @@ def memory_chart(rows: dict[str, dict], capacity: float) -> dict:
         reserved = row.get("reserved_gib") or row["memory_gib"]["reserved"]
         rest = "allocator, CUDA, NCCL" if kinds else "reserved, all kinds"
         parts.append(kinds | {rest: max(0.0, reserved - sum(kinds.values()))})
-    names = ["<br>".join(textwrap.wrap(escape(name), 36)) for name in rows]
+    names = ["<br>".join(textwrap.wrap(escape(name), 56)) for name in rows]
     kinds = dict.fromkeys(kind for part in parts for kind in part)
     traces = [bar(kind, color, [part.get(kind) for part in parts], names) for color, kind in enumerate(kinds)]
     return {"title": "Memory of the fullest GPU", "unit": "GiB", "bars": True, "limit": capacity, "traces": traces}
