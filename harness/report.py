@@ -253,7 +253,7 @@ class Report:
         """Makes report.html of the run's files; that it cannot be written costs no run its success."""
         try:
             self.page = page.write_report([self.folder], self.folder / "report.html")
-        except (UserError, OSError) as error:
+        except Exception as error:  # whatever it is, the run has its result
             say(columns({"report": f"not written: {getattr(error, 'strerror', None) or utils.first_line(error)}"}))
 
 
