@@ -162,7 +162,7 @@ def chart_cards(charts: list[dict]) -> str:
         chart["id"] = f"chart-{number}"
         wide = " wide" * (number == 0 or bool(chart.get("bars")))
         heading = f"<h3>{escape(chart['title'])} <span>{escape(chart['unit'])}</span></h3>"
-        height = f' style="height: {84 + 54 * len(chart["traces"][0]["y"])}px"' if chart.get("bars") else ""
+        height = f' style="height: {72 + 54 * len(chart["traces"][0]["y"])}px"' if chart.get("bars") else ""
         cards.append(f'<div class="card{wide}">{heading}<div class="chart" id="{chart["id"]}"{height}></div></div>')
     return f'<div class="charts">{"".join(cards)}</div>'
 
@@ -256,11 +256,15 @@ def overview(run: Run) -> str:
     where = f"{world} x {run.config.get('gpu') or 'CPU'}" if world else ""
     data = f"{flags.get('model', '')} on {flags.get('dataset', '')}" if flags else ""
     told = " · ".join(escape(part) for part in (data, where, state_of(run)) if part)
-    shown = {words: figure(run.final, key) for key, (_, words) in FIGURES.items()}
-    tiles = "".join(
-        f'<div class="tile"><b>{value}</b><small>{key}</small></div>' for key, value in shown.items() if value
-    )
-    return f'<p class="muted">{told}</p><div class="tiles">{tiles}</div>'
+    figures = tiles({words: figure(run.final, key) for key, (_, words) in FIGURES.items()})
+    return f'<p class="muted">{told}</p>{figures}'
+
+
+def tiles(figures: dict[str, str]) -> str:
+    """The figures that there are, large, in rows that are full."""
+    shown = [f'<div class="tile"><b>{value}</b><small>{name}</small></div>' for name, value in figures.items() if value]
+    columns = math.ceil(len(shown) / max(1, math.ceil(len(shown) / 6)))
+    return f'<div class="tiles" style="--columns: {columns}">{"".join(shown)}</div>' if shown else ""
 
 
 def side_by_side(runs: list[Run]) -> str:
@@ -396,7 +400,7 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
         charts += scaling_charts(plan["scaling"])
     reserved = plan["memory_gib"]["reserved"]
     fits = f"{'fits' if plan['fits'] else 'does not fit'}: {reserved:.1f} of {capacity:.1f} GiB"
-    tiles = {
+    figures = {
         "GiB reserved": f"{reserved:.1f}",
         "ms a step": f"{plan['step_time_ms']:,.1f}",
         "tokens per second": f"{plan['tokens_per_sec']:,.0f}",
@@ -406,9 +410,8 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
         if "cost_per_billion_tokens" in plan
         else "",
     }
-    told = [f'<div class="tile"><b>{value}</b><small>{name}</small></div>' for name, value in tiles.items() if value]
     body = [f"<h1>{escape(title)}</h1>", f'<p class="muted">plan · {escape(plan.get("verdict") or fits)}</p>']
-    body += [f'<div class="tiles">{"".join(told)}</div>', "<h2>As planned, not measured</h2>", chart_cards(charts)]
+    body += [tiles(figures), "<h2>As planned, not measured</h2>", chart_cards(charts)]
     body.append(f'<p class="muted">the dashed line: the {capacity:.1f} GiB that a process can have of the card</p>')
     if fastest:
         body += ["<h2>The fastest that fits</h2>", f'<div class="card"><pre>{escape(fastest["command"])}</pre></div>']

@@ -372,8 +372,9 @@ def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, sho
 
 def without_flags(argv: tuple[str, ...], *names: str) -> list[str]:
     """A command line without these flags, which take one value each."""
-    kept = [word for word, before in zip(argv, ("", *argv), strict=False) if not {word, before} & set(names)]
-    return [word for word in kept if word.partition("=")[0] not in names]
+    flags = [word.partition("=")[0].replace("_", "-") if word.startswith("--") else "" for word in argv]
+    values = [flag in names and "=" not in word for flag, word in zip(flags, argv, strict=True)]  # follow this word
+    return [word for word, flag, is_value in zip(argv, flags, [False, *values]) if flag not in names and not is_value]
 
 
 def figures_of_all_ranks(
