@@ -372,9 +372,15 @@ def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, sho
 
 def without_flags(argv: tuple[str, ...], *names: str) -> list[str]:
     """A command line without these flags, which take one value each."""
-    flags = [word.partition("=")[0].replace("_", "-") if word.startswith("--") else "" for word in argv]
-    values = [flag in names and "=" not in word for flag, word in zip(flags, argv, strict=True)]  # follow this word
-    return [word for word, flag, is_value in zip(argv, flags, [False, *values]) if flag not in names and not is_value]
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, _, value = word.partition("=")
+        if not (word.startswith("--") and name.replace("_", "-") in names):
+            kept.append(word)
+        elif not value:
+            next(words, "")
+    return kept
 
 
 def figures_of_all_ranks(

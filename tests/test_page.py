@@ -40,7 +40,7 @@ def write_run(folder: pathlib.Path, lines: list, **config) -> pathlib.Path:
 def full(tmp_path) -> pathlib.Path:
     """A resumed run on GPUs with stories, one of them an attack, and a plan; its last line is cut off."""
     lines = [line(step) for step in range(1, 41)]
-    for step, text in ((10, EVIL), (20, "a frog & a fox"), (30, "a frog came home")):
+    for step, text in ((10, EVIL), (20, "a frog & a fox"), (30, f"a frog came home{EVIL}")):
         lines[step - 1] |= {"eval_loss": 9 / step, "samples": [{"prompt": "a frog", "text": text}]}
     planned = {"predicted_step_time_ms": 16.0, "predicted_peak_memory_reserved": 44.0}
     last = lines[-1] | planned | {"final": True, "samples": [{"prompt": "a frog", "text": "a frog, at last"}]}
@@ -79,7 +79,7 @@ def test_a_page_has_the_runs_figures_stories_plan_starts_and_flags(full):
     assert re.search(r"time of a step +16.00 ms +20.00 ms +\+25.0 %", re.sub(r"\s+", " ", text))
     assert "2 starts, 7 logged steps done again" in text and "1 lines of metrics.jsonl could not be read" in text
     assert re.search(r"num_steps\s+40\b", text) and "2.13.0" in text and "complete" in text
-    told = [text.index(part) for part in (EVIL, " & a fox", " came home", ", at last")]
+    told = [text.index(part) for part in (EVIL, " & a fox", f" came home{EVIL}", ", at last")]
     assert told == sorted(told)
 
 
@@ -170,7 +170,10 @@ PLAN = {
 
 def test_a_plans_page_has_memory_by_kind_against_the_card_time_and_world_sizes(tmp_path):
     row = {"command": "x", "fits": True, "reserved_gib": 60.0, "step_time_ms": 90.0, "tokens_per_sec": 9e4}
-    others = {"fastest": row | {"flags": "--batch-size 2"}, "configurations": [row | {"flags": "--zero-stage 2"}]}
+    others = {
+        "fastest": row | {"flags": "--batch-size 2"},
+        "configurations": [row | {"flags": f"--zero-stage 2 {20 * '--more '}"}],
+    }
     speed = {"tokens_per_sec": 1.0, "exposed_communication_percent": 2.0, "fits": True}
     others["scaling"] = [speed | {"gpus": gpus, "dp_replicate_size": gpus // 8} for gpus in (8, 16)]
     path = write_plan(tmp_path / "plan.html", PLAN | others | {"verdict": "it fits & is fast"})
@@ -183,6 +186,8 @@ def test_a_plans_page_has_memory_by_kind_against_the_card_time_and_world_sizes(t
         "matmul": [80.0], "exposed communication": [20.0]
     }  # fmt: skip
     assert [trace["x"] for trace in charts["Speed over world sizes"]["traces"]] == [[8], [16]]
+    data = path.read_text().partition('id="charts">')[2].partition("</script>")[0]
+    assert "more\\u003cbr>--more" in data and "<" not in data
     assert "it fits & is fast" in text_of(path) and "<b>assumed" not in path.read_text()
     assert charts_on(write_plan(tmp_path / "plan.html", PLAN)).keys() == {"Memory of the fullest GPU", "Time of a step"}
 

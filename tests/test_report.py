@@ -129,6 +129,12 @@ def test_a_log_line_has_the_slowest_ranks_step_and_the_longest_wait_for_data(obs
     assert (figures["step_time_ms"], figures["slowest_rank_ms"], figures["data_wait_percent"]) == (10, 20, 5)
 
 
+def test_the_command_that_goes_on_is_the_run_without_what_it_says_anew():
+    argv = ("--demo", "--num_steps", "5", "--export=x", "--lr", "1", "--resume", "p", "--run-name=--lr", "--lr=2")
+    kept = report.without_flags(argv, "--num-steps", "--export", "--resume", "--run-name")
+    assert kept == ["--demo", "--lr", "1", "--lr=2"]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Gates
 
