@@ -639,7 +639,7 @@ def test_what_a_run_prints_at_its_end_can_be_pasted(run, flags, tmp_path, capsys
     after = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.split("\n\n")[-1].splitlines()[-4:])
     assert list(after) == ["sample", "export", "go", "report"]
     for name in ("sample", "export", "go"):
-        arguments = shlex.split(after[name].removeprefix("on").partition(sys.argv[0])[2])
+        arguments = shlex.split("--" + after[name].partition(" --")[2])
         assert train([*arguments, *["--sample-tokens", "4"][: 2 * (name == "sample")]], run.device) == 0
     said = capsys.readouterr().out
     assert f"exported   {tmp_path / 'with space-export'}" in said and "Once upon a time" in said
