@@ -320,15 +320,16 @@ def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device
     return (total[0] / total[1]).item()
 
 
-def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device) -> str:
-    """The prompt and its continuation; every rank takes part with the same random numbers."""
-    prompt = tokenizer(settings.sample_prompt, return_tensors="pt", add_special_tokens=False).to(device)
+def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:
+    """`prompt` and, as `text`, it with its continuation; every rank takes part with the same random numbers."""
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    heartbeats.at("sampling")
     with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
         tokens = model.generate(
-            **{name: prompt[name] for name in ("input_ids", "attention_mask")},
+            **{name: encoded[name] for name in ("input_ids", "attention_mask")},
             max_new_tokens=settings.sample_tokens,
             do_sample=True,
             temperature=0.6,
@@ -338,7 +339,7 @@ def sample(settings: Settings, model: nn.Module, tokenizer, device: torch.device
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.eos_token_id,
         )
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return {"prompt": prompt, "text": tokenizer.decode(tokens[0], skip_special_tokens=True)}
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -410,6 +411,7 @@ class Job:
     folder: pathlib.Path
     accelerator: Accelerator
     tokenizer: Any
+    prompts: list[str]
     train_set: Any
     eval_set: Any
     identity: dict  # what a resumed run must have in common with it
@@ -417,6 +419,10 @@ class Job:
     state: TrainState
     resumed: pathlib.Path | None  # the checkpoint that it goes on from
     first_step: int
+
+    def sample(self) -> list[dict[str, str]]:
+        """A continuation of each prompt."""
+        return [sample(self.settings, text, self.state.model, self.tokenizer, self.device) for text in self.prompts]
 
 
 def prepare(settings: Settings, device: torch.device) -> Job:
@@ -431,6 +437,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         report.record_memory(folder)
     config = on_main_rank(lambda: models.load_config(settings.model))
     tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
+    prompts = on_main_rank(lambda: models.read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
     if device.type == "cpu" or settings.cpu_offload:
@@ -458,7 +465,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     say(report.describe_setup(settings, model, mesh, train_set, counted, peak, verified))
     if found:
         say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
-    data, start = (tokenizer, train_set, eval_set), (found and found[0], state.step + 1)
+    data, start = (tokenizer, prompts, train_set, eval_set), (found and found[0], state.step + 1)
     return Job(settings, device, folder, accelerator, *data, identity, flops, state, *start)
 
 
@@ -502,17 +509,17 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
             if logs or broken:
                 gc.collect()
                 metrics |= report.figures_of_all_ranks(speed, state, job.device, waiting.take())
-                story = ""
+                stories = []
                 if evaluates and not broken:
                     with tracker.excluded():
                         metrics["eval_loss"] = evaluate(settings, state.model, job.eval_set, job.device)
-                        if settings.sample_prompt and not last:
-                            story = sample(settings, state.model, job.tokenizer, job.device)
+                        if not last:
+                            stories = job.sample()
                     broken = first_not_finite(metrics, losses)
                 heartbeats.at("log")
-                reporter.log(metrics, tracker.get_print_message(metrics))
-                if story:
-                    say_story(story)
+                reporter.log(metrics, tracker.get_print_message(metrics), stories)
+                if stories:
+                    say_story(report.describe_stories(stories))
             if broken:
                 saver.finish()
                 give_up(job, *broken)
@@ -532,14 +539,16 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
     metrics |= report.figures_of_all_ranks(state.tracker.summary(), state, job.device)
     if planned:
         metrics |= own_plan.predicted_figures(planned)
-    reporter.end(metrics)
+    stories = job.sample()
+    reporter.end(metrics, stories)
     say(report.summarize(metrics, job.folder, state.elapsed))
-    if settings.sample_prompt:
-        say_story("\n" + sample(settings, state.model, job.tokenizer, job.device))
+    if stories:
+        say_story("\n" + report.describe_stories(stories))
     if settings.memory_snapshot:
         report.dump_memory(job.folder)
     if settings.export:
         export(settings.export, state, job.tokenizer)
+    say(report.next_commands(settings, job.folder, job.tokenizer is not None, reporter.page))
     if saver.failures:
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
     if reporter.failed or reporter.moved:
@@ -563,16 +572,20 @@ def nothing_to_train(job: Job) -> int:
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
     on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
+    if stories := job.sample():
+        say_story(report.describe_stories(stories))
     if job.settings.export:
         export(job.settings.export, job.state, job.tokenizer)
     return 0
 
 
-def export_only(settings: Settings, device: torch.device) -> int:
-    """--num-steps 0: from a checkpoint, or from --init pretrained, to --export; no data, no optimizer."""
-    on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
+def without_training(settings: Settings, device: torch.device) -> int:
+    """--num-steps 0: from a checkpoint, or from --init pretrained, to --export and stories; no data, no optimizer."""
+    if settings.export:
+        on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
     config = on_main_rank(lambda: models.load_config(settings.model))
     tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
+    prompts = on_main_rank(lambda: models.read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, pathlib.Path())
     settings = resolve(settings, config)
     if found:
@@ -581,14 +594,17 @@ def export_only(settings: Settings, device: torch.device) -> int:
     if found:
         state.load(*found)
         say(f"loaded     {found[0]}, step {found[1]['step']:,}")
-    export(settings.export, state, tokenizer)
+    for prompt in prompts:
+        say_story("\n" + report.describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
+    if settings.export:
+        export(settings.export, state, tokenizer)
     return 0
 
 
 def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
     if settings.num_steps == 0:
-        return export_only(settings, device)
+        return without_training(settings, device)
     if exported := on_main_rank(lambda: step_of_export(settings)):
         say(f"done       nothing to do: {settings.export} holds this run after step {exported:,}")
         return 0

@@ -124,8 +124,12 @@ def replace_file(path: pathlib.Path, text: str) -> None:
     """Writes `text` into a new file that, synced, takes the name `path`: whole or not at all, and through no link."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.unlink(missing_ok=True)
-    with temporary.open("x") as file:  # it has the umask's permissions; a link of that name is an error
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("x") as file:  # it has the umask's permissions; a link of that name is an error
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -132,7 +132,7 @@ def untrainable(config) -> str:
 
 def load_tokenizer(settings: Settings, config):
     """The tokenizer, its vocabulary checked against the model's; None where only synthetic tokens are read."""
-    if settings.dataset == "synthetic" and not settings.sample_prompt:
+    if settings.dataset == "synthetic" and not (settings.sample_prompt or settings.sample_prompts):
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
     answer_from_cache_without_network(source)
@@ -143,17 +143,34 @@ def load_tokenizer(settings: Settings, config):
         refuse_foreign_code(f"--tokenizer {source}", error)
         here = os.path.isdir(source)
         where = "the folder has no usable tokenizer" if here else "not a folder, and not to be had from the hub"
-        hint = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or use --dataset synthetic, which needs none"
+        synthetic = settings.dataset == "synthetic"
+        without = "leave out the prompts" if synthetic else "use --dataset synthetic, which needs none"
+        hint = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or {without}"
         raise UserError(f"--tokenizer {source}: {where} ({utils.first_line(error)}); {hint}") from error
-    text_config = config.get_text_config()
-    vocabulary, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", None)
-    prompt = tokenizer(settings.sample_prompt)["input_ids"] if settings.sample_prompt else ()
-    if prompt and positions and len(prompt) + settings.sample_tokens > positions:
-        limit = f"{settings.model}'s {positions} positions"
-        raise UserError(f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}")
+    vocabulary = config.get_text_config().vocab_size
     if (size := len(tokenizer)) > vocabulary:
         raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {vocabulary}")
     return tokenizer
+
+
+def read_prompts(settings: Settings, config, tokenizer) -> list[str]:
+    """The texts to be continued: that of --sample-prompt, then those of the file --sample-prompts, one a line."""
+    prompts, path = [settings.sample_prompt] if settings.sample_prompt else [], settings.sample_prompts
+    if path:
+        try:
+            lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no UTF-8 text"
+            raise UserError(f"--sample-prompts {path}: cannot be read ({why})") from error
+        prompts += [line.strip() for line in lines if line.strip()]
+        if not any(map(str.strip, lines)):
+            raise UserError(f"--sample-prompts {path}: holds no prompt; give a file with one a line")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = max((len(tokenizer(prompt)["input_ids"]) for prompt in prompts), default=0)
+    if longest and positions and longest + settings.sample_tokens > positions:
+        limit = f"{settings.model}'s {positions} positions"
+        raise UserError(f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}")
+    return prompts
 
 
 def choose_attention(settings: Settings, config) -> str:

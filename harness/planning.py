@@ -7,13 +7,14 @@ import functools
 import json
 import math
 import os
+import pathlib
 import textwrap
 from importlib.util import find_spec
 
 import numpy as np
 
 import utils
-from harness import models
+from harness import models, page
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, choose_rates
 from harness.loss import choose_loss
 from harness.processes import columns
@@ -147,6 +148,8 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     if len(worlds) > 1:
         result["scaling"] = scaling(settings, planned, worlds)
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
+    if settings.html:
+        page.write_plan(pathlib.Path(settings.html).expanduser(), result)
     print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))
 
 

@@ -21,9 +21,10 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models, terminal
+from harness import models, page, terminal
 from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
+from harness.page import whole_lines
 from harness.processes import columns, say
 from harness.settings import Settings, counted
 from harness.versions import commit, versions
@@ -193,12 +194,13 @@ class Report:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock_folder(folder)
+                starts = describe_starts(folder, state.step)
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
-                run = describe_run(settings) | {"run_id": state.run_id}
+                run = describe_run(settings) | {"run_id": state.run_id, "starts": starts}
                 replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
-        self.folder, self.place, self.moved = folder, place_of(folder), False
+        self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
         if accelerator.log_with:
             flags = dataclasses.asdict(settings).items()
             flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flags}
@@ -225,11 +227,11 @@ class Report:
             say(f"compiled   in {time.perf_counter() - self.compiles_since:,.0f} s, the first step included")
             self.compiles_since = None
 
-    def log(self, metrics: dict, speed: str) -> None:
+    def log(self, metrics: dict, speed: str, stories: list[dict[str, str]] | None = None) -> None:
         if not self.file:
             return
         step = metrics["step"]
-        self.write(metrics)
+        self.write(metrics, **{"samples": stories} if stories else {})
         try:
             self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
         except OSError as error:
@@ -266,20 +268,28 @@ class Report:
             say(f"failed     {self.folder} was moved away; move it back: nothing is lost, checkpoints wait for it")
         self.moved = moved
 
-    def end(self, metrics: dict | None) -> None:
+    def end(self, metrics: dict | None, stories: list[dict[str, str]] | None = None) -> None:
         """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
         if self.file and metrics:
-            self.write(metrics, final=True)
+            self.write(metrics, final=True, **{"samples": stories} if stories else {})
         self.close()
         for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
             tracker.finish()
 
     def close(self) -> None:
-        """Gives back the terminal and the file, however the run ended."""
+        """Gives back the terminal and the file, and leaves the page, however the run ended."""
         self.bar.close()
         with contextlib.suppress(OSError):  # said when the line was written
-            if self.file:
+            if self.file and not self.file.closed:
                 self.file.close()
+                self.write_page()
+
+    def write_page(self) -> None:
+        """Makes report.html of the run's files; that it cannot be written costs no run its success."""
+        try:
+            self.page = page.write_report([self.folder], self.folder / "report.html")
+        except Exception as error:  # whatever it is, the run has its result
+            say(columns({"report": f"not written: {getattr(error, 'strerror', None) or utils.first_line(error)}"}))
 
 
 def as_json(metrics: dict) -> dict:
@@ -288,20 +298,13 @@ def as_json(metrics: dict) -> dict:
             for key, value in metrics.items()}  # fmt: skip
 
 
+def describe_stories(stories: list[dict[str, str]]) -> str:
+    return "\n\n".join(story["text"] for story in stories)
+
+
 def describe_held_out(metrics: dict) -> str:
     loss = metrics.get("eval_loss")
     return "" if loss is None else f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})"
-
-
-def whole_lines(path: pathlib.Path) -> list[dict]:
-    """The lines of a metrics file, if there is one, but for those cut off by a kill or that are no entry."""
-    lines = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            entry = json.loads(line)
-            if entry["step"] >= 0:
-                lines.append(entry)
-    return lines
 
 
 def open_metrics(path: pathlib.Path, step: int):
@@ -320,6 +323,15 @@ def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
             replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
+
+
+def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
+    """The starts of the run in `folder` so far and this one, from `step` on: each with its time, that step, how many
+    logged steps after it are done again, and the ranks."""
+    starts = page.read_config(folder).get("starts", [])
+    reached = max((line["step"] for line in whole_lines(folder / "metrics.jsonl")), default=step)
+    now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
+    return [*starts, now | {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}]
 
 
 def describe_run(settings: Settings) -> dict:
@@ -352,6 +364,51 @@ def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
         milliseconds = metrics["predicted_step_time_ms"]
         lines["planned"] = f"alloc {alloc:.2f} GiB, reserved {reserved:.2f} GiB, {milliseconds:,.1f} ms a step"
     return "\n" + columns(lines, wrap=True) + "\n" + columns({"files": str(folder)})
+
+
+def launcher() -> str:
+    """How this program was started, so that it can be again; several nodes' own launcher is not known here."""
+    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    python = pathlib.Path(sys.executable)
+    program = python if ranks == 1 else python.with_name("torchrun")
+    shown = os.path.relpath(program) if program.is_relative_to(pathlib.Path.cwd()) else str(program)
+    by = "" if ranks == 1 else f" --nproc_per_node={ranks}" if ranks == here else " ..."
+    return f"{shlex.quote(shown)}{by} {shlex.quote(sys.argv[0])}"
+
+
+def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, shown: pathlib.Path | None) -> str:
+    """What can be done with what this run left, as commands to paste: at most four lines. `can_write` is whether there
+    is a tokenizer, `shown` the page of the run, if it has one."""
+    quoted, lines = shlex.quote(str(folder)), {}
+    saved, start = any((folder / "checkpoints").glob("step-*")), f"{launcher()} --num-steps 0"
+    source = f"--resume {quoted}" if saved else f"--init pretrained --model {shlex.quote(settings.export or '')}"
+    if can_write and (saved or settings.export):
+        prompt = shlex.quote(settings.sample_prompt or "Once upon a time")
+        lines["sample"] = f"{start} {source} --sample-prompt {prompt}"
+    if settings.export:
+        lines["load"] = f'transformers.AutoModelForCausalLM.from_pretrained("{settings.export}")'
+    elif saved:
+        lines["export"] = f"{start} {source} --export {quoted}-export"
+    if saved:
+        given = without_flags(settings.argv, "--num-steps", "--resume", "--run-name", "--output-dir", "--export")
+        flags = " ".join([*map(shlex.quote, given), source, f"--num-steps {2 * settings.num_steps}"])
+        lines["go on"] = f"{launcher()} {flags}"
+    elif not settings.export:
+        lines["kept"] = "no weights: --checkpoint-interval N or --export DIR keeps them"
+    return "\n" + columns(lines | ({"report": str(shown)} if shown else {}))
+
+
+def without_flags(argv: tuple[str, ...], *names: str) -> list[str]:
+    """A command line without these flags, which take one value each."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, _, value = word.partition("=")
+        if not (word.startswith("--") and name.replace("_", "-") in names):
+            kept.append(word)
+        elif not value:
+            next(words, "")
+    return kept
 
 
 def figures_of_all_ranks(

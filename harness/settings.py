@@ -122,7 +122,7 @@ class Settings:
     liger: bool = flag(False, "Liger's kernels in eager layers: norms, SwiGLU, rotary positions; a plan is of the layers without them [off]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
-    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 only exports [1000]", least=0, group="optimization")
+    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it exports (--export) and writes stories (--sample-prompt) [1000]", least=0, group="optimization")
     optimizer: Literal["adamw", "adamw-bf16", "adamw8bit"] = flag("adamw", "torch's fused AdamW; the same with moments in bf16; torchao's with 8-bit states [adamw]")
     lr: float = flag(3e-4, "peak learning rate [3e-4]")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
@@ -135,6 +135,7 @@ class Settings:
     eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation")
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0)
     sample_prompt: str | None = flag(None, "text that the model continues at evaluations and at the end")
+    sample_prompts: str | None = flag(None, "more of them, one a line", metavar="FILE")
     sample_tokens: int = flag(128, "length of the continuation [128]")
 
     checkpoint_interval: int = flag(0, "steps between checkpoints, one more at the end; 0 saves only on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints")
@@ -167,6 +168,7 @@ class Settings:
     plan_rates: str | None = flag(None, "what --measure wrote, or JSON with rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: nothing measured [what --measure wrote for this GPU, where it did]", metavar="FILE")
     gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost")
     json: bool = flag(False, "the plan as one JSON object on stdout")
+    html: str | None = flag(None, "the plan as a page with charts too", metavar="FILE")
     measure: bool = flag(False, "no training: times this device, under torchrun its links too, with what a step of this configuration runs, for plans; names a slow rank or link")
     own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
 
@@ -361,15 +363,17 @@ def contradiction(s: Settings) -> str | None:
         (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),
         *((name is not None and not_a_folder_name(name), f"{of}: {name!r} is {not_a_folder_name(name or '')}")
           for of, name in (("--run-name", s.run_name), ("--project-name", s.project_name))),
+        (s.html and not s.plan, "--html: it is a picture of a plan; give --plan with it"),
         (s.measure and s.plan, "--measure: it trains nothing and plans nothing; run --plan after it"),
         (s.measure and s.batch_size == "auto", "--batch-size: --measure times one size; give a number"),
-        (s.num_steps == 0 and not s.export, "--num-steps: 0 trains nothing; it goes with --export DIR"),
+        (s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts), "--num-steps: 0 trains nothing; it goes with --sample-prompt TEXT or --export DIR"),
+        (s.num_steps == 0 and not s.export and s.resume == "none" and s.init == "random", "--num-steps: 0 trains nothing, and random weights write no stories; give --resume PATH, or --model DIR --init pretrained"),
         *((not s.plan and value, f"--{name}: only with --plan, without which this would train")
           for name, value in (("json", s.json), ("plan-gpus", s.plan_gpus), ("gpu-hour-usd", s.gpu_hour_usd))),
         (problem := unknown_model(s.model), f"--model {s.model}: {problem}"),
         (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
         (missing, f"--resume {s.resume}: {missing}"),
-        (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 exports one checkpoint, give its PATH"),
+        (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 takes one checkpoint, give its PATH"),
         (s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
     ]
     # fmt: on

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -50,6 +51,7 @@ def run(device, flags, tmp_path):
     def start_run(name: str, *more, stop_after: int = -1) -> int:
         return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after))
 
+    start_run.device = device
     return start_run
 
 
@@ -86,6 +88,10 @@ def copied(finished, tmp_path):
 
 def steps_of(folder) -> list[list]:
     return [[line[key] for key in KEYS] for line in metrics_of(folder) if not line.get("final")]
+
+
+def config_of(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
 
 
 def names(folder) -> list[str]:
@@ -630,6 +636,78 @@ def test_a_checkpoint_is_exported_without_training(run, copied, tmp_path):
     two, six = (load_file(tmp_path / f"export-{step}" / "model.safetensors") for step in (2, 6))
     assert two.keys() == six.keys() and not torch.equal(two["lm_head.weight"], six["lm_head.weight"])
     assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+def test_a_story_is_written_from_a_checkpoint_and_from_an_export_as_the_run_itself_wrote_it(run, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("The fox\n\nA  frog \n")
+    write = ["--sample-prompts", tmp_path / "prompts", *words("--sample-prompt Once --sample-tokens 8")]
+    places = ["--checkpoint-interval", STEPS, "--export", tmp_path / "export"]
+    assert run("r", *write, *places) == 0
+    stories = metrics_of(tmp_path / "r")[-1]["samples"]
+    assert [story["prompt"] for story in stories] == ["Once", "The fox", "A  frog"]
+    said = capsys.readouterr().out
+    for story in stories:
+        assert story["text"].startswith(story["prompt"]) and len(story["text"]) > len(story["prompt"])
+        assert story["text"] in said
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for source in (["--resume", tmp_path / "r"], ["--init", "pretrained", "--model", tmp_path / "export"]):
+        assert train(["--num-steps", 0, *source, *write], run.device) == 0
+        said = capsys.readouterr().out
+        assert [said.count(story["text"]) for story in stories] == [1, 1, 1]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("contents, why", [(None, "No such file"), ("", "no prompt"), (b"\xff", "no UTF-8")])
+def test_a_file_without_prompts_is_one_line(refused, tmp_path, contents, why):
+    if contents is not None:
+        (tmp_path / "p").write_bytes(contents.encode() if isinstance(contents, str) else contents)
+    message = refused("r", "--sample-prompts", tmp_path / "p")
+    assert message.startswith(f"--sample-prompts {tmp_path / 'p'}: ") and why in message
+
+
+def test_a_story_where_there_is_no_tokenizer_is_one_line(refused, flags, tmp_path):
+    model = flags[flags.index("--model") + 1]
+    message = refused("r", *words(f"--dataset synthetic --tokenizer {model} --sample-prompt Once"))
+    assert message.startswith(f"--tokenizer {model}: ") and message.endswith("or leave out the prompts")
+
+
+def test_what_a_run_prints_at_its_end_can_be_pasted(run, flags, tmp_path, capsys):
+    places = ["--checkpoint-interval", STEPS, "--output-dir", tmp_path, "--run-name", "with space"]
+    assert run("r", *places) == 0
+    after = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.split("\n\n")[-1].splitlines()[-4:])
+    assert list(after) == ["sample", "export", "go", "report"]
+    for name in ("sample", "export", "go"):
+        arguments = shlex.split("--" + after[name].partition(" --")[2])
+        assert train([*arguments, *["--sample-tokens", "4"][: 2 * (name == "sample")]], run.device) == 0
+    said = capsys.readouterr().out
+    assert f"exported   {tmp_path / 'with space-export'}" in said and "Once upon a time" in said
+    lines = metrics_of(tmp_path / "with space")
+    assert lines[-1]["step"] == 2 * STEPS and after["report"].endswith("with space/report.html")
+    assert [start["step"] for start in config_of(tmp_path / "with space")["starts"]] == [0, STEPS]
+
+
+def test_each_start_is_told_with_what_it_does_again(run, copied):
+    shutil.rmtree(copied / "checkpoints" / checkpoint_names(STEPS)[0])
+    assert run("r", "--resume", "auto") == 0
+    first, again = config_of(copied)["starts"]
+    assert (first["step"], first["lost_steps"]) == (0, 0)
+    assert (again["step"], again["lost_steps"], again["world_size"]) == (STEPS - 2, 2, 1)
+    assert again["time"] > first["time"]
+    assert "2 starts, 2 logged steps done again" in (copied / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_is_one_line_and_costs_nothing_else(run, tmp_path, capsys):
+    with files_of_at_most(1_000_000):
+        assert run("r") == 0
+    assert capsys.readouterr().out.count("report     not written: File too large\n") == 1
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == [".lock", "config.json", "metrics.jsonl"]
+
+
+def test_a_stopped_and_a_failed_run_leave_their_page(run, refused, tmp_path):
+    assert run("stopped", stop_after=2) == processes.StopRequest.EXIT_CODE
+    assert f"ended at step 2 of {STEPS}" in (tmp_path / "stopped" / "report.html").read_text()
+    refused("failed", "--lr", "1e30", "--max-grad-norm", 0, exit_code=1)
+    assert " was no number at step " in (tmp_path / "failed" / "report.html").read_text()
 
 
 def test_an_export_that_would_overwrite_or_cannot_be_written_is_refused_before_training(refused, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from conftest import PROGRAM, ROOT, start
 
 LAYERS = ("tests/*.py", "benchmarks/**/*.py", "train_fsdp.py", "harness/*.py", "utils.py")  # each may import the later
-OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "liger_kernel", "matplotlib"}
+OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "liger_kernel", "matplotlib", "plotly"}
 
 
 def modules_of(root: pathlib.Path) -> dict[str, tuple[int, pathlib.Path]]:
@@ -162,5 +162,7 @@ def test_a_run_on_synthetic_tokens_imports_no_optional_package(tmp_path):
     process = start([sys.executable, "-c", WITHOUT, ",".join(OPTIONAL), PROGRAM, *flags.split()])
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "r" / "checkpoints" / "step-00000006").exists()
+    said = [line for line in process.stdout.splitlines() if "plotly" in line]
+    assert said == ["report     not written: needs the package plotly (pip install plotly)"]
     process = start([sys.executable, "-c", WITHOUT, ",".join(OPTIONAL), PROGRAM, *flags.split(), "--log-with", "wandb"])
     assert process.stderr.startswith("train_fsdp.py: error: --log-with wandb: needs the package wandb"), process.stderr

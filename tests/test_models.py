@@ -243,7 +243,7 @@ def test_a_continuation_is_generated_without_cudnn_which_would_plan_for_each_len
             seen.append(torch.backends.cuda.cudnn_sdp_enabled())
             return input_ids
 
-    assert train_fsdp.sample(settings, Model(1, 1), tokenizer, device) == settings.sample_prompt
+    assert train_fsdp.sample(settings, "Once", Model(1, 1), tokenizer, device) == {"prompt": "Once", "text": "Once"}
     assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False], True)
 
 

@@ -52,7 +52,9 @@ def test_the_demo_learns_and_says_so(demo):
 def test_the_demo_ends_with_a_story(demo):
     process, _ = demo
     assert process.stdout.count(PROMPT) == 2  # after the evaluation at step 6, and at the end
-    assert process.stdout.rstrip().splitlines()[-1].startswith(PROMPT)
+    *_, stories, after = process.stdout.split("\n\n")
+    assert stories.startswith(PROMPT)
+    assert re.match("kept +no weights: .*\nreport +.*/first/report.html$", after)
 
 
 def test_each_logged_step_is_a_line_of_metrics(demo):
@@ -63,7 +65,9 @@ def test_each_logged_step_is_a_line_of_metrics(demo):
         assert {"step", "loss", "grad_norm", "learning_rate", "tokens_seen"} <= set(line)
         assert line["tokens_seen"] == line["step"] * 4 * 64
         assert ("eval_loss" in line) == (line["step"] in (6, 12))
-        assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values())
+        figures = [value for key, value in line.items() if key != "samples"]
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in figures)
+        assert ("samples" in line) == (line["step"] == 6 or "final" in line)
 
 
 def test_speed_is_logged_after_warmup(demo):
@@ -210,8 +214,8 @@ def test_four_ranks_of_any_launcher_do_what_one_process_does(small, one_process,
         assert of_one
         assert of_four == pytest.approx(of_one, rel=1e-6), key
     assert json.loads((small[1] / launcher / "config.json").read_text())["world_size"] == 4
-    story = one_process[0].stdout[one_process[0].stdout.rindex(PROMPT) :]
-    assert process.stdout[process.stdout.rindex(PROMPT) :] == story
+    (story,) = one[-1]["samples"]
+    assert four[-1]["samples"] == [story] and story["text"] in process.stdout
     assert process.stdout.count("verified") == 1  # one rank speaks
 
 

@@ -58,7 +58,7 @@ def test_a_run_leaves_a_trace_a_table_and_all_its_figures_at_the_endpoint(run, p
     assert "tokens_per_sec" not in lines[1]  # step 3 is profiled
     served = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
     gauges = {name: float(value) for name, value in re.findall(r"^training_(\w+) (\S+)$", served, re.MULTILINE)}
-    assert gauges == {key: pytest.approx(value) for key, value in lines[-1].items() if key != "final"}
+    assert gauges == {key: pytest.approx(value) for key, value in lines[-1].items() if key not in ("final", "samples")}
 
 
 def test_steps_under_the_profiler_are_in_no_speed_figure(clock):  # noqa: F811
@@ -127,6 +127,12 @@ def test_shares_of_a_cpu_by_hand():
 def test_a_log_line_has_the_slowest_ranks_step_and_the_longest_wait_for_data(observed):
     figures = observed(2)["figures"]["worst"]
     assert (figures["step_time_ms"], figures["slowest_rank_ms"], figures["data_wait_percent"]) == (10, 20, 5)
+
+
+def test_the_command_that_goes_on_is_the_run_without_what_it_says_anew():
+    argv = ("--demo", "--num_steps", "5", "--export=x", "--lr", "1", "--resume", "p", "--run-name=--lr", "--lr=2")
+    kept = report.without_flags(argv, "--num-steps", "--export", "--resume", "--run-name")
+    assert kept == ["--demo", "--lr", "1", "--lr=2"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
