@@ -53,7 +53,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, heartbeats, models, own_plan, planning, report, samples, streaming
+from harness import advice, checkpoints, folders, heartbeats, models, own_plan, planning, report, samples, streaming
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies
 from harness.export import export
@@ -651,7 +651,7 @@ def main(settings: Settings) -> None:
     except UserError as error:
         fail(f"train_fsdp.py: error: {error}", error.exit_code)
     except torch.cuda.OutOfMemoryError as error:
-        savers = ", ".join(planning.as_flags(changes) for changes in planning.memory_savers(settings)[:3])
+        savers = ", ".join(advice.as_flags(changes) for changes in advice.memory_savers(settings)[:3])
         fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {savers}.", 1)
     except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
         if gone := watch and watch.explain(error):
