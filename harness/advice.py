@@ -1,37 +1,57 @@
 """Advice: the flags that would fit, or be faster, found by planning them. Called by `planning`, and by the script for
 the flags that save memory. It does not know how a plan is made."""
 
+import dataclasses
+import functools
 import math
+import shlex
+import time
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 from harness.loss import choose_loss
-from harness.rates import Rates
-from harness.settings import Settings
+from harness.settings import Settings, contradiction
+
+LEVELS = ("none", "selective", "full")  # of activation checkpointing: each holds less, and is slower
+TOLD = 0.01  # what could be faster by less than this share is not planned, and not called faster
+BEYOND = 4096  # sequences; no larger batch is looked at
+SEARCHED = ("zero_stage", "dp_replicate_size", "activation_checkpointing", "batch_size", "gradient_accumulation_steps")
 
 
-def largest_batch(planned, rates: Rates) -> int:
-    """The largest --batch-size that fits (of more than 16, one within a sixteenth of it); 0 if none does.
+def next_size(reserved: dict[int, float], sizes: Sequence[int], capacity: float) -> int | None:
+    """Of `sizes`, ascending, the next to plan on the way to the largest that fits; None when it is known, or that none
+    fits. `reserved` has the GiB of those that are planned.
 
-    Memory grows evenly with it where activations are the peak, so two plans tell about where it lies, and the next
-    ones make sure.
+    The peak is the largest of several sums that grow evenly with the batch: through two sizes that fit goes a line
+    which is too low beyond them, so what it puts above the capacity need not be planned; the line from a size that
+    fits to one that does not is too high between them.
     """
+    fits = sorted(size for size, gib in reserved.items() if gib <= capacity)
+    fails = min((size for size in reserved if size not in fits), default=math.inf)
+    if not fits:
+        return None if sizes[0] in reserved else sizes[0]
 
-    def left(size: int) -> float:
-        return rates.memory_gib - planned(batch_size=size)["memory_gib"]["reserved"]
+    def on_line(a: int, b: int, size: int) -> float:
+        return reserved[a] + (reserved[b] - reserved[a]) / (b - a) * (size - a)
 
-    fits, fails, probe = 0, math.inf, 1
-    while fails - fits > 1 + fits // 16:
-        if left(probe) >= 0:
-            fits = probe
-        else:
-            fails = probe
-        if fails < math.inf:
-            probe = (fits + fails) // 2
-        else:
-            other = fits if fits > 1 else 2
-            growth = max((left(1) - left(other)) / (other - 1), 1e-9)
-            probe = min(max(fits + int(left(fits) / growth), fits + 1 + fits // 16), 64 * fits)
-    return fits
+    left = [size for size in sizes if fits[-1] < size < fails]
+    if len(fits) > 1:
+        left = [size for size in left if on_line(*fits[-2:], size) <= capacity]
+    elif left and fails == math.inf:
+        return left[0]
+    if fails == math.inf:
+        return left[-1] if left else None
+    sure = [size for size in left if on_line(fits[-1], fails, size) <= capacity]
+    return sure[-1] if sure else next(iter(left), None)
+
+
+def largest_batch(planned, capacity: float) -> int:
+    """The largest --batch-size that fits; 0 if none does."""
+    reserved, size, sizes = {}, 1, range(1, BEYOND + 1)
+    while size:
+        reserved[size] = planned(batch_size=size)["memory_gib"]["reserved"]
+        size = next_size(reserved, sizes, capacity)
+    return max((size for size in reserved if reserved[size] <= capacity), default=0)
 
 
 def memory_savers(settings: Settings) -> list[dict]:
@@ -55,31 +75,218 @@ def as_flags(changes: dict) -> str:
 
 
 def what_fits(settings: Settings, config, planned) -> dict | None:
-    """The flags that make it fit at the least cost in speed, by planning them; None where nothing does.
+    """The changes that make it fit at the least cost in speed, by planning them; None where nothing does.
 
     They are tried one on top of the other, the cheapest in speed first, until it fits; then what is not needed is
     taken out again.
     """
 
-    def with_all(chosen: list[dict]) -> dict:
-        return planned(**{name: value for changes in chosen for name, value in changes.items()})
+    def merged(chosen: list[dict]) -> dict:
+        return {name: value for changes in chosen for name, value in changes.items()}
 
     chosen: list[dict] = []
     for changes in memory_savers(settings):
         if "fused_loss" in changes and not choose_loss(None, config):
             continue
         chosen = [one for one in chosen if one.keys() != changes.keys()] + [changes]  # full in place of selective
-        if with_all(chosen)["fits"]:
+        if planned(**merged(chosen))["fits"]:
             break
     else:
         return None
     for changes in chosen[:-1]:
         fewer = [one for one in chosen if one is not changes]
-        if with_all(fewer)["fits"]:
+        if planned(**merged(fewer))["fits"]:
             chosen = fewer
-    result = with_all(chosen)
-    flags, reserved = " ".join(map(as_flags, chosen)), result["memory_gib"]["reserved"]
-    return {"flags": flags, "reserved_gib": reserved, "tokens_per_sec": result["tokens_per_sec"]}
+    return merged(chosen)
+
+
+def keeps_batch(settings: Settings) -> bool:
+    """Whether the tokens of a step are to stay as they are: the command line, the demo or a file decided them."""
+    if settings.batch_size == "auto":
+        return False
+    named = {word.split("=")[0].replace("_", "-") for word in settings.argv}
+    sizes = settings.batch_size, settings.gradient_accumulation_steps
+    return sizes != (1, 1) or bool(named & {"--batch-size", "--gradient-accumulation-steps"})
+
+
+def techniques(settings: Settings, world: int) -> tuple[list[dict], list[dict]]:
+    """What may be combined with any batch, each once: stages 2, 3 and the asked one, and those that are seldom the
+    fastest. Less checkpointing comes before more, as it is faster where it fits."""
+    nodes = world // settings.gpus_per_node if world % settings.gpus_per_node == 0 else 1
+    layouts = [(settings.zero_stage, settings.dp_replicate_size)]
+    for replicas in (settings.dp_replicate_size, 1, nodes):
+        if replicas < world:  # a rank that shards with nobody has one stage
+            layouts += [(3, replicas), (2, replicas)]
+    several = settings.gradient_accumulation_steps > 1 or settings.batch_size > 1  # with one microbatch 1 is as 2
+    seldom = [(1, settings.dp_replicate_size)] * several + [(0, 1)] if world > settings.dp_replicate_size else []
+    levels = LEVELS if settings.activation_memory_budget is None else (settings.activation_checkpointing,)
+
+    def combined(layouts: list[tuple[int, int]]) -> list[dict]:
+        names = ("activation_checkpointing", "zero_stage", "dp_replicate_size")
+        found = [dict(zip(names, (level, *one), strict=True)) for level in levels for one in dict.fromkeys(layouts)]
+        return [one for one in found if not contradiction(dataclasses.replace(settings, **one))]
+
+    return combined(layouts), combined([one for one in seldom if one not in layouts])
+
+
+class Search:
+    """What was planned for one world size, and what of it is the fastest. `plan(**changes)` gives the plan of
+    `settings` with these changes. None is begun that would not be ready after `seconds`. The tokens of a step are
+    kept, unless `free`: then the batch grows, not the accumulation."""
+
+    def __init__(self, settings: Settings, world: int, plan: Callable[..., dict], seconds: float, free: bool):
+        self.settings, self.world, self.plan, self.free = settings, world, plan, free
+        self.began = time.monotonic()
+        self.ends, self.slowest, self.complete = self.began + seconds, 0.0, True
+        self.capacity, self.rows = plan()["capacity_gib"], {}
+        self.try_out()
+
+    def try_out(self, **changes) -> dict:
+        """The row of `settings` with these changes, planned if they are new.
+
+        Raises:
+            TimeoutError: it would take too long.
+        """
+        began = time.monotonic()
+        changes = {name: value for name, value in changes.items() if value != getattr(self.settings, name)}
+        key = tuple(sorted(changes.items()))
+        if key in self.rows:
+            return self.rows[key]
+        if len(self.rows) > 1 and began + self.slowest > self.ends:
+            raise TimeoutError
+        plan = self.plan(**changes)
+        self.slowest = max(self.slowest, time.monotonic() - began)
+        configured = dataclasses.replace(self.settings, **changes)
+        told = ("fits", "step_time_ms", "tokens_per_sec", "mfu_percent", "cost_per_billion_tokens")
+        row = {"changes": changes} | {name: getattr(configured, name) for name in SEARCHED}
+        row |= {"flags": as_flags(changes), "command": command(self.settings, self.world, changes)}
+        row |= {"reserved_gib": plan["memory_gib"]["reserved"]} | {name: plan[name] for name in told if name in plan}
+        row |= {"tokens_per_step": configured.tokens_per_step(self.world), "asked": not changes, "fastest": False}
+        row["products_ms"] = plan["time_ms"]["matmul"] + plan["time_ms"]["attention"]
+        return self.rows.setdefault(key, row)
+
+    def run(self, first: dict) -> None:
+        """Plans what may be the fastest that fits, and what one flag changes; `first` is what to begin with."""
+        often, seldom = techniques(self.settings, self.world)
+        near = [{"activation_checkpointing": level} for level in LEVELS]
+        near += [{"zero_stage": stage} for stage in (2, 3) if self.world > self.settings.dp_replicate_size]
+        self.try_out(**first)
+        self.try_all(often)
+        for one in near:
+            if not contradiction(dataclasses.replace(self.settings, **one)):
+                self.try_out(**one)
+        self.try_all(seldom)
+
+    def try_all(self, techniques: list[dict]) -> None:
+        """Plans the techniques at their best batch sizes, less those that cannot fit or cannot be the fastest."""
+        samples = self.settings.batch_size * self.settings.gradient_accumulation_steps
+        sizes = [size for size in range(1, BEYOND if self.free else samples + 1) if self.free or samples % size == 0]
+        too_large, at_ease, start = [], [], self.settings.batch_size
+        for technique in techniques:
+            stage, level = technique["zero_stage"], technique["activation_checkpointing"]
+            layout = (-stage, technique["dp_replicate_size"] if stage else self.world)
+            memory = (*layout, -LEVELS.index(level))  # which grows with each of the three
+            if any(all(a >= b for a, b in zip(memory, known, strict=True)) for known in too_large):
+                continue
+            if layout in at_ease or self.is_too_slow(level):
+                continue
+            several = [size for size in sizes if self.free or stage != 1 or size < samples]
+            largest, bounded = self.try_batches(technique, several, start)
+            start = largest or start
+            too_large += [memory] * (not largest)
+            at_ease += [layout] * (not bounded)
+
+    def try_batches(self, technique: dict, sizes: list[int], start: int) -> tuple[int, bool]:
+        """Plans `technique` at the sizes that may be its best. Returns the largest that fits, 0 if none does, and
+        whether it is memory that bounds it."""
+        samples = self.settings.batch_size * self.settings.gradient_accumulation_steps
+        size, rows = max((size for size in sizes if size <= start), default=sizes[0]), {}
+        while size:
+            steps = {} if self.free else {"gradient_accumulation_steps": samples // size}
+            rows[size] = self.try_out(**technique, batch_size=size, **steps)
+            fitting = sorted(size for size in rows if rows[size]["fits"])
+            if fitting and self.is_too_slow(technique["activation_checkpointing"]):
+                break
+            if self.free and len(fitting) > 1:  # the step's time is a line too: no size beyond `enough` gains a TOLD
+                few, many = (rows[size]["step_time_ms"] for size in fitting[-2:])
+                each = max((many - few) / (fitting[-1] - fitting[-2]), 1e-9)
+                enough = max((many / each - fitting[-1]) / TOLD, fitting[-1])
+                sizes = [size for size in sizes if size <= enough]
+            size = next_size({size: row["reserved_gib"] for size, row in rows.items()}, sizes, self.capacity)
+        largest = max(fitting, default=0)
+        return largest, largest < sizes[-1]
+
+    def is_too_slow(self, level: str) -> bool:
+        """Whether with this checkpointing the matmuls and attention of a token, which take the same at any batch size,
+        stage and number of replicas, alone take as long as a token of the fastest that fits."""
+        best = max((row["tokens_per_sec"] for row in self.rows.values() if row["fits"]), default=0)
+        alike = [row for row in self.rows.values() if row["activation_checkpointing"] == level]
+        bounds = [1000 * row["tokens_per_step"] / row["products_ms"] for row in alike]
+        return bool(bounds) and max(bounds) < (1 + TOLD) * best
+
+    def fastest(self) -> dict | None:
+        """The row to advise; None where nothing that was planned fits. What was asked, where no other is told to be
+        faster; of those that are alike the smallest step."""
+        fitting = [row for row in self.rows.values() if row["fits"]]
+        best = max((row["tokens_per_sec"] for row in fitting), default=0)
+        alike = [row for row in fitting if row["tokens_per_sec"] * (1 + TOLD) >= best]
+        order = lambda row: (not row["asked"], row["tokens_per_step"], -row["tokens_per_sec"])  # noqa: E731
+        return min(alike, key=order, default=None)
+
+    def result(self) -> dict:
+        """The JSON object's part of it: the fastest, all that was planned, how the search went, what makes it fit."""
+        best, rows = self.fastest(), list(self.rows.values())
+        for row in rows:
+            row["fastest"] = row is best
+        seconds = time.monotonic() - self.began
+        how = {"planned": len(rows), "seconds": seconds, "complete": self.complete, "keeps_batch": not self.free}
+        result = {"fastest": best, "configurations": rows, "search": how}
+        if not rows[0]["fits"]:
+            result["fits_with"] = best and {name: best[name] for name in ("flags", "reserved_gib", "tokens_per_sec")}
+        return result
+
+
+def search(settings: Settings, config, plan, world: int, seconds: float, free: bool, first=None) -> Search:
+    """Searches for one world size; where nothing fits, also among the other flags that save memory. Where `first` says
+    what to begin with, these too have to be planned in time; else they are, however long it takes."""
+    found = Search(settings, world, plan, seconds, free)
+    try:
+        found.run(first or {})
+    except TimeoutError:
+        found.complete = False
+    found.ends = math.inf if first is None else found.ends
+    if not found.fastest():
+        try:
+            what_fits(settings, config, found.try_out)
+        except TimeoutError:
+            found.complete = False
+    return found
+
+
+def without(argv: Sequence[str], names: set[str]) -> list[str]:
+    """A command line without the flags of these fields."""
+    words, kept = [], True
+    for word in argv:
+        if word.startswith("--"):
+            name = word[2:].split("=")[0].replace("-", "_")
+            kept = not {name, name.removeprefix("no_")} & names
+        words += [word] * kept
+    return words
+
+
+def command(settings: Settings, world: int, changes: dict) -> str:
+    """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
+    of_plans, group = set(), None
+    for field in dataclasses.fields(Settings):
+        group = field.metadata.get("group", group)
+        of_plans |= {field.name} if group == "planning" and field.name != "own_plan" else set()
+    words = shlex.join(without(settings.argv, of_plans | changes.keys()))
+    local = math.gcd(world, settings.gpus_per_node)
+    launcher = "python" if world == 1 else f"torchrun --nproc_per_node={world}"
+    if world > settings.gpus_per_node:
+        rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
+        launcher = f"torchrun --nnodes={world // local} --nproc_per_node={local} {rendezvous}"
+    return " ".join(filter(None, (launcher, "train_fsdp.py", words, as_flags(changes))))
 
 
 def scaling(settings: Settings, planned, worlds: tuple[int, ...]) -> list[dict]:
@@ -93,3 +300,21 @@ def scaling(settings: Settings, planned, worlds: tuple[int, ...]) -> list[dict]:
             row = planned(world, dp_replicate_size=replicas)
             rows.append({"gpus": world, "dp_replicate_size": replicas} | {name: row[name] for name in told})
     return rows
+
+
+def advise_each(rows: list[dict], settings: Settings, config, planned, found: Search, seconds: float) -> None:
+    """Adds to the first row of each world size the fastest configuration there, and what makes it fit where it does not
+    as asked. `found` is the search for the first; each of the others has `seconds`, and begins with what was the
+    fastest at the size before."""
+    searches = {found.world: found}
+    for row in rows:
+        if row["gpus"] in searches:
+            continue
+        best = found.fastest()
+        first = {name: value for name, value in best["changes"].items() if name != "dp_replicate_size"} if best else {}
+        plan = functools.partial(planned, row["gpus"])
+        found = searches[row["gpus"]] = search(settings, config, plan, row["gpus"], seconds, found.free, first)
+    for world, found in searches.items():
+        of_world = next(row for row in rows if row["gpus"] == world)
+        result = found.result()
+        of_world |= {name: result[name] for name in ("fastest", "fits_with", "search") if name in result}

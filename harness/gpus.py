@@ -37,6 +37,9 @@ LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's mainta
 NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
 HOST_US = 10.0  # the host's time for each operator of eager code, autograd and modules included: assumed
 KERNEL_US = 3.0  # the least that a kernel takes on the GPU: assumed
+# Tokens/s of published runs as shares of their plans by these rates: the least, the median and the most of the table
+# "Speed, against published figures" in docs/PLAN.md.
+PUBLISHED_SHARE = (0.62, 0.84, 1.08)
 # What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
 NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank

@@ -36,8 +36,138 @@ def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, flo
     }
 
 
+def layout(row: dict) -> str:
+    replicas = f", {row['dp_replicate_size']} replicas" * (row["dp_replicate_size"] > 1)
+    return f"ZeRO-{row['zero_stage']}{replicas}"
+
+
+def figures(row: dict) -> str:
+    """Speed, MFU and price of a configuration."""
+    said = [f"{row['tokens_per_sec']:,.0f} tokens/s"]
+    said += [f"MFU {row['mfu_percent']:.1f} %"] if row["mfu_percent"] else []
+    said += [f"${row['cost_per_billion_tokens']:,.0f} a billion tokens"] if "cost_per_billion_tokens" in row else []
+    return ", ".join(said)
+
+
+def verdict(result: dict) -> str:
+    """Whether it fits, in one line."""
+    used = f"{result['memory_gib']['reserved']:.1f} of {result['capacity_gib']:.1f} GiB reserved on each"
+    fits = "fits" if result["fits"] else "DOES NOT FIT"
+    speed = f": {figures(result)}" * result["fits"]
+    return f"{fits}, {used} of {result['gpus']:,} x {result['gpu']}{speed}"
+
+
+def describe_fastest(result: dict) -> dict[str, str]:
+    """The configuration to take, as lines of the answer."""
+    best, found = result["fastest"], result["search"]
+    how = f"{found['planned']} configurations planned in {found['seconds']:.0f} s"
+    if not found["complete"]:
+        how += ", then the time was up: there may be faster ones (--plan-seconds)"
+    if not best:
+        none = "no flags make it fit: more GPUs, a shorter --sequence-length or a smaller --model"
+        return {"fastest": none if found["complete"] else "none that fits was found", "search": how}
+    if best["asked"]:
+        said = "as asked; nothing else that fits is more than 1 % faster"
+        return {"fastest": said, "command": best["command"], "search": how}
+    faster = f"{best['tokens_per_sec'] / result['tokens_per_sec'] - 1:+.0%}, ".replace("%", " %") * result["fits"]
+    lines = {"fastest": f"{best['flags']}: {faster}{figures(best)}, {best['reserved_gib']:.1f} GiB"}
+    lines["command"] = best["command"]
+    asked = result["configurations"][0]["tokens_per_step"]
+    if best["tokens_per_step"] != asked:
+        keep = f"--batch-size {result['configurations'][0]['batch_size']} says that they stay"
+        lines["changes"] = f"the run: {best['tokens_per_step']:,} tokens a step, not {asked:,}; {keep}"
+    return lines | {"search": how}
+
+
+def expectation(result: dict) -> str:
+    """What published runs reached of such plans, for the configuration to take."""
+    least, _, most = result["published_share"]
+    best = result.get("fastest") or result
+    said = f"{least * best['tokens_per_sec']:,.0f} to {most * best['tokens_per_sec']:,.0f} tokens/s"
+    if "cost_per_billion_tokens" in best:
+        cost = best["cost_per_billion_tokens"]
+        said += f", ${cost / most:,.0f} to ${cost / least:,.0f} a billion tokens"
+    why = "the rates are assumed, so speeds are bounds: published runs reached"
+    return f"{said}; {why} {100 * least:.0f} to {100 * most:.0f} % of such plans"
+
+
+def memory_bar(result: dict, width: int = 40) -> list[str]:
+    """Where the memory of a GPU goes at the peak, one kind below the other, up to its capacity."""
+    capacity, reserved = result["capacity_gib"], result["memory_gib"]["reserved"]
+    parts = result["at_peak_gib"] | {"allocator, CUDA": reserved - result["memory_gib"]["total"]}
+    parts |= {"free": capacity - reserved} if reserved <= capacity else {"LACKING": capacity - reserved}
+    scale, filled, lines = width / max(capacity, reserved), 0.0, []
+    for kind, gib in parts.items():
+        start, end = sorted((round(filled * scale), round((filled + gib) * scale)))
+        row = " " * start + ("░" if kind == "free" else "█") * (end - start)
+        edge = round(capacity * scale)
+        row = f"{row:{width}}"[:edge] + "│" + f"{row:{width}}"[edge:]
+        lines.append(f"  {kind:16}{gib:9,.2f}  {row}".rstrip())
+        filled += gib
+    return lines
+
+
+def describe_configurations(result: dict) -> list[str]:
+    """Side by side: what was asked, the fastest, what one flag changes, and the fastest of the rest."""
+    rows = result["configurations"]
+    first = [row for row in rows if row["asked"] or row["fastest"]]
+    near = [row for row in rows if len(row["changes"]) == 1 and row not in first]
+    rest = sorted((row for row in rows if row not in first + near), key=lambda row: -row["tokens_per_sec"])
+    near += [row for row in rest if row["fits"]][: max(8 - len(first + near), 0)]
+    shown = first + sorted(near, key=lambda row: (not row["fits"], -row["tokens_per_sec"]))
+    priced = "cost_per_billion_tokens" in rows[0]
+    lines = [
+        f"\n{'':52}batch x    GiB a{'':36}" + "  $ a billion" * priced,
+        f"{'':9}{'sharding':21}{'checkpointing':15}microbatches      GPU  fits  ms a step     tokens/s  MFU %"
+        + "       tokens" * priced,
+    ]
+    for row in shown:
+        name = "asked" if row["asked"] else "fastest" if row["fastest"] else ""
+        batch = f"{row['batch_size']:,} x {row['gradient_accumulation_steps']:,}"
+        lines.append(
+            f"{name:9}{layout(row):21}{row['activation_checkpointing']:15}{batch:>12}{row['reserved_gib']:9,.1f}"
+            f"{'yes' if row['fits'] else 'NO':>6}{row['step_time_ms']:11,.1f}{row['tokens_per_sec']:13,.0f}"
+            f"{row['mfu_percent'] or math.nan:7.1f}"
+            + (f"{row['cost_per_billion_tokens']:13,.2f}" if priced else "")
+            + "".join(f"  {name}" for name in other_flags(row))
+        )
+    return lines
+
+
+def other_flags(row: dict) -> list[str]:
+    """The flags of a row that its columns do not show."""
+    return [f"--{name.replace('_', '-')}" for name in row["changes"] if name not in row]
+
+
+def describe_worlds(rows: list[dict]) -> list[str]:
+    """World sizes side by side, and below them what to do at each."""
+    lines = [
+        f"\n{'':30}GiB sent{'':38}not hidden",
+        "    GPUs  replicas  fits        in a step   ms a step      tokens/s  MFU %   traffic %",
+    ]
+    lines += [
+        f"{row['gpus']:8,}{row['dp_replicate_size']:10,}{'yes' if row['fits'] else 'NO':>6}"
+        f"{row['communication_gib_per_step']:17,.2f}{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:14,.0f}"
+        f"{row['mfu_percent'] or math.nan:7.1f}{row['exposed_communication_percent']:12.1f}"
+        for row in rows
+    ]
+    for row in rows:
+        if "search" not in row:
+            continue
+        best, late = row["fastest"], "" if row["search"]["complete"] else " (out of time: there may be faster ones)"
+        if not best:
+            said = f"nothing that fits was found{late}"
+        elif best["asked"]:
+            said = f"as asked; nothing found is more than 1 % faster{late}"
+        else:
+            why = "" if row["fits"] else "it fits with "
+            said = f"{why}{best['flags']}: {figures(best)}, {best['reserved_gib']:.1f} GiB{late}\n{best['command']}"
+        lines.append("\n" * (row is rows[0]) + f"{row['gpus']:8,}  " + said.replace("\n", "\n" + " " * 10))
+    return lines
+
+
 def describe_plan(settings: Settings, result: dict) -> str:
-    """The plan as a table."""
+    """The answer, then what it is made of, then what was assumed."""
     world, memory, time_ms = result["gpus"], result["memory_gib"], result["time_ms"]
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
     techniques = [
@@ -47,6 +177,8 @@ def describe_plan(settings: Settings, result: dict) -> str:
         "fused loss" if settings.fused_loss else "loss from full logits",
         settings.optimizer + ", offloaded to the host" * settings.cpu_offload,
     ]
+    answer = {"verdict": result["verdict"]} | (describe_fastest(result) if "search" in result else {})
+    answer |= {"expect": expectation(result)} if result["published_share"] else {}
     setup = {
         "plan": f"{settings.model} on {world} x {result['gpu']}, ZeRO-{settings.zero_stage}, "
         f"replicas x shards {replicas} x {world // replicas}",
@@ -56,16 +188,21 @@ def describe_plan(settings: Settings, result: dict) -> str:
     }
     places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
     place = places.get(result["peak_at"], f"in {result['peak_at']}")
-    place += f", {memory['host']:,.1f} GiB a GPU on the host" * settings.cpu_offload
-    verdict = f"of {result['capacity_gib']:.1f}: " + ("fits" if result["fits"] else "DOES NOT FIT")
-    verdict += f", largest --batch-size {result['largest_batch_size']}" * (result["largest_batch_size"] > 0)
+    place += f"; {memory['host']:,.1f} GiB a GPU on the host" * settings.cpu_offload
+    largest = result.get("largest_batch_size", 0)
     kinds = {"matmul": "matmul", "attention": "attention", "memory": "memory-bound", "optimizer": "optimizer"}
     lines = [
-        columns(setup),
+        columns(answer),
+        *(describe_configurations(result) if "search" in result else []),
+        *(describe_worlds(result["scaling"]) if "scaling" in result else []),
+        f"\nmemory of the fullest GPU in GiB, as asked: {memory['reserved']:,.2f} reserved of "
+        f"{result['capacity_gib']:.1f}" + f", largest --batch-size {largest:,}" * (largest > 0),
+        *memory_bar(result),
+        "\n" + columns(setup),
         f"\nmemory of the fullest GPU, GiB{'at most':>9}  {place}",
         *(f"  {kind:24}{memory[kind]:13,.2f}{gib:13,.2f}" for kind, gib in result["at_peak_gib"].items()),
         f"  {'total':24}{'':13}{memory['total']:13,.2f}",
-        f"  {'reserved':24}{'':13}{memory['reserved']:13,.2f}   {verdict}",
+        f"  {'reserved':24}{'':13}{memory['reserved']:13,.2f}",
         "\nsent by each GPU in a step, GiB",
         *(
             f"  {entry['collective'].replace('_', '-'):15}{'x ' + str(entry['calls']):9}{entry['gib']:9,.2f}   "
@@ -80,23 +217,10 @@ def describe_plan(settings: Settings, result: dict) -> str:
         *[f"  {'waiting for the host':24}{time_ms['launches']:9,.1f}"] * (time_ms["launches"] >= 0.1),
         f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
         f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, "
-        + (f"MFU {result['mfu_percent']:.1f} %" if result["flops_per_token"] else "no MFU"),
+        + (f"MFU {result['mfu_percent']:.1f} %" if result["mfu_percent"] else "no MFU"),
         f"  {'a billion tokens':24}{result['hours_per_billion_tokens']:9,.2f} h"
         + (f", ${result['cost_per_billion_tokens']:,.0f}" if settings.gpu_hour_usd else ""),
     ]
-    if fitting := result.get("fits_with"):
-        reached = f"{fitting['reserved_gib']:.1f} GiB reserved, {fitting['tokens_per_sec']:,.0f} tok/s"
-        lines.append(f"\nit fits with {fitting['flags']}\n  {reached}")
-    elif not result["fits"]:
-        lines.append("\nno set of flags makes it fit: more GPUs, a shorter --sequence-length or a smaller --model")
-    if rows := result.get("scaling"):
-        lines.append("\n    GPUs  replicas   GiB sent   ms a step          tok/s   MFU %   exposed %")
-        lines += [
-            f"{row['gpus']:8,}{row['dp_replicate_size']:10}{row['communication_gib_per_step']:11.2f}"
-            f"{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:15,.0f}{row['mfu_percent'] or math.nan:8.1f}"
-            f"{row['exposed_communication_percent']:12.1f}" + "   does not fit" * (not row["fits"])
-            for row in rows
-        ]
     wrap = textwrap.TextWrapper(110, initial_indent="  ", subsequent_indent="    ")
     assumed = [wrap.fill(f"{name}: {text}") for name, text in result["assumptions"].items()]
     return "\n".join([*lines, "\nassumptions", *assumed])

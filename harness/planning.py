@@ -10,10 +10,9 @@ import os
 import numpy as np
 
 import utils
-from harness import models
-from harness.advice import largest_batch, scaling, what_fits
-from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, choose_rates
-from harness.plan_text import assumptions, describe_plan
+from harness import advice, models
+from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates
+from harness.plan_text import assumptions, describe_plan, verdict
 from harness.rates import Rates, predict_time
 from harness.settings import Settings
 from utils import UserError
@@ -118,7 +117,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
 
 
 def plan(settings: Settings, recipe: Recipe) -> None:
-    """--plan: prints what `settings` will need and give."""
+    """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
     if int(os.environ.get("RANK", 0)):
         return
     rates = choose_rates(settings)
@@ -133,15 +132,21 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     def planned(world: int = worlds[0], **changed) -> dict:
         return predicted(dataclasses.replace(settings, **changed), world)
 
-    batch = largest_batch(planned, rates)
-    if settings.batch_size == "auto":
-        settings = dataclasses.replace(settings, batch_size=batch or 1)
-    result = (
-        {"model": settings.model, "gpu": rates.device, "flops": counted} | planned() | {"largest_batch_size": batch}
-    )
-    if not result["fits"]:
-        result["fits_with"] = what_fits(settings, config, planned)
+    seconds, auto, free = settings.plan_seconds, settings.batch_size == "auto", not advice.keeps_batch(settings)
+    largest = advice.largest_batch(planned, rates.memory_gib) if seconds or auto else None
+    if auto:
+        argv = (*advice.without(settings.argv, {"batch_size"}), "--batch-size", str(largest or 1))
+        settings = dataclasses.replace(settings, batch_size=largest or 1, argv=argv)
+    result = {"model": settings.model, "gpu": rates.device, "flops": counted} | planned()
+    result |= {} if largest is None else {"largest_batch_size": largest}
+    if seconds or (auto and not result["fits"]):
+        found = advice.search(settings, config, functools.partial(planned, worlds[0]), worlds[0], seconds, free)
+        result |= found.result()
     if len(worlds) > 1:
-        result["scaling"] = scaling(settings, planned, worlds)
+        result["scaling"] = rows = advice.scaling(settings, planned, worlds)
+        if seconds:
+            advice.advise_each(rows, settings, config, planned, found, seconds / 3)
+    result["verdict"] = verdict(result)
+    result["published_share"] = None if rates.sections else PUBLISHED_SHARE
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
     print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))

@@ -133,6 +133,7 @@ class Settings:
     plan_gpus: tuple[int, ...] | None = flag(None, "world size to plan for; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]")
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
     plan_rates: str | None = flag(None, "what --measure wrote, or JSON with rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: nothing measured [what --measure wrote for this GPU, where it did]", metavar="FILE")
+    plan_seconds: float = flag(30.0, "how long a plan looks for the fastest configuration that fits, a third of it for each further world size; 0 plans only what is asked for [30]", least=0)
     measure: bool = flag(False, "no training: times this device, under torchrun its links too, with what a step of this configuration runs, for plans; names a slow rank or link")
     gpus_per_node: int = flag(8, "[8]")
     gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour")
