@@ -1,6 +1,7 @@
 """Advice: the flags that would fit, or be faster, found by planning them. Called by `planning`, and by the script for
 the flags that save memory. It does not know how a plan is made."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -139,6 +140,7 @@ class Search:
         self.began = time.monotonic()
         self.ends, self.slowest, self.complete = self.began + seconds, 0.0, True
         self.capacity, self.rows = plan()["capacity_gib"], {}
+        self.base: dict = {}  # what else is changed in all that is tried
         self.try_out()
 
     def try_out(self, **changes) -> dict:
@@ -165,17 +167,20 @@ class Search:
         row["products_ms"] = plan["time_ms"]["matmul"] + plan["time_ms"]["attention"]
         return self.rows.setdefault(key, row)
 
-    def run(self, first: dict) -> None:
-        """Plans what may be the fastest that fits, and what one flag changes; `first` is what to begin with."""
-        often, seldom = techniques(self.settings, self.world)
+    @contextlib.contextmanager
+    def in_time(self):
+        try:
+            yield
+        except TimeoutError:
+            self.complete = False
+
+    def try_near(self) -> None:
+        """Plans what differs by one flag, to be shown beside the others."""
         near = [{"activation_checkpointing": level} for level in LEVELS]
         near += [{"zero_stage": stage} for stage in (2, 3) if self.world > self.settings.dp_replicate_size]
-        self.try_out(**first)
-        self.try_all(often)
         for one in near:
             if not contradiction(dataclasses.replace(self.settings, **one)):
                 self.try_out(**one)
-        self.try_all(seldom)
 
     def try_all(self, techniques: list[dict]) -> None:
         """Plans the techniques at their best batch sizes, less those that cannot fit or cannot be the fastest."""
@@ -203,7 +208,7 @@ class Search:
         size, rows = max((size for size in sizes if size <= start), default=sizes[0]), {}
         while size:
             steps = {} if self.free else {"gradient_accumulation_steps": samples // size}
-            rows[size] = self.try_out(**technique, batch_size=size, **steps)
+            rows[size] = self.try_out(**self.base, **technique, batch_size=size, **steps)
             fitting = sorted(size for size in rows if rows[size]["fits"])
             if fitting and self.is_too_slow(technique["activation_checkpointing"]):
                 break
@@ -226,8 +231,9 @@ class Search:
 
     def fastest(self) -> dict | None:
         """The row to advise; None where nothing that was planned fits. What was asked, where no other is told to be
-        faster; of those that are alike the smallest step."""
+        faster; of those that are alike the smallest step; with another optimizer only where nothing else fits."""
         fitting = [row for row in self.rows.values() if row["fits"]]
+        fitting = [row for row in fitting if "optimizer" not in row["changes"]] or fitting
         best = max((row["tokens_per_sec"] for row in fitting), default=0)
         alike = [row for row in fitting if row["tokens_per_sec"] * (1 + TOLD) >= best]
         order = lambda row: (not row["asked"], row["tokens_per_step"], -row["tokens_per_sec"])  # noqa: E731
@@ -247,19 +253,24 @@ class Search:
 
 
 def search(settings: Settings, config, plan, world: int, seconds: float, free: bool, first=None) -> Search:
-    """Searches for one world size; where nothing fits, also among the other flags that save memory. Where `first` says
-    what to begin with, these too have to be planned in time; else they are, however long it takes."""
+    """Searches for one world size; where nothing fits, among the other flags that save memory, and then again with
+    those. Where `first` says what to begin with, all of it has to be planned in time; else something that fits is
+    looked for however long it takes, and half the time again is left to find what is faster."""
     found = Search(settings, world, plan, seconds, free)
-    try:
-        found.run(first or {})
-    except TimeoutError:
-        found.complete = False
-    found.ends = math.inf if first is None else found.ends
+    often, seldom = techniques(settings, world)
+    with found.in_time():
+        found.try_out(**(first or {}))
+        found.try_all(often)
     if not found.fastest():
-        try:
-            what_fits(settings, config, found.try_out)
-        except TimeoutError:
-            found.complete = False
+        with found.in_time():
+            ends, found.ends = found.ends, math.inf if first is None else found.ends
+            if changes := what_fits(settings, config, found.try_out):
+                found.base = {name: value for name, value in changes.items() if name not in SEARCHED}
+                found.ends = ends if first is not None else max(ends, time.monotonic() + seconds / 2)
+                found.try_all(often)
+    with found.in_time():
+        found.try_near()
+        found.try_all(seldom)
     return found
 
 
@@ -311,7 +322,8 @@ def advise_each(rows: list[dict], settings: Settings, config, planned, found: Se
         if row["gpus"] in searches:
             continue
         best = found.fastest()
-        first = {name: value for name, value in best["changes"].items() if name != "dp_replicate_size"} if best else {}
+        changes = best["changes"].items() if best else ()
+        first = {name: value for name, value in changes if name in SEARCHED and name != "dp_replicate_size"}
         plan = functools.partial(planned, row["gpus"])
         found = searches[row["gpus"]] = search(settings, config, plan, row["gpus"], seconds, found.free, first)
     for world, found in searches.items():

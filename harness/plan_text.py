@@ -1,9 +1,11 @@
 """Plan text: what --plan prints of a plan. Called by `planning`. It computes no figure that the JSON object does not
 have."""
 
+import functools
 import math
 import textwrap
 
+from harness.advice import as_flags
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB
 from harness.processes import columns
 from harness.rates import Rates
@@ -129,14 +131,9 @@ def describe_configurations(result: dict) -> list[str]:
             f"{'yes' if row['fits'] else 'NO':>6}{row['step_time_ms']:11,.1f}{row['tokens_per_sec']:13,.0f}"
             f"{row['mfu_percent'] or math.nan:7.1f}"
             + (f"{row['cost_per_billion_tokens']:13,.2f}" if priced else "")
-            + "".join(f"  {name}" for name in other_flags(row))
+            + f"  {as_flags({name: value for name, value in row['changes'].items() if name not in row})}"
         )
     return lines
-
-
-def other_flags(row: dict) -> list[str]:
-    """The flags of a row that its columns do not show."""
-    return [f"--{name.replace('_', '-')}" for name in row["changes"] if name not in row]
 
 
 def describe_worlds(rows: list[dict]) -> list[str]:
@@ -161,8 +158,11 @@ def describe_worlds(rows: list[dict]) -> list[str]:
             said = f"as asked; nothing found is more than 1 % faster{late}"
         else:
             why = "" if row["fits"] else "it fits with "
-            said = f"{why}{best['flags']}: {figures(best)}, {best['reserved_gib']:.1f} GiB{late}\n{best['command']}"
-        lines.append("\n" * (row is rows[0]) + f"{row['gpus']:8,}  " + said.replace("\n", "\n" + " " * 10))
+            said = f"{why}{best['flags']}: {figures(best)}, {best['reserved_gib']:.1f} GiB{late}"
+        lines.append(
+            "\n" * (row is rows[0]) + textwrap.fill(f"{row['gpus']:8,}  {said}", 110, subsequent_indent=" " * 10)
+        )
+        lines += [f"{'':10}{best['command']}"] if best and not best["asked"] else []
     return lines
 
 
@@ -186,13 +186,14 @@ def describe_plan(settings: Settings, result: dict) -> str:
         "technique": ", ".join(techniques),
         "batch": settings.describe_batch(world),
     }
+    fill = functools.partial(textwrap.fill, width=100, subsequent_indent=" " * 11)
     places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
     place = places.get(result["peak_at"], f"in {result['peak_at']}")
     place += f"; {memory['host']:,.1f} GiB a GPU on the host" * settings.cpu_offload
     largest = result.get("largest_batch_size", 0)
     kinds = {"matmul": "matmul", "attention": "attention", "memory": "memory-bound", "optimizer": "optimizer"}
     lines = [
-        columns(answer),
+        columns({name: text if name == "command" else fill(text) for name, text in answer.items()}),
         *(describe_configurations(result) if "search" in result else []),
         *(describe_worlds(result["scaling"]) if "scaling" in result else []),
         f"\nmemory of the fullest GPU in GiB, as asked: {memory['reserved']:,.2f} reserved of "
@@ -223,4 +224,4 @@ def describe_plan(settings: Settings, result: dict) -> str:
     ]
     wrap = textwrap.TextWrapper(110, initial_indent="  ", subsequent_indent="    ")
     assumed = [wrap.fill(f"{name}: {text}") for name, text in result["assumptions"].items()]
-    return "\n".join([*lines, "\nassumptions", *assumed])
+    return "\n".join(line.rstrip() for line in [*lines, "\nassumptions", *assumed])
