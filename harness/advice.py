@@ -138,7 +138,7 @@ class Search:
     def __init__(self, settings: Settings, world: int, plan: Callable[..., dict], seconds: float, free: bool):
         self.settings, self.world, self.plan, self.free = settings, world, plan, free
         self.began = time.monotonic()
-        self.ends, self.slowest, self.complete = self.began + seconds, 0.0, True
+        self.ends, self.slowest, self.seconds, self.complete = self.began + seconds, 0.0, 0.0, True
         self.capacity, self.rows = plan()["capacity_gib"], {}
         self.base: dict = {}  # what else is changed in all that is tried
         self.try_out()
@@ -229,10 +229,11 @@ class Search:
         bounds = [1000 * row["tokens_per_step"] / row["products_ms"] for row in alike]
         return bool(bounds) and max(bounds) < (1 + TOLD) * best
 
-    def fastest(self) -> dict | None:
-        """The row to advise; None where nothing that was planned fits. What was asked, where no other is told to be
-        faster; of those that are alike the smallest step; with another optimizer only where nothing else fits."""
-        fitting = [row for row in self.rows.values() if row["fits"]]
+    def fastest(self, tokens: int | None = None) -> dict | None:
+        """The row to advise, of those with so many tokens a step if they are given; None where nothing that was planned
+        fits. What was asked, where no other is told to be faster; of those that are alike the smallest step; with
+        another optimizer only where nothing else fits."""
+        fitting = [row for row in self.rows.values() if row["fits"] and tokens in (None, row["tokens_per_step"])]
         fitting = [row for row in fitting if "optimizer" not in row["changes"]] or fitting
         best = max((row["tokens_per_sec"] for row in fitting), default=0)
         alike = [row for row in fitting if row["tokens_per_sec"] * (1 + TOLD) >= best]
@@ -244,11 +245,11 @@ class Search:
         best, rows = self.fastest(), list(self.rows.values())
         for row in rows:
             row["fastest"] = row is best
-        seconds = time.monotonic() - self.began
-        how = {"planned": len(rows), "seconds": seconds, "complete": self.complete, "keeps_batch": not self.free}
+        how = {"planned": len(rows), "seconds": self.seconds, "complete": self.complete, "keeps_batch": not self.free}
         result = {"fastest": best, "configurations": rows, "search": how}
-        if not rows[0]["fits"]:
-            result["fits_with"] = best and {name: best[name] for name in ("flags", "reserved_gib", "tokens_per_sec")}
+        if not rows[0]["fits"]:  # the same run, if there is one
+            row = self.fastest(rows[0]["tokens_per_step"]) or best
+            result["fits_with"] = row and {name: row[name] for name in ("flags", "reserved_gib", "tokens_per_sec")}
         return result
 
 
@@ -271,6 +272,7 @@ def search(settings: Settings, config, plan, world: int, seconds: float, free: b
     with found.in_time():
         found.try_near()
         found.try_all(seldom)
+    found.seconds = time.monotonic() - found.began
     return found
 
 

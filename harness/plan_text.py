@@ -72,12 +72,14 @@ def describe_fastest(result: dict) -> dict[str, str]:
         said = "as asked; nothing else that fits is more than 1 % faster"
         return {"fastest": said, "command": best["command"], "search": how}
     faster = f"{best['tokens_per_sec'] / result['tokens_per_sec'] - 1:+.0%}, ".replace("%", " %") * result["fits"]
-    lines = {"fastest": f"{best['flags']}: {faster}{figures(best)}, {best['reserved_gib']:.1f} GiB"}
+    fitting = (result.get("fits_with") or {}).get("flags")
+    lines = {} if result["fits"] or fitting == best["flags"] else {"fits with": fitting}
+    lines["fastest"] = f"{best['flags']}: {faster}{figures(best)}, {best['reserved_gib']:.1f} GiB"
     lines["command"] = best["command"]
     asked = result["configurations"][0]["tokens_per_step"]
     if best["tokens_per_step"] != asked:
-        keep = f"--batch-size {result['configurations'][0]['batch_size']} says that they stay"
-        lines["changes"] = f"the run: {best['tokens_per_step']:,} tokens a step, not {asked:,}; {keep}"
+        keep = f"with --batch-size {result['configurations'][0]['batch_size']} they stay"
+        lines["changes"] = f"{best['tokens_per_step']:,} tokens a step instead of {asked:,}, which is another run; {keep}"
     return lines | {"search": how}
 
 
@@ -157,7 +159,10 @@ def describe_worlds(rows: list[dict]) -> list[str]:
         elif best["asked"]:
             said = f"as asked; nothing found is more than 1 % faster{late}"
         else:
-            why = "" if row["fits"] else "it fits with "
+            fitting = (row.get("fits_with") or {}).get("flags", best["flags"])
+            why = "fastest: " if row["fits"] else "it fits with "
+            if fitting != best["flags"]:
+                why = f"it fits with {fitting}; fastest: "
             said = f"{why}{best['flags']}: {figures(best)}, {best['reserved_gib']:.1f} GiB{late}"
         lines.append(
             "\n" * (row is rows[0]) + textwrap.fill(f"{row['gpus']:8,}  {said}", 110, subsequent_indent=" " * 10)
