@@ -114,12 +114,13 @@ def techniques(settings: Settings, world: int) -> tuple[list[dict], list[dict]]:
     """What may be combined with any batch, each once: stages 2, 3 and the asked one, and those that are seldom the
     fastest. Less checkpointing comes before more, as it is faster where it fits."""
     nodes = world // settings.gpus_per_node if world % settings.gpus_per_node == 0 else 1
-    layouts = [(settings.zero_stage, settings.dp_replicate_size)]
+    several = settings.gradient_accumulation_steps > 1 or settings.batch_size > 1  # with one microbatch 1 is as 2
+    layouts, seldom = [(settings.zero_stage, settings.dp_replicate_size)], []
     for replicas in (settings.dp_replicate_size, 1, nodes):
         if replicas < world:  # a rank that shards with nobody has one stage
             layouts += [(3, replicas), (2, replicas)]
-    several = settings.gradient_accumulation_steps > 1 or settings.batch_size > 1  # with one microbatch 1 is as 2
-    seldom = [(1, settings.dp_replicate_size)] * several + [(0, 1)] if world > settings.dp_replicate_size else []
+            seldom += [(1, replicas)] * several
+    seldom += [(0, 1)] * (settings.dp_replicate_size < world)
     levels = LEVELS if settings.activation_memory_budget is None else (settings.activation_checkpointing,)
 
     def combined(layouts: list[tuple[int, int]]) -> list[dict]:
@@ -141,6 +142,7 @@ class Search:
         self.ends, self.slowest, self.seconds, self.complete = self.began + seconds, 0.0, 0.0, True
         self.capacity, self.rows = plan()["capacity_gib"], {}
         self.base: dict = {}  # what else is changed in all that is tried
+        self.growth: dict[str, float] = {}  # GiB a sequence at least, by activation checkpointing
         self.try_out()
 
     def try_out(self, **changes) -> dict:
@@ -206,18 +208,28 @@ class Search:
         whether it is memory that bounds it."""
         samples = self.settings.batch_size * self.settings.gradient_accumulation_steps
         size, rows = max((size for size in sizes if size <= start), default=sizes[0]), {}
+        level, reserved = technique["activation_checkpointing"], {}
         while size:
             steps = {} if self.free else {"gradient_accumulation_steps": samples // size}
             rows[size] = self.try_out(**self.base, **technique, batch_size=size, **steps)
+            reserved[size] = rows[size]["reserved_gib"]
             fitting = sorted(size for size in rows if rows[size]["fits"])
-            if fitting and self.is_too_slow(technique["activation_checkpointing"]):
+            if fitting and self.is_too_slow(level):
                 break
             if self.free and len(fitting) > 1:  # the step's time is a line too: no size beyond `enough` gains a TOLD
                 few, many = (rows[size]["step_time_ms"] for size in fitting[-2:])
                 each = max((many - few) / (fitting[-1] - fitting[-2]), 1e-9)
                 enough = max((many / each - fitting[-1]) / TOLD, fitting[-1])
                 sizes = [size for size in sizes if size <= enough]
-            size = next_size({size: row["reserved_gib"] for size, row in rows.items()}, sizes, self.capacity)
+            growth = self.growth.get(level) if len(reserved) == 1 else None  # as it was in other stages
+            if growth and (guess := [n for n in sizes if reserved[size] + growth * (n - size) <= self.capacity]):
+                size = guess[-1] if guess[-1] != size else None
+            else:
+                size = next_size(reserved, sizes, self.capacity)
+        if len(reserved) > 1:
+            few, many = min(reserved), max(reserved)
+            growth = (reserved[many] - reserved[few]) / (many - few)
+            self.growth[level] = min(growth, self.growth.get(level, growth))
         largest = max(fitting, default=0)
         return largest, largest < sizes[-1]
 

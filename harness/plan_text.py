@@ -79,7 +79,9 @@ def describe_fastest(result: dict) -> dict[str, str]:
     asked = result["configurations"][0]["tokens_per_step"]
     if best["tokens_per_step"] != asked:
         keep = f"with --batch-size {result['configurations'][0]['batch_size']} they stay"
-        lines["changes"] = f"{best['tokens_per_step']:,} tokens a step instead of {asked:,}, which is another run; {keep}"
+        lines["changes"] = (
+            f"{best['tokens_per_step']:,} tokens a step instead of {asked:,}, which is another run; {keep}"
+        )
     return lines | {"search": how}
 
 
