@@ -2,7 +2,6 @@
 have."""
 
 import functools
-import math
 import textwrap
 
 from harness.advice import as_flags
@@ -10,27 +9,28 @@ from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB
 from harness.processes import columns
 from harness.rates import Rates
 from harness.settings import Settings
+from utils import find_gpu
 
 
 def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, float]) -> dict[str, str]:
     """What the plan takes for granted, in words."""
     layers, attention = "operator by operator", "the scores' matrix in memory"
     if settings.compile:
-        layers = "partitioned as inductor does; a compiled region allocates what its kernels have to write"
+        layers = "partitioned as inductor does, held is what its kernels have to write"
     if settings.attention != "eager":
-        attention = "kernel that saves a row's logsumexp and accumulates the query gradient in fp32"
+        attention = "saves a row's logsumexp, accumulates the query gradient in fp32"
     said = [", ".join(f"{name} {value:,.4g}" for name, value in rates.assumed.items())] if rates.assumed else []
-    said += ["assumed are shares of the datasheets' figures, see docs/PLAN.md: the time is a bound"] if said else []
+    said += ["shares of datasheets (docs/PLAN.md)"] if said and find_gpu(rates.device) else []
     if rates.sections:
         parts = ", ".join(f"{sources.get(name, 0):.0%} {name}" for name in ("measured", "scaled", "assumed"))
         said.insert(0, f"of the step's time {parts}; measured {rates.source}, scaled from other sizes measured there")
     elif rates.source:
         said.append(rates.source)
-    beside = "collectives beside their pass's computation, but for the first gathers and the last reductions"
+    beside = "collectives beside their pass, but for the first gathers and the last reductions"
     return {
         "rates": "; ".join(said),
-        "memory": f"rank 0, which holds most; {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA "
-        f"and its libraries, {NCCL_GIB} GiB a communicator: assumed, not measured",
+        "memory": f"rank 0, the fullest; assumed {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA, "
+        f"{NCCL_GIB} GiB a communicator",
         "attention": attention,
         "layers": f"{layers}; shallow models, extrapolated to {config.get_text_config().num_hidden_layers} layers",
         "time": f"one operator after the other; {beside if rates.overlaps else 'nothing beside anything'}; "
@@ -41,6 +41,10 @@ def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, flo
 def layout(row: dict) -> str:
     replicas = f", {row['dp_replicate_size']} replicas" * (row["dp_replicate_size"] > 1)
     return f"ZeRO-{row['zero_stage']}{replicas}"
+
+
+def mfu(row: dict) -> str:
+    return f"{row['mfu_percent']:.1f}" if row["mfu_percent"] else "-"
 
 
 def figures(row: dict) -> str:
@@ -133,7 +137,7 @@ def describe_configurations(result: dict) -> list[str]:
         lines.append(
             f"{name:9}{layout(row):21}{row['activation_checkpointing']:15}{batch:>12}{row['reserved_gib']:9,.1f}"
             f"{'yes' if row['fits'] else 'NO':>6}{row['step_time_ms']:11,.1f}{row['tokens_per_sec']:13,.0f}"
-            f"{row['mfu_percent'] or math.nan:7.1f}"
+            f"{mfu(row):>7}"
             + (f"{row['cost_per_billion_tokens']:13,.2f}" if priced else "")
             + f"  {as_flags({name: value for name, value in row['changes'].items() if name not in row})}"
         )
@@ -149,7 +153,7 @@ def describe_worlds(rows: list[dict]) -> list[str]:
     lines += [
         f"{row['gpus']:8,}{row['dp_replicate_size']:10,}{'yes' if row['fits'] else 'NO':>6}"
         f"{row['communication_gib_per_step']:17,.2f}{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:14,.0f}"
-        f"{row['mfu_percent'] or math.nan:7.1f}{row['exposed_communication_percent']:12.1f}"
+        f"{mfu(row):>7}{row['exposed_communication_percent']:12.1f}"
         for row in rows
     ]
     for row in rows:

@@ -147,6 +147,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
         if seconds:
             advice.advise_each(rows, settings, config, planned, found, seconds / 3)
     result["verdict"] = verdict(result)
-    result["published_share"] = None if rates.sections else PUBLISHED_SHARE
+    assumed = not rates.sections and utils.find_gpu(rates.device)
+    result["published_share"] = PUBLISHED_SHARE if assumed else None
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
     print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))
