@@ -61,9 +61,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, corpora, folders, heartbeats, models, own_plan, planning, report, samples, streaming
+from harness import checkpoints, folders, heartbeats, models, own_plan, planning, report, samples, streaming
+from harness.advice import as_flags, memory_savers
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies
+from harness.corpora import load_data
 from harness.export import export, step_of_export
 from harness.host import check_memory
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
@@ -442,7 +444,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     settings = resolve(settings, config, found and found[1])
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, models.count_parameters(config), mesh["shard"].size())
-    train_set, eval_set = corpora.load_data(settings, tokenizer, config, accelerator)
+    train_set, eval_set = load_data(settings, tokenizer, config, accelerator)
     identity = checkpoints.describe_identity(settings, config, tokenizer, train_set)
     changed = checkpoints.compare(settings, identity, found[1]) if found else ""
 
@@ -647,7 +649,7 @@ def main(settings: Settings) -> None:
     except UserError as error:
         fail(f"train_fsdp.py: error: {error}", error.exit_code)
     except torch.cuda.OutOfMemoryError as error:
-        savers = ", ".join(planning.as_flags(changes) for changes in planning.memory_savers(settings)[:3])
+        savers = ", ".join(as_flags(changes) for changes in memory_savers(settings)[:3])
         fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {savers}.", 1)
     except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
         if gone := watch and watch.explain(error):

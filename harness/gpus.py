@@ -2,6 +2,7 @@
 models. The datasheets' figures stand in `utils.GPUS`, where an MFU needs them too."""
 
 import contextlib
+import difflib
 import json
 import pathlib
 import platform
@@ -37,19 +38,55 @@ LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's mainta
 NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
 HOST_US = 10.0  # the host's time for each operator of eager code, autograd and modules included: assumed
 KERNEL_US = 3.0  # the least that a kernel takes on the GPU: assumed
+# Tokens/s of published runs as shares of their plans by these rates: the least, the median and the most of the table
+# "Speed, against published figures" in docs/PLAN.md.
+PUBLISHED_SHARE = (0.62, 0.84, 1.08)
 # What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
 NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank
 FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
 
 
+# The kinds that plans know, as users name them: those rows of `utils.GPUS` that say more than the peak.
+PLANNED = ("GB200", "B200", "GH200", "H200", "H200 NVL", "H100 SXM", "H100 PCIe", "H100 NVL", "H20", "A100 80GB")
+PLANNED += ("A100 40GB", "RTX A6000", "L40S", "RTX 5090", "RTX 4090", "RTX 3090")
+# What describes another, as an example: about what programs reach on an L40S.
+DESCRIBED = {"memory_gib": 44.4, "matmul_tflops": 217, "attention_tflops": 217, "memory_gb_per_s": 778}
+DESCRIBED |= {"intra_node_gb_per_s": 26, "inter_node_gb_per_s": 12}
+
+
+def unlisted(gpu: str, given: dict[str, float]) -> UserError | None:
+    """The error for a GPU of which nothing is assumed; None where `given` describes it."""
+    lacking = [name for name in DESCRIBED if name not in given]
+    if given and lacking:
+        advice = f"the file has to give {', '.join(lacking)} too"
+        return UserError(f"--plan-rates: {gpu!r} is not a kind that plans know, so {advice}")
+    near = [kind for kind in PLANNED if gpu.lower() in kind.lower()]
+    near = near or difflib.get_close_matches(gpu.upper(), PLANNED, 1, cutoff=0.7)
+    meant = f"; did you mean {' or '.join(near)}?" if near else "."
+    own = f"describe another by --plan-rates FILE, JSON with what programs reach on it, such as {json.dumps(DESCRIBED)}"
+    error = UserError(f"--plan-gpu {gpu!r}: not a kind that plans know{meant} They know {', '.join(PLANNED)}; {own}")
+    return error if lacking else None
+
+
 def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
     """Rates of a plan: TFLOPS and GB/s that programs reach on this GPU, with FlashAttention-2 if `flash`, its memory in
-    GiB; `given` replaces any. A UserError where the GPU is not in the table, or a given rate is none of these."""
+    GiB; `given` replaces any, and describes a GPU that is not in the table.
+
+    Raises:
+        UserError: the GPU is not in the table and not described, or a given rate is none of these.
+    """
+    if not isinstance(given, dict) or not all(type(rate) in (int, float) and rate > 0 for rate in given.values()):
+        raise UserError(f"--plan-rates: needs a JSON object of positive numbers, such as {json.dumps(DESCRIBED)}")
+    names = (*DESCRIBED, "fp8_tflops", "peak_tflops", "host_us", "kernel_us")
+    if unknown := set(given) - set(names):
+        raise UserError(f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:
-        known = "H100 SXM, H100 PCIe, H100 NVL, H200, B200, GB200, GH200, H20, A100 40GB, A100 80GB, L40S, RTX 4090"
-        raise UserError(f"--plan-gpu {gpu!r}: not one kind of the table; name one of {known}, ...")
+        if error := unlisted(gpu, given):
+            raise error
+        rates = {"fp8_tflops": 0.0, "host_us": HOST_US, "kernel_us": KERNEL_US} | given
+        return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", kind and kind.peak_tflops), rates)
     shares = next((MATMUL_SHARES[name] for name in MATMUL_SHARES if kind.name.startswith(name)), OTHER_SHARES)
     attention = ATTENTION_SHARE
     if kind.name.startswith(HOPPER):
@@ -65,12 +102,8 @@ def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
         "host_us": HOST_US,
         "kernel_us": KERNEL_US,
     }
-    if not isinstance(given, dict) or not all(type(rate) in (int, float) and rate > 0 for rate in given.values()):
-        raise UserError(f"--plan-rates: needs a JSON object of positive numbers, such as {json.dumps(rates)}")
-    if unknown := set(given) - set(rates):
-        raise UserError(f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(rates)}")
     rates |= given
-    return Rates(gpu, rates.pop("memory_gib"), kind.peak_tflops, rates)
+    return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", kind.peak_tflops), rates)
 
 
 def name_of(device: torch.device) -> str:
@@ -97,14 +130,16 @@ def choose_rates(settings: Settings) -> Rates:
     path = named or (None if settings.plan_rates else find_file(device, settings.cache_dir))
     found = read_file(path) if path else {}
     sections = found.get("sections", {}) if isinstance(found, dict) else {}
-    if not is_cpu:
-        given = {} if sections else found.get("rates", found) if isinstance(found, dict) else found
-        rates = find_rates(gpu, given, settings.attention in ("flash", "flash_attention_2"))
-    elif sections:
-        rates = Rates(found["device"], found["memory_gib"], None, {}, overlaps=False)
-    else:
+    kind = find_gpu(gpu)
+    if sections and (is_cpu or not (kind and kind.memory_gib)):
+        rates = Rates(found["device"], found["memory_gib"], None, {}, overlaps=not is_cpu)
+    elif is_cpu:
         advice = "time this one first, with --measure and otherwise the same flags"
         raise UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
+    else:
+        given = {} if sections else found.get("rates", found) if isinstance(found, dict) else found
+        rates = find_rates(gpu, given, settings.attention in ("flash", "flash_attention_2"))
+    rates.peak_tflops = settings.peak_tflops or rates.peak_tflops or (kind and kind.peak_tflops)
     rates.sections = sections
     if sections:
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)

@@ -42,7 +42,7 @@ def start_plan(settings: Settings) -> subprocess.Popen:
         "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
     }
     flags = [str(word) for item in resolved.items() for word in item]
-    flags += ["--plan", "--json", "--compile" if settings.compile else "--no-compile"]
+    flags += ["--plan", "--json", "--plan-seconds", "0", "--compile" if settings.compile else "--no-compile"]
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}

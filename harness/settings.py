@@ -166,6 +166,7 @@ class Settings:
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
     gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
     plan_rates: str | None = flag(None, "what --measure wrote, or JSON with rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: nothing measured [what --measure wrote for this GPU, where it did]", metavar="FILE")
+    plan_seconds: float = flag(30.0, "how long a plan looks for the fastest configuration that fits, a third of it for each further world size; 0 plans only what is asked for [30]", least=0)
     gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost")
     json: bool = flag(False, "the plan as one JSON object on stdout")
     html: str | None = flag(None, "the plan as a page with charts too", metavar="FILE")

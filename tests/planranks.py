@@ -137,10 +137,9 @@ def plan_all(workspace: pathlib.Path) -> None:
     models.layer_period = lambda config, full=models.layer_period: (full(config)[0], 10)
     result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
     result["depths"] = depths.copy()
-    planning.largest_batch = lambda *_: 1
     models.count_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
     for form in ("", "--json"):
-        flags = f"--gradient-accumulation-steps 5 --plan-gpus 8,16 --plan-gpu A100-SXM4-40GB {form}"
+        flags = f"--gradient-accumulation-steps 5 --plan-gpus 8,16 --plan-gpu A100-SXM4-40GB --plan-seconds 0 {form}"
         settings, _ = resolved(["--plan", *arguments(workspace, flags, "ten")])
         with contextlib.redirect_stdout(io.StringIO()) as said:
             planning.plan(settings, train_fsdp.RECIPE)

@@ -1,0 +1,279 @@
+"""What a plan advises: the fastest configuration that fits, found without planning all of them.
+
+Most tests search among plans of a formula, which can be compared with all there are.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import re
+
+import pytest
+from conftest import ROOT, parse, words
+
+import train_fsdp
+import utils
+from harness import advice, gpus, own_plan, plan_text, planning
+from harness.settings import parse_args
+
+LEVELS = {"none": 10.0, "selective": 6.0, "full": 1.0}  # GiB a sequence
+
+
+def by_formula(settings, capacity: float, world: int, **changed) -> dict:
+    """A plan in which memory is linear in the batch and each microbatch costs something."""
+    s = dataclasses.replace(settings, **changed)
+    if s.zero_stage == 1 and s.gradient_accumulation_steps == 1:
+        s = dataclasses.replace(s, zero_stage=2)  # the same program
+    shards = world // (world if s.zero_stage == 0 else s.dp_replicate_size)
+    states = 0 if s.cpu_offload else (32 if s.optimizer == "adamw" else 20) / shards
+    level = LEVELS[s.activation_checkpointing]
+    whole = {3: 0.5, 2: 4, 1: 8, 0: 8}[s.zero_stage]
+    reserved = 2 + states + whole + level * s.batch_size
+    products = 100 * s.batch_size * s.gradient_accumulation_steps * (4 / 3 if level == 1.0 else 1)
+    traffic = {3: 40, 2: 25, 1: 20, 0: 45}[s.zero_stage] / s.dp_replicate_size
+    step = products + traffic * s.gradient_accumulation_steps + 1000 * s.cpu_offload + 5 * (level == 6.0) + 10
+    return {
+        "capacity_gib": capacity,
+        "fits": reserved <= capacity,
+        "memory_gib": {"reserved": reserved},
+        "step_time_ms": step,
+        "time_ms": {"matmul": 0.8 * products, "attention": 0.2 * products},
+        "tokens_per_sec": 1000 * s.tokens_per_step(world) / step,
+        "mfu_percent": None,
+    }
+
+
+def searched(flags: str, capacity: float, world: int = 16, seconds: float = 60):
+    """(settings, the finished search, how many plans it took)."""
+    settings = parse(["--plan", "--no-compile", *words(flags)])
+    settings = dataclasses.replace(settings, compile=False, fused_loss=True)
+    plans = functools.cache(functools.partial(by_formula, settings, capacity, world))
+    search = advice.search(settings, None, plans, world, seconds, not advice.keeps_batch(settings))
+    return settings, search, plans.cache_info().currsize
+
+
+@pytest.mark.parametrize("capacity", [200, 60, 30, 24, 14, 8])
+@pytest.mark.parametrize(
+    "flags", ["--batch-size 1", "--batch-size 4 --gradient-accumulation-steps 2", "--batch-size 2 --zero-stage 1"]
+)
+def test_the_search_finds_what_planning_everything_finds(flags, capacity):
+    settings, search, planned = searched(flags, capacity)
+    samples = settings.batch_size * settings.gradient_accumulation_steps
+    everything = [
+        by_formula(
+            settings,
+            capacity,
+            16,
+            zero_stage=stage,
+            dp_replicate_size=replicas,
+            activation_checkpointing=level,
+            batch_size=size,
+            gradient_accumulation_steps=samples // size,
+        )
+        for stage, replicas, level, size in itertools.product((0, 1, 2, 3), (1, 2), LEVELS, (1, 2, 4, 8))
+        if samples % size == 0 and (stage or replicas == 1)
+    ]
+    best = max((plan["tokens_per_sec"] for plan in everything if plan["fits"]), default=None)
+    assert search.complete
+    fastest = search.fastest()
+    assert fastest["fits"] and fastest["tokens_per_step"] == settings.tokens_per_step(16)
+    if best:
+        assert fastest["tokens_per_sec"] * 1.01 >= best
+        assert not {"optimizer", "cpu_offload"} & fastest["changes"].keys()
+    else:
+        assert {"optimizer", "cpu_offload"} & fastest["changes"].keys()
+    asked = by_formula(settings, capacity, 16)
+    assert fastest["tokens_per_sec"] >= asked["tokens_per_sec"] or not asked["fits"]
+    assert planned < 0.6 * len(everything)
+
+
+def test_the_asked_configuration_is_advised_where_no_other_is_faster():
+    _, search, _ = searched("--batch-size 1 --zero-stage 2 --dp-replicate-size 2", 200)
+    result = search.result()
+    assert result["fastest"]["asked"] and result["fastest"]["flags"] == "" and "fits_with" not in result
+    keys = [tuple(row[name] for name in advice.SEARCHED) for row in result["configurations"]]
+    assert len(keys) == len(set(keys))
+
+
+def test_a_batch_that_nobody_named_grows_up_to_the_memory():
+    settings, search, planned = searched("", 79)
+    fastest = search.fastest()
+    assert fastest["gradient_accumulation_steps"] == 1
+    assert fastest["batch_size"] > 1 and fastest["reserved_gib"] + LEVELS["none"] > 79
+    assert fastest["tokens_per_step"] == fastest["batch_size"] * settings.tokens_per_step(16)
+    assert planned < 27
+    assert not search.result()["search"]["keeps_batch"]
+
+
+def test_a_batch_is_not_made_larger_for_less_than_a_hundredth():
+    _, search, _ = searched("", 100_000)
+    without_end = 1000 * 16 * 8192 / 100  # tokens/s of the products alone
+    assert 0.98 * without_end < search.fastest()["tokens_per_sec"]
+    assert search.fastest()["batch_size"] < 100
+
+
+def test_one_gpu_has_one_stage():
+    _, search, _ = searched("--batch-size 1", 200, world=1)
+    assert {row["zero_stage"] for row in search.rows.values()} == {3}
+    assert all("torchrun" not in row["command"] for row in search.rows.values())
+
+
+def test_a_search_that_is_out_of_time_says_so_and_has_what_was_asked():
+    _, search, planned = searched("--batch-size 4", 200, seconds=0)
+    result = search.result()
+    assert not result["search"]["complete"] and planned == result["search"]["planned"] <= 2
+    assert result["configurations"][0]["asked"]
+
+
+def test_what_makes_it_fit_is_the_same_run_where_there_is_one():
+    settings, search, _ = searched("", 9.5)
+    result = search.result()
+    same = [row for row in search.rows.values() if row["flags"] == result["fits_with"]["flags"]]
+    assert same[0]["tokens_per_step"] == settings.tokens_per_step(16) < result["fastest"]["tokens_per_step"]
+    assert result["fastest"]["tokens_per_sec"] >= result["fits_with"]["tokens_per_sec"]
+    _, hopeless, _ = searched("--batch-size 1", 1.0)
+    assert hopeless.result()["fits_with"] is None and hopeless.result()["fastest"] is None
+
+
+@pytest.mark.parametrize("kink, slope, capacity", [(0, 1.0, 20.5), (10, 3.0, 47.0), (3, 0.01, 12.0), (0, 9.0, 8.0)])
+def test_the_largest_batch_that_fits_is_found_with_few_plans(kink, slope, capacity):
+    planned = []
+
+    def plan(batch_size):
+        planned.append(batch_size)
+        return {"memory_gib": {"reserved": 10 + 0.1 * batch_size + slope * max(batch_size - kink, 0)}}
+
+    size = advice.largest_batch(plan, capacity)
+    fits = [n for n in range(1, advice.BEYOND + 1) if plan(n)["memory_gib"]["reserved"] <= capacity]
+    assert size == max(fits, default=0)
+    assert len(planned) - advice.BEYOND <= 8
+
+
+def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_of_plans():
+    argv = words("--plan --plan_gpus=16 --plan-gpu B200 --json --lr 1e-3 --zero-stage 3 --no-fused-loss --no-own-plan")
+    argv += ["--sample-prompt", "Once upon a time", "--plan-seconds", "5", "--gpu-hour-usd", "3"]
+    settings = dataclasses.replace(parse(["--plan", "--json"]), argv=tuple(argv))
+    said = advice.command(settings, 16, {"zero_stage": 2, "fused_loss": True})
+    flags = "--lr 1e-3 --no-own-plan --sample-prompt 'Once upon a time' --zero-stage 2 --fused-loss"
+    assert said.startswith("torchrun --nnodes=2 --nproc_per_node=8 ") and said.endswith(f" train_fsdp.py {flags}")
+    assert advice.command(settings, 4, {}).startswith("torchrun --nproc_per_node=4 train_fsdp.py --lr 1e-3")
+    assert advice.command(dataclasses.replace(settings, argv=()), 1, {}) == "python train_fsdp.py"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Real plans, of the embedded model
+
+DEMO = "--plan --demo --no-compile --plan-gpu H200 --sequence-length 512 --gpu-hour-usd 3 "
+
+
+def plan(flags: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        planning.plan(parse([*words(flags)]), train_fsdp.RECIPE)
+    return said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A card on which the demo does not fit as asked."""
+    rates = tmp_path_factory.mktemp("rates") / "small.json"
+    rates.write_text(json.dumps({"memory_gib": 1.3}))
+    settings = parse(words(DEMO + f"--json --plan-gpus 2,16 --batch-size 8 --plan-seconds 6 --plan-rates {rates}"))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        planning.plan(settings, train_fsdp.RECIPE)
+    found = json.loads(said.getvalue())
+    return found, plan_text.describe_plan(settings, found)
+
+
+def test_the_advised_command_does_what_the_plan_says_of_it(small):
+    found, _ = small
+    assert not found["fits"]
+    for row in found["scaling"]:
+        if "fastest" not in row:
+            continue
+        best, argv = row["fastest"], row["fastest"]["command"].split("train_fsdp.py ")[1].split()
+        asked = parse_args([*argv, *words(f"--plan --json --plan-seconds 0 --plan-gpu H200 --plan-gpus {row['gpus']}")])
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            planning.plan(asked, train_fsdp.RECIPE)
+        again = json.loads(said.getvalue())
+        assert again["memory_gib"]["reserved"] == pytest.approx(best["reserved_gib"])
+        assert again["tokens_per_sec"] == pytest.approx(best["tokens_per_sec"])
+        assert best["fits"] and row["fits_with"]["flags"]
+    assert {row["gpus"] for row in found["scaling"] if "fastest" in row} == {2, 16}
+
+
+def test_a_plan_that_is_not_to_search_plans_once(monkeypatch):
+    planned, predict = [], planning.predict
+    monkeypatch.setattr(planning, "predict", lambda *args: planned.append(args[0]) or predict(*args))
+    found = json.loads(plan(DEMO + "--plan-gpus 2 --json --plan-seconds 0"))
+    assert len(planned) == 1
+    assert found["verdict"].startswith("fits, ") and not {"fastest", "largest_batch_size"} & found.keys()
+    monkeypatch.setattr(own_plan.subprocess, "Popen", lambda command, **_: command)
+    monkeypatch.setattr(own_plan.dist, "get_world_size", lambda: 2)
+    assert parse_args(own_plan.start_plan(parse(["--plan-gpu", "B200"]))[5:]).plan_seconds == 0
+
+
+def test_a_plan_opens_with_the_answer_and_is_read_without_a_manual(small):
+    found, text = small
+    answer = text.split("\n\n")[0].splitlines()
+    assert answer[0].startswith("verdict    DOES NOT FIT, ")
+    assert any(line.startswith("fastest    --") for line in answer)
+    best = found["fastest"]
+    command = next(line for line in answer if line.startswith("command"))
+    assert command == f"command    {best['command']}"
+    assert max(len(line) for line in text.splitlines() if "train_fsdp.py" not in line) <= 120
+    bar = text.split("memory of the fullest GPU in GiB, as asked")[1].split("\n\n")[0].splitlines()[1:]
+    assert {line.split()[0] for line in bar} >= {"parameters", "activations", "LACKING"}
+    assert max(map(len, bar)) <= 80
+    assert len({line.index("│") for line in bar}) == 1
+    for title in ("batch x", "\n    GPUs  replicas  fits", "time of a step, ms", "\nassumptions"):
+        assert text.index("verdict") < text.index(title)
+    assert text.index("assumptions") > text.index("time of a step, ms")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What it computes with
+
+
+def test_what_published_runs_reached_is_what_the_table_says():
+    table = (ROOT / "docs" / "PLAN.md").read_text().split("| published | planned as |")[1].split("\n\n")[0]
+    shares = sorted(
+        int(run.replace(",", "")) / int(planned.replace(",", ""))
+        for run, planned in re.findall(r"\| ([\d,]+) \| ([\d,]+) \| [+-]\d+ % \|", table)
+    )
+    assert len(shares) == 11
+    found = (shares[0], shares[len(shares) // 2], shares[-1])
+    assert found == pytest.approx(gpus.PUBLISHED_SHARE, abs=0.005)
+
+
+def test_the_kinds_that_an_error_lists_are_those_that_plans_know():
+    listed = {utils.find_gpu(name).name for name in gpus.PLANNED}
+    assert listed == {kind.name for kind in utils.GPUS if kind.memory_gib}
+    assert len(listed) == len(gpus.PLANNED)
+
+
+@pytest.mark.parametrize("typed, meant", [("H100", "H100 SXM or H100 PCIe or H100 NVL"), ("RTX4090", "RTX 4090")])
+def test_a_gpu_that_plans_do_not_know_gets_the_nearest_and_all_kinds(typed, meant):
+    with pytest.raises(utils.UserError) as raised:
+        gpus.find_rates(typed, {})
+    said = str(raised.value)
+    assert f"did you mean {meant}?" in said and ", ".join(gpus.PLANNED) in said and "--plan-rates FILE" in said
+    assert "\n" not in said
+
+
+def test_a_gpu_of_ones_own_is_planned_by_its_description(tmp_path):
+    rates = tmp_path / "own.json"
+    flags = f"--plan --plan-gpu RTX_6000_Ada --plan-rates {rates}"
+    rates.write_text(json.dumps({"memory_gib": 47.4, "matmul_tflops": 218}))
+    with pytest.raises(
+        utils.UserError, match=r"--plan-rates: 'RTX_6000_Ada' .* has to give attention_tflops, memory_gb"
+    ):
+        gpus.choose_rates(parse(words(flags)))
+    rates.write_text(json.dumps(gpus.DESCRIBED | {"memory_gib": 47.4}))
+    found = gpus.choose_rates(parse(words(flags)))
+    assert (found.device, found.memory_gib, found.peak_tflops) == ("RTX_6000_Ada", 47.4, None)
+    assert gpus.choose_rates(parse([*words(flags), "--peak-tflops", "364"])).peak_tflops == 364
+    rates.write_text(json.dumps(gpus.DESCRIBED | {"peak_tflops": 300}))
+    assert gpus.choose_rates(parse(words(flags))).peak_tflops == 300
