@@ -3,8 +3,6 @@
 Importing this module starts nothing and needs no GPU, no network and no optional package.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import copy
@@ -20,7 +18,6 @@ import logging
 import os
 import pathlib
 import re
-import statistics
 import sys
 import tempfile
 import time
@@ -66,7 +63,6 @@ class NoSplitError(UserError):
 
 DATA_SUFFIXES = (".jsonl", ".txt", ".md", ".parquet")  # compressed too: .jsonl.gz, .txt.zst
 SPLITS = {"train": "train(ing)?", "validation": "valid(ation)?|val|dev", "test": "test(ing)?|eval(uation)?"}
-HELD_OUT = 5  # percent of a corpus that has no split for evaluation
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text file, as in the original TinyStories files
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 NOT_UTF8 = "\ufdd0not UTF-8\ufdd1"  # stands for bytes of a file that are no text, until `read_record` meets it
@@ -112,8 +108,6 @@ def local_files(dataset: str) -> list[pathlib.Path]:
     below = [*glob.iglob("**/*", root_dir=path, recursive=True)] if path.is_dir() else [""] * path.exists()
     found = [*map(pathlib.Path, glob.iglob(dataset, recursive=True))] if pattern else [path / name for name in below]
     files = sorted(f for f in found if kind_of(f) and f.is_file() and (f == path or f.name != "README.md"))
-    if empty := [f for f in files if f.stat().st_size == 0]:
-        raise UserError(f"--dataset {empty[0]}: the file is empty")
     if path.exists() and not files:
         raise UserError(f"--dataset {dataset}: needs {'/'.join(DATA_SUFFIXES)} files, which may be .gz or .zst")
     if not files and (kind_of(path) or pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1):
@@ -269,11 +263,9 @@ def read_record(value: Any, field: str, text_field: str = "text") -> str | list[
     return value if good else None
 
 
-def read_documents(
-    records: Iterator[tuple[Any, str]], source: Any, text_field: str, skip_bad: bool, counts: Counter
-) -> Iterator[str | list[int] | np.ndarray]:
-    """The documents in `records` of `source`. `counts` gets the numbers of empty documents and of bad records that
-    `skip_bad` left out; else the first of these is an UnreadableError."""
+def read_documents(records: Iterator, source: Any, text_field: str, skip_bad: bool, counts: Counter) -> Iterator:
+    """The documents in `records` of `source`, texts or token ids. `counts` gets the numbers of empty ones and of bad
+    records that `skip_bad` left out; else the first of these is an UnreadableError."""
     for value, field in records:
         document = read_record(value, field, text_field)
         if document is None and not skip_bad:
@@ -294,9 +286,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def token_batches(
-    documents: Iterator, tokenizer, batch_size: int = TOKENIZE_BATCH, counts: Counter | None = None
-) -> Iterator[np.ndarray]:
+def token_batches(documents, tokenizer, batch_size: int = TOKENIZE_BATCH, counts=None) -> Iterator[np.ndarray]:
     """Token ids of all documents in order, an end-of-text token after each text, as one flat array per `batch_size` of
     them. Token ids are taken as they are. `counts` gets the numbers of documents and tokens."""
     end_of_text = getattr(tokenizer, "eos_token_id", None)
@@ -322,8 +312,8 @@ def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np
     for tokens in batches:
         largest = int(tokens.view(f"u{tokens.itemsize}").max(initial=0))  # a negative id is huge
         if largest >= vocab_size:
-            limit = f"the model has only {vocab_size} embeddings; use the model's own tokenizer"
-            raise UserError(f"--tokenizer: it gave token id {largest}, but {limit}")
+            model = f"the model has only {vocab_size} embeddings; use the model's own tokenizer"
+            raise UserError(f"--tokenizer: it gave token id {largest}, but {model}")
         yield tokens.astype(token_dtype(vocab_size), copy=False)
 
 
@@ -331,24 +321,19 @@ def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_si
     """Lays arrays of token ids end to end into the raw file `path`; returns how many tokens it holds.
 
     The file appears under its name only when it is whole and not empty; after it, in a `.json` beside it, the record
-    that `check_cache` compares it with: size, checksum and `counts`. A UserError where an id is not below `vocab_size`
-    or the disk is full or not writable.
+    that `check_cache` compares it with: size, checksum and `counts`. A UserError where an id is not below `vocab_size`.
     """
     path, total, digest = pathlib.Path(path), 0, hashlib.sha256()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
-            with open(os.path.join(folder, "tokens"), "wb") as file:
-                for tokens in in_vocabulary(batches, vocab_size):
-                    total += len(tokens)
-                    file.write(tokens.data)
-                    digest.update(tokens.data)
-            if total:
-                os.replace(file.name, path)
-                record = {"bytes": path.stat().st_size, "sha256": digest.hexdigest(), "counts": counts or {}}
-                write_record(path, record)
-    except OSError as error:
-        raise UserError(f"--cache-dir {path.parent}: cannot write the token cache ({error.strerror})") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+        with open(os.path.join(folder, "tokens"), "wb") as file:
+            for tokens in in_vocabulary(batches, vocab_size):
+                total += len(tokens)
+                file.write(tokens.data)
+                digest.update(tokens.data)
+        if total:
+            os.replace(file.name, path)
+            write_record(path, {"bytes": path.stat().st_size, "sha256": digest.hexdigest(), "counts": counts or {}})
     return total
 
 
@@ -461,7 +446,7 @@ def get_dataset(
         reading = (text_field, skip_bad_records, counts)
         parts = (read_documents(file_records(file, text_field, counts), file, *reading) for file in files)
         rows = () if files else read_documents(hub_records(hub, dataset, text_field, counts), dataset, *reading)
-        total = sum(file.stat().st_size for file in files) or len(hub)
+        total = sum(file.stat().st_size for file in files) if files else len(hub)
         for tokens in token_batches(itertools.chain(*parts, rows), tokenizer, TOKENIZE_BATCH, counts):
             progress(counts, total)
             yield tokens
@@ -492,11 +477,8 @@ def get_dataset(
 
     def prepare() -> tuple[pathlib.Path, int, int | None, dict]:
         files = local_files(dataset)
-        if not files:
-            path, counts = cached([], split)
-            return path, 0, None, counts
-        name, bounds = parse_split(split)
-        path, counts = cached(files_of_split(dataset, name, files), name)
+        name, bounds = parse_split(split) if files else (split, [])
+        path, counts = cached(files and files_of_split(dataset, name, files), name)
         tokens = np.memmap(path, token_dtype(vocab_size), mode="r")
         return path, *(cut_positions(bounds, tokens, end_of_text) if bounds else (0, None)), counts
 
@@ -722,7 +704,7 @@ class PerformanceTracker:
 
     def reset(self) -> None:
         """Forgets everything; the warmup begins again."""
-        self.steps_seen, self.warmup_seconds, self.productive_before = 0, 0.0, 0.0  # the last of earlier processes
+        self.steps_seen, self.warmup_seconds = 0, 0.0
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._open_window()
@@ -758,12 +740,6 @@ class PerformanceTracker:
     def summary(self) -> dict[str, float]:
         """Averages over every step after warmup; `{}` when there was none."""
         return self._metrics(self.total) if self.total["steps"] else {}
-
-    def productive_seconds(self) -> float:
-        """What the steps so far take at their usual speed, that of the median window, and at most what they took."""
-        usual = statistics.median_low([seconds / steps for steps, seconds in self.windows] or [0.0])
-        measured = sum(s if s < 2 * n * usual else n * usual for n, s in self.windows)  # else it stood still
-        return self.productive_before + measured + min(usual * self.warmup_steps, self.warmup_seconds)
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:

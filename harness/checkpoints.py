@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import re
 import shutil
+import statistics
 import threading
 import time
 import uuid
@@ -102,6 +103,7 @@ class TrainState:
     tokens: int = 0  # global
     started: float = PROCESS_STARTED  # of the first process
     elapsed_before: float = 0.0  # seconds from there to the start of this process
+    productive_before: float = 0.0  # `productive_seconds` of the processes before
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
 
     NUMBERS = ("step", "samples", "position", "tokens", "started", "run_id")
@@ -117,10 +119,17 @@ class TrainState:
         """Seconds since the first process of the run started; never less than was said before."""
         return self.elapsed_before + CLOCK + time.monotonic() - PROCESS_STARTED
 
+    def productive_seconds(self) -> float:
+        """What the steps so far take at their usual speed, that of the median window, and at most what they took."""
+        windows, tracker = self.tracker.windows, self.tracker
+        usual = statistics.median_low([seconds / steps for steps, seconds in windows] or [0.0])
+        measured = sum(s if s < 2 * n * usual else n * usual for n, s in windows)  # else it stood still
+        return self.productive_before + measured + min(usual * tracker.warmup_steps, tracker.warmup_seconds)
+
     def numbers(self) -> dict:
         """What goes into the manifest."""
         own = {name: getattr(self, name) for name in self.NUMBERS} | {"elapsed": self.elapsed}
-        return own | {"tracker": dict(self.tracker.total), "productive": self.tracker.productive_seconds()}
+        return own | {"tracker": dict(self.tracker.total), "productive": self.productive_seconds()}
 
     def finite(self) -> bool:
         """Whether every parameter and optimizer state is finite, on all ranks."""
@@ -184,7 +193,7 @@ class TrainState:
         since_then = PROCESS_STARTED - self.started  # by clocks that may have been set, or be another machine's
         self.elapsed_before = max(since_then, numbers.get("elapsed", 0.0))
         if self.tracker:
-            self.tracker.productive_before = numbers.get("productive", 0.0)
+            self.productive_before = numbers.get("productive", 0.0)
             if numbers["world_size"] == dist.get_world_size():
                 self.tracker.total |= numbers["tracker"]
         if self.scheduler:

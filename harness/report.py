@@ -434,7 +434,7 @@ def figures_of_all_ranks(
         return worst
     # the rest of the time since the run began is start-up, compilation, evaluation, standing still, and after a resume
     # what was lost and the time between
-    return speed | worst | {"goodput_percent": min(100.0, 100 * state.tracker.productive_seconds() / state.elapsed)}
+    return speed | worst | {"goodput_percent": min(100.0, 100 * state.productive_seconds() / state.elapsed)}
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:

@@ -348,8 +348,7 @@ def main(workspace: pathlib.Path) -> None:
 
     def worst_figures() -> dict[str, float]:
         """What a log line says of ranks of which the last is the slowest."""
-        tracker = types.SimpleNamespace(productive_seconds=lambda: 0.001)
-        state = types.SimpleNamespace(elapsed=100, step=1, tracker=tracker)
+        state = types.SimpleNamespace(elapsed=100, step=1, productive_seconds=lambda: 0.001)
         mine = {"step_time_ms": 10.0 * (rank + 1), "data_wait_percent": 5.0 * rank}
         return report.figures_of_all_ranks(mine, state, device, waited_ms=9.0 * rank)
 
