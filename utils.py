@@ -9,7 +9,6 @@ import copy
 import csv
 import functools
 import glob
-import gzip
 import hashlib
 import io
 import itertools
@@ -22,7 +21,6 @@ import sys
 import tempfile
 import time
 import traceback
-import zlib
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -152,8 +150,8 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
 
 
 def cut_positions(bounds: list[str], tokens: np.ndarray, end_of_text: int | None) -> list[int]:
-    """Where the bounds of a slice cut `tokens`: at the ends of documents, but where these are too few for a percentage,
-    as in a file of one document, at that share of the tokens."""
+    """Where the bounds of a slice cut `tokens`: at ends of documents, or, where these are too few for a percentage, at
+    that share of the tokens, as in a file of one document."""
     starts = range(0, len(tokens), 2**24)
     found = [np.flatnonzero(tokens[start : start + 2**24] == end_of_text) + start + 1 for start in starts]
     ends = np.union1d(np.concatenate(found), [0, len(tokens)]).astype(int)
@@ -213,18 +211,16 @@ def file_records(file: pathlib.Path, text_field: str, counts: Counter) -> Iterat
                 yield from ((part if kind == ".jsonl" else part.strip("\n"), kind) for part in parts)
             if rest.strip("\n"):
                 yield rest.strip("\n"), kind
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: Arrow's
+    except (OSError, ValueError) as error:  # ValueError: Arrow's
         raise UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})") from error
 
 
 def open_text(file: pathlib.Path, raw) -> io.TextIOWrapper:
     """The text of an open data file, unpacked; bytes that are not UTF-8 are marked, line ends are newlines."""
-    if file.suffix == ".gz":
-        raw = gzip.GzipFile(fileobj=raw)
-    elif file.suffix == ".zst":
+    if codec := {".gz": "gzip", ".zst": "zstd"}.get(file.suffix):
         import pyarrow
 
-        raw = pyarrow.input_stream(raw, compression="zstd")
+        raw = pyarrow.input_stream(raw, compression=codec)
     return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="mark")
 
 
@@ -286,12 +282,20 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def take(documents: Iterator, count: int, characters: int = 2**24) -> Iterator:
+    """The next documents, `count` of them or so many characters: a tokenizer takes a hundred times their memory."""
+    for document in itertools.islice(documents, count):
+        yield document
+        if (characters := characters - len(document)) < 0:
+            return
+
+
 def token_batches(documents, tokenizer, batch_size: int = TOKENIZE_BATCH, counts=None) -> Iterator[np.ndarray]:
     """Token ids of all documents in order, an end-of-text token after each text, as one flat array per `batch_size` of
     them. Token ids are taken as they are. `counts` gets the numbers of documents and tokens."""
     end_of_text = getattr(tokenizer, "eos_token_id", None)
     counts, documents = Counter() if counts is None else counts, iter(documents)
-    while batch := list(itertools.islice(documents, batch_size)):
+    while batch := list(take(documents, batch_size)):
         texts = [document for document in batch if isinstance(document, str)]
         if texts and end_of_text is None:
             raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
@@ -312,8 +316,7 @@ def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np
     for tokens in batches:
         largest = int(tokens.view(f"u{tokens.itemsize}").max(initial=0))  # a negative id is huge
         if largest >= vocab_size:
-            model = f"the model has only {vocab_size} embeddings; use the model's own tokenizer"
-            raise UserError(f"--tokenizer: it gave token id {largest}, but {model}")
+            raise UserError(f"--tokenizer: it gave token id {largest}, the model has {vocab_size}; use its own")
         yield tokens.astype(token_dtype(vocab_size), copy=False)
 
 
@@ -522,9 +525,7 @@ def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarr
 MOST_OPERATORS = 100_000  # of one count, which takes seconds; a dense model of 80 layers has 20,000
 
 
-# GPUs by their vendors' datasheets, the first counts whose name fits: dense bf16 peak, without sparsity and with fp32
-# accumulation; for plans, or 0, total_memory of torch, GB/s per GPU and direction, float8's matmul rate over bf16's.
-# A bare "H100" or "H800" is not in the table: their forms differ.
+# By the vendors' datasheets, see CONTRIBUTING.md; the first whose name fits. A bare "H100" is none: its forms differ.
 with (pathlib.Path(__file__).parent / "assets" / "gpus.csv").open() as file:
     header, *rows = csv.reader(file)
 Gpu = namedtuple("Gpu", header)
