@@ -147,7 +147,12 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
         mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
     size = 0 if settings.streaming else len(train_set) * settings.sequence_length
     epoch = f"{size:,} tokens, {size / settings.tokens_per_step(world):,.1f} steps an epoch" if size else "streamed"
-    lines = {
+    lines = (
+        {"demo": f"the embedded model and its sizes, but on {settings.dataset} in place of the embedded stories"}
+        if settings.demo and settings.dataset != "demo"
+        else {}
+    )
+    lines |= {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops}, {mfu}",
         "sharding": f"ZeRO-{settings.zero_stage} on {world} x {where}, replicas x shards {world // shards} x {shards}"
