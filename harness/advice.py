@@ -271,6 +271,8 @@ def search(settings: Settings, config, plan, world: int, seconds: float, free: b
     looked for however long it takes, and half the time again is left to find what is faster."""
     found = Search(settings, world, plan, seconds, free)
     often, seldom = techniques(settings, world)
+    if not found.fastest() and settings.fused_loss is False and choose_loss(None, config):  # the cheapest saver
+        found.base = {"fused_loss": True}
     with found.in_time():
         found.try_out(**(first or {}))
         found.try_all(often)

@@ -49,7 +49,7 @@ def by_formula(settings, capacity: float, world: int, **changed) -> dict:
 def searched(flags: str, capacity: float, world: int = 16, seconds: float = 60):
     """(settings, the finished search, how many plans it took)."""
     settings = parse(["--plan", "--no-compile", *words(flags)])
-    settings = dataclasses.replace(settings, compile=False, fused_loss=True)
+    settings = dataclasses.replace(settings, compile=False, fused_loss=True, sequence_length=8192)
     plans = functools.cache(functools.partial(by_formula, settings, capacity, world))
     search = advice.search(settings, None, plans, world, seconds, not advice.keeps_batch(settings))
     return settings, search, plans.cache_info().currsize
