@@ -161,7 +161,7 @@ class Search:
         plan = self.plan(**changes)
         self.slowest = max(self.slowest, time.monotonic() - began)
         configured = dataclasses.replace(self.settings, **changes)
-        told = ("fits", "step_time_ms", "tokens_per_sec", "mfu_percent", "cost_per_billion_tokens")
+        told = ("fits", "at_peak_gib", "step_time_ms", "tokens_per_sec", "mfu_percent", "cost_per_billion_tokens")
         row = {"changes": changes} | {name: getattr(configured, name) for name in SEARCHED}
         row |= {"flags": as_flags(changes), "command": command(self.settings, self.world, changes)}
         row |= {"reserved_gib": plan["memory_gib"]["reserved"]} | {name: plan[name] for name in told if name in plan}

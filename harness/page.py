@@ -411,10 +411,15 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
         else "",
     }
     body = [f"<h1>{escape(title)}</h1>", f'<p class="muted">plan · {escape(plan.get("verdict") or fits)}</p>']
-    body += [tiles(figures), "<h2>As planned, not measured</h2>", chart_cards(charts)]
-    body.append(f'<p class="muted">the dashed line: the {capacity:.1f} GiB that a process can have of the card</p>')
+    body.append(tiles(figures))
     if fastest:
         body += ["<h2>The fastest that fits</h2>", f'<div class="card"><pre>{escape(fastest["command"])}</pre></div>']
+    body += ["<h2>As planned, not measured</h2>", chart_cards(charts)]
+    body.append(f'<p class="muted">the dashed line: the {capacity:.1f} GiB that a process can have of the card</p>')
+    if share := plan.get("published_share"):
+        body.append(
+            f'<p class="muted">published runs reached {share[0]:.0%} to {share[-1]:.0%} of such plans\' speed</p>'
+        )
     for heading, listed in (("Configurations", tried), ("World sizes", plan.get("scaling") or ())):
         keys = [key for key in COLUMNS if any(key in row for row in listed)]
         if listed:

@@ -371,21 +371,11 @@ def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
     return "\n" + columns(lines, wrap=True) + "\n" + columns({"files": str(folder)})
 
 
-def launcher() -> str:
-    """How this program was started, so that it can be again; several nodes' own launcher is not known here."""
-    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    python = pathlib.Path(sys.executable)
-    program = python if ranks == 1 else python.with_name("torchrun")
-    shown = os.path.relpath(program) if program.is_relative_to(pathlib.Path.cwd()) else str(program)
-    by = "" if ranks == 1 else f" --nproc_per_node={ranks}" if ranks == here else " ..."
-    return f"{shlex.quote(shown)}{by} {shlex.quote(sys.argv[0])}"
-
-
 def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, shown: pathlib.Path | None) -> str:
     """What can be done with what this run left, as commands to paste: at most four lines. `can_write` is whether there
     is a tokenizer, `shown` the page of the run, if it has one."""
-    quoted, lines = shlex.quote(str(folder)), {}
-    saved, start = any((folder / "checkpoints").glob("step-*")), f"{launcher()} --num-steps 0"
+    program, quoted, lines = shlex.join(terminal.launcher()), shlex.quote(str(folder)), {}
+    saved, start = any((folder / "checkpoints").glob("step-*")), f"{program} --num-steps 0"
     source = f"--resume {quoted}" if saved else f"--init pretrained --model {shlex.quote(settings.export or '')}"
     if can_write and (saved or settings.export):
         prompt = shlex.quote(settings.sample_prompt or "Once upon a time")
@@ -395,25 +385,12 @@ def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, sho
     elif saved:
         lines["export"] = f"{start} {source} --export {quoted}-export"
     if saved:
-        given = without_flags(settings.argv, "--num-steps", "--resume", "--run-name", "--output-dir", "--export")
+        given = terminal.without(settings.argv, "--num-steps", "--resume", "--run-name", "--output-dir", "--export")
         flags = " ".join([*map(shlex.quote, given), source, f"--num-steps {2 * settings.num_steps}"])
-        lines["go on"] = f"{launcher()} {flags}"
+        lines["go on"] = f"{program} {flags}"
     elif not settings.export:
         lines["kept"] = "no weights: --checkpoint-interval N or --export DIR keeps them"
     return "\n" + columns(lines | ({"report": str(shown)} if shown else {}))
-
-
-def without_flags(argv: tuple[str, ...], *names: str) -> list[str]:
-    """A command line without these flags, which take one value each."""
-    kept: list[str] = []
-    words = iter(argv)
-    for word in words:
-        name, _, value = word.partition("=")
-        if not (word.startswith("--") and name.replace("_", "-") in names):
-            kept.append(word)
-        elif not value:
-            next(words, "")
-    return kept
 
 
 def figures_of_all_ranks(

@@ -645,15 +645,16 @@ def test_a_story_is_written_from_a_checkpoint_and_from_an_export_as_the_run_itse
     assert run("r", *write, *places) == 0
     stories = metrics_of(tmp_path / "r")[-1]["samples"]
     assert [story["prompt"] for story in stories] == ["Once", "The fox", "A  frog"]
-    said = capsys.readouterr().out
-    for story in stories:
+    texts = [" ".join(story["text"].split()) for story in stories]  # lines are broken at words
+    said = " ".join(capsys.readouterr().out.split())
+    for story, text in zip(stories, texts, strict=True):
         assert story["text"].startswith(story["prompt"]) and len(story["text"]) > len(story["prompt"])
-        assert story["text"] in said
+        assert text in said
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for source in (["--resume", tmp_path / "r"], ["--init", "pretrained", "--model", tmp_path / "export"]):
         assert train(["--num-steps", 0, *source, *write], run.device) == 0
-        said = capsys.readouterr().out
-        assert [said.count(story["text"]) for story in stories] == [1, 1, 1]
+        said = " ".join(capsys.readouterr().out.split())
+        assert [said.count(text) for text in texts] == [1, 1, 1]
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -692,7 +693,7 @@ def test_each_start_is_told_with_what_it_does_again(run, copied):
     first, again = config_of(copied)["starts"]
     assert (first["step"], first["lost_steps"]) == (0, 0)
     assert (again["step"], again["lost_steps"], again["world_size"]) == (STEPS - 2, 2, 1)
-    assert again["time"] > first["time"]
+    assert again["time"] >= first["time"]
     assert "2 starts, 2 logged steps done again" in (copied / "report.html").read_text()
 
 

@@ -215,7 +215,7 @@ def test_four_ranks_of_any_launcher_do_what_one_process_does(small, one_process,
         assert of_four == pytest.approx(of_one, rel=1e-6), key
     assert json.loads((small[1] / launcher / "config.json").read_text())["world_size"] == 4
     (story,) = one[-1]["samples"]
-    assert four[-1]["samples"] == [story] and story["text"] in process.stdout
+    assert four[-1]["samples"] == [story] and " ".join(story["text"].split()) in " ".join(process.stdout.split())
     assert process.stdout.count("verified") == 1  # one rank speaks
 
 

@@ -14,7 +14,7 @@ from conftest import metrics_of, parse, python, train
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import utils
-from harness import checkpoints, report, settings
+from harness import checkpoints, report, settings, terminal
 from utils import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
@@ -131,7 +131,7 @@ def test_a_log_line_has_the_slowest_ranks_step_and_the_longest_wait_for_data(obs
 
 def test_the_command_that_goes_on_is_the_run_without_what_it_says_anew():
     argv = ("--demo", "--num_steps", "5", "--export=x", "--lr", "1", "--resume", "p", "--run-name=--lr", "--lr=2")
-    kept = report.without_flags(argv, "--num-steps", "--export", "--resume", "--run-name")
+    kept = terminal.without(argv, "--num-steps", "--export", "--resume", "--run-name")
     assert kept == ["--demo", "--lr", "1", "--lr=2"]
 
 
