@@ -330,7 +330,7 @@ def not_followed(s: Settings) -> Iterator[str]:
     for name, field in OF_ACCELERATE.items():
         if (value := os.environ.pop(name, "").lower()) not in ("", "no", "false", "0", str(getattr(s, field))):
             flag = f"--{field.replace('_', '-')}"
-            yield f"{name}={value} in the environment is not followed; {flag} decides it here"
+            yield f"{name}={value} (of accelerate launch or its config) is not followed: this program goes by {flag}"
 
 
 def warn(settings: Settings) -> None:

@@ -220,6 +220,14 @@ def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
     assert runs == [[manifest["run_id"]]] * 2
 
 
+def test_a_stopped_run_goes_on_by_its_own_config_alone(run, device, tmp_path):
+    technique = words("--gradient-accumulation-steps 2 --precision bf16 --seed 3 --betas 0.8 0.9")
+    assert run("whole", *technique) == 0
+    assert run("r", *technique, stop_after=3) == processes.StopRequest.EXIT_CODE
+    assert train(["--config", tmp_path / "r" / "config.json", "--run-name", "r", "--resume", "auto"], device) == 0
+    assert steps_of(tmp_path / "r") == steps_of(tmp_path / "whole")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Another run
 
