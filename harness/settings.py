@@ -280,8 +280,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         parser.set_defaults(**flags_of_checkpoint(args.resume), compile=False)
         args = parser.parse_args(argv)
     if args.dataset_split is None:
-        local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset)) or "*" in args.dataset
-        args.dataset_split = "train" if local or args.streaming else "train[:5%]"
+        args.dataset_split = "train" if is_local(args.dataset) or args.streaming else "train[:5%]"
     if args.fp8_recipe is None and args.precision == "fp8":
         args.fp8_recipe = "tensorwise"
     if args.warmup_steps is None:
@@ -292,6 +291,10 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     if problem := contradiction(settings):
         parser.error(problem + f" (with the flags of {named.config})" * bool(named.config))
     return settings
+
+
+def is_local(dataset: str) -> bool:
+    return dataset == "demo" or os.path.exists(os.path.expanduser(dataset)) or "*" in dataset
 
 
 def given(settings: Settings) -> set[str]:
@@ -313,6 +316,8 @@ def without_effect(s: Settings) -> Iterator[str]:
         (s.log_with == "none", "project_name", "no tracker writes without --log-with"),
         (not s.sample_prompt, "sample_tokens", "nothing is written without --sample-prompt"),
         (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),
+        (is_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),
+        (s.dataset.endswith((".txt", ".md")), "text_field", "plain text has no fields"),
         (s.dataset == "synthetic" and not s.sample_prompt, "tokenizer", "nothing is tokenized with --dataset synthetic"),
         (s.dataset == "synthetic" and s.init == "random", "sample_prompt", "of synthetic tokens a model learns nothing that it could write"),
         (s.gradient_accumulation_steps == 1, "defer_grad_sync", "one microbatch a step leaves nothing to defer"),

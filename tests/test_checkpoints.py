@@ -238,6 +238,8 @@ def test_data_and_a_tokenizer_that_changed_under_their_names_are_named_and_not_b
     data.write_text("The fox had a red ball. " * 200)
     assert run(*same, "--dataset", data, "--num-steps", 1) == 0
     go_on = (*same, "--dataset", data, "--resume", "auto", "--num-steps", 2)
+    held_out = refused(*go_on, "--eval-interval", 1)  # for want of another split the last 5 % of the training's
+    assert held_out.startswith("--eval-interval was 0 in the checkpoint and is 1 now; ")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t")
     tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
     tokenizer.save_pretrained(tmp_path / "t")

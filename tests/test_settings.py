@@ -325,6 +325,8 @@ def test_a_flag_of_a_plan_does_not_start_a_training(flags):
         ("--sample-tokens 9", "--sample-prompt Once"),
         ("--sample-prompt Once --dataset synthetic", "--init pretrained"),
         ("--skip-bad-records --dataset synthetic", "--plan"),
+        ("--text-field story --dataset tales.txt", "--dataset tales.jsonl"),
+        ("--dataset-config wikitext-2 --dataset demo", "--dataset wikitext"),
         ("--dataset-split train --dataset synthetic", "--plan"),
         ("--tokenizer t --dataset synthetic", "--sample-prompt Once --init pretrained"),
         ("--defer-grad-sync", "--gradient-accumulation-steps 2"),
