@@ -94,7 +94,7 @@ class Settings:
     tokenizer: str | None = flag(None, "hub id or folder [the model's]")
 
     dataset: str = flag("roneneldan/TinyStories", "hub id; .jsonl, .parquet, .txt or .md file, also .gz or .zst, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]", group="data")
-    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1")
+    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]")
     text_field: str = flag("text", "column of the text in .jsonl, .parquet and hub data [text]")
     dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]")
     eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none the last 5 %% of the training documents]")
@@ -308,20 +308,22 @@ def without_effect(s: Settings) -> Iterator[str]:
     they are, and an export those of its checkpoint."""
     if s.plan or s.measure or not s.num_steps:
         return
+    writes = s.sample_prompt or s.sample_prompts
     # fmt: off
     idle = [
         (not s.eval_interval, "eval_steps eval_split", "nothing is evaluated without --eval-interval"),
         (not s.checkpoint_interval, "keep_checkpoints async_checkpoint", "only SIGTERM and SIGUSR1 save without --checkpoint-interval"),
         (s.metrics_port is None, "metrics_host", "nothing listens without --metrics-port"),
         (s.log_with == "none", "project_name", "no tracker writes without --log-with"),
-        (not s.sample_prompt, "sample_tokens", "nothing is written without --sample-prompt"),
+        (not writes, "sample_tokens", "nothing is written without --sample-prompt"),
         (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),
         (is_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),
         (s.dataset.endswith((".txt", ".md")), "text_field", "plain text has no fields"),
-        (s.dataset == "synthetic" and not s.sample_prompt, "tokenizer", "nothing is tokenized with --dataset synthetic"),
-        (s.dataset == "synthetic" and s.init == "random", "sample_prompt", "of synthetic tokens a model learns nothing that it could write"),
+        (s.dataset == "synthetic" and not writes, "tokenizer", "nothing is tokenized with --dataset synthetic"),
+        (s.dataset == "synthetic" and s.init == "random", "sample_prompt sample_prompts", "of synthetic tokens a model learns nothing that it could write"),
         (s.gradient_accumulation_steps == 1, "defer_grad_sync", "one microbatch a step leaves nothing to defer"),
         (s.zero_stage == 1 and s.gradient_accumulation_steps > 1, "defer_grad_sync", "--zero-stage 1 does so by itself"),
+        (True, "plan_seconds", "only --plan looks for a configuration"),
         (not s.own_plan and s.batch_size != "auto", "plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan"),
     ]
     # fmt: on
