@@ -414,13 +414,17 @@ def describe_identity(settings: Settings, config, tokenizer=None, train_set=None
 
 
 # The flags that say what the tokens and the tokenizer are, of which a manifest has checksums.
-SAID_BY = {"dataset": ("dataset", "dataset_split"), "tokenizer": ("tokenizer", "model", "dataset")}
+SAID_BY = {
+    "dataset": ("dataset", "dataset_config", "dataset_split", "text_field", "skip_bad_records", "eval_interval"),
+    "tokenizer": ("tokenizer", "model", "dataset"),
+}
 
 
 def compare(settings: Settings, identity: dict, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words; a UserError names what makes it another run."""
     other = "a resumed run must have the same; to train on from these weights start a new run from an --export"
-    saved = dataclasses.asdict(Settings()) | manifest["flags"] | manifest  # flags newer than it at their defaults
+    defaults = dataclasses.asdict(Settings())  # of flags newer than it
+    saved = defaults | manifest["flags"] | manifest
     for key, now in (identity | {"optimizer": settings.optimizer}).items():
         before, flag = saved[key], f"--{key.replace('_', '-')}"
         if before != now:
@@ -430,14 +434,14 @@ def compare(settings: Settings, identity: dict, manifest: dict) -> str:
                     continue
                 before, now, flag = before[field], now[field], f"{flag}: {field}"
             elif key in SAID_BY:  # these are checksums
-                named = [manifest["flags"].get(name) for name in SAID_BY[key]]
-                given = json.loads(json.dumps([getattr(settings, name) for name in SAID_BY[key]]))
-                changed = [each for each in zip(SAID_BY[key], named, given, strict=True) if each[1] != each[2]]
-                if not changed:
+                pairs = {name: ((defaults | manifest["flags"])[name], getattr(settings, name)) for name in SAID_BY[key]}
+                if all(pairs.get("eval_interval", (0,))):  # what matters is whether documents were held out
+                    del pairs["eval_interval"]
+                name = next((name for name, (before, now) in pairs.items() if before != now), "")
+                if not name:
                     what = f"{settings.dataset} is not" if key == "dataset" else "its vocabulary is not"
                     raise UserError(f"{flag}: {what} what it was at the checkpoint; {other}")
-                name, before, now = changed[0]
-                flag = f"--{name.replace('_', '-')}"
+                flag, (before, now) = f"--{name.replace('_', '-')}", pairs[name]
             raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {other}")
     told = (
         "world_size num_steps batch_size gradient_accumulation_steps zero_stage dp_replicate_size precision fp8_recipe "

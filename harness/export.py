@@ -33,8 +33,9 @@ def step_of_export(settings: Settings) -> int:
     try:
         folder = pathlib.Path(settings.output_dir, name_of(settings)).expanduser()
         config = json.loads((folder / "config.json").read_text())
-        same = ("model", "init", "tokenizer", "dataset", "sequence_length", "seed", "optimizer", "precision")
+        same = ("model", "init", "tokenizer", "dataset", "seed", "optimizer", "precision")
         own = run and config["run_id"] == run and all(config["flags"][key] == getattr(settings, key) for key in same)
+        own = own and settings.sequence_length in (None, config["flags"]["sequence_length"])  # None: not decided yet
     except (OSError, ValueError, KeyError, TypeError):
         own = False
     if own and step >= settings.num_steps:

@@ -80,7 +80,7 @@ def flags_of_run(config: dict, fields: tuple[dataclasses.Field, ...]) -> list[tu
     own |= {field.name for field in fields if "help" not in field.metadata}  # are no flags
     defaults = {field.name: list(d) if isinstance(d := field.default, tuple) else d for field in fields}
     with contextlib.suppress(KeyError, TypeError):
-        defaults |= {"fp8_recipe": "tensorwise", "warmup_steps": flags["num_steps"] // 20}
+        defaults |= {"fp8_recipe": "tensorwise", "sequence_length": 8192, "warmup_steps": flags["num_steps"] // 20}
         flags = flags | {"gradient_accumulation_steps": flags["given_accumulation"]}
     asked = ((name, value) for name, value in flags.items() if name not in own and value is not None)
     return [(name, value) for name, value in asked if name not in defaults or value != defaults[name]]

@@ -94,7 +94,7 @@ class Settings:
     tokenizer: str | None = flag(None, "hub id or folder [the model's]")
 
     dataset: str = flag("roneneldan/TinyStories", "hub id; .jsonl, .parquet, .txt or .md file, also .gz or .zst, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]", group="data")
-    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1")
+    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]")
     text_field: str = flag("text", "column of the text in .jsonl, .parquet and hub data [text]")
     dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]")
     eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none the last 5 %% of the training documents]")
@@ -280,8 +280,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         parser.set_defaults(**flags_of_checkpoint(args.resume), compile=False)
         args = parser.parse_args(argv)
     if args.dataset_split is None:
-        local = args.dataset == "demo" or os.path.exists(os.path.expanduser(args.dataset)) or "*" in args.dataset
-        args.dataset_split = "train" if local or args.streaming else "train[:5%]"
+        args.dataset_split = "train" if is_local(args.dataset) or args.streaming else "train[:5%]"
     if args.fp8_recipe is None and args.precision == "fp8":
         args.fp8_recipe = "tensorwise"
     if args.warmup_steps is None:
@@ -292,6 +291,10 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     if problem := contradiction(settings):
         parser.error(problem + f" (with the flags of {named.config})" * bool(named.config))
     return settings
+
+
+def is_local(dataset: str) -> bool:
+    return dataset == "demo" or os.path.exists(os.path.expanduser(dataset)) or "*" in dataset
 
 
 def given(settings: Settings) -> set[str]:
@@ -305,18 +308,22 @@ def without_effect(s: Settings) -> Iterator[str]:
     they are, and an export those of its checkpoint."""
     if s.plan or s.measure or not s.num_steps:
         return
+    writes = s.sample_prompt or s.sample_prompts
     # fmt: off
     idle = [
         (not s.eval_interval, "eval_steps eval_split", "nothing is evaluated without --eval-interval"),
         (not s.checkpoint_interval, "keep_checkpoints async_checkpoint", "only SIGTERM and SIGUSR1 save without --checkpoint-interval"),
         (s.metrics_port is None, "metrics_host", "nothing listens without --metrics-port"),
         (s.log_with == "none", "project_name", "no tracker writes without --log-with"),
-        (not (s.sample_prompt or s.sample_prompts), "sample_tokens", "nothing is written without --sample-prompt"),
+        (not writes, "sample_tokens", "nothing is written without --sample-prompt"),
         (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),
-        (s.dataset == "synthetic" and not (s.sample_prompt or s.sample_prompts), "tokenizer", "nothing is tokenized with --dataset synthetic"),
+        (is_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),
+        (s.dataset.endswith((".txt", ".md")), "text_field", "plain text has no fields"),
+        (s.dataset == "synthetic" and not writes, "tokenizer", "nothing is tokenized with --dataset synthetic"),
         (s.dataset == "synthetic" and s.init == "random", "sample_prompt sample_prompts", "of synthetic tokens a model learns nothing that it could write"),
         (s.gradient_accumulation_steps == 1, "defer_grad_sync", "one microbatch a step leaves nothing to defer"),
         (s.zero_stage == 1 and s.gradient_accumulation_steps > 1, "defer_grad_sync", "--zero-stage 1 does so by itself"),
+        (True, "plan_seconds", "only --plan looks for a configuration"),
         (not s.own_plan and s.batch_size != "auto", "plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan"),
     ]
     # fmt: on
@@ -330,7 +337,7 @@ def not_followed(s: Settings) -> Iterator[str]:
     for name, field in OF_ACCELERATE.items():
         if (value := os.environ.pop(name, "").lower()) not in ("", "no", "false", "0", str(getattr(s, field))):
             flag = f"--{field.replace('_', '-')}"
-            yield f"{name}={value} in the environment is not followed; {flag} decides it here"
+            yield f"{name}={value} (of accelerate launch or its config) is not followed: this program goes by {flag}"
 
 
 def warn(settings: Settings) -> None:

@@ -220,6 +220,14 @@ def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
     assert runs == [[manifest["run_id"]]] * 2
 
 
+def test_a_stopped_run_goes_on_by_its_own_config_alone(run, device, tmp_path):
+    technique = words("--gradient-accumulation-steps 2 --precision bf16 --seed 3 --betas 0.8 0.9")
+    assert run("whole", *technique) == 0
+    assert run("r", *technique, stop_after=3) == processes.StopRequest.EXIT_CODE
+    assert train(["--config", tmp_path / "r" / "config.json", "--run-name", "r", "--resume", "auto"], device) == 0
+    assert steps_of(tmp_path / "r") == steps_of(tmp_path / "whole")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Another run
 
@@ -230,6 +238,8 @@ def test_data_and_a_tokenizer_that_changed_under_their_names_are_named_and_not_b
     data.write_text("The fox had a red ball. " * 200)
     assert run(*same, "--dataset", data, "--num-steps", 1) == 0
     go_on = (*same, "--dataset", data, "--resume", "auto", "--num-steps", 2)
+    held_out = refused(*go_on, "--eval-interval", 1)  # for want of another split the last 5 % of the training's
+    assert held_out.startswith("--eval-interval was 0 in the checkpoint and is 1 now; ")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t")
     tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
     tokenizer.save_pretrained(tmp_path / "t")

@@ -32,11 +32,10 @@ def test_too_little_text_for_one_window_is_refused(mistake, tmp_path):
     assert f"--dataset {tmp_path / 'data.txt'}" in mistake("--dataset", tmp_path / "data.txt")
 
 
-def test_a_missing_held_out_split_is_named_and_how_to_make_one(mistake, tmp_path):
+def test_a_missing_held_out_split_is_named_with_those_that_are_there(mistake, tmp_path):
     (tmp_path / "data.txt").write_text("The fox had a red ball. " * 100)
-    message = mistake("--dataset", tmp_path / "data.txt", "--eval-interval", 1)
-    assert message.startswith(f"--dataset {tmp_path / 'data.txt'}")
-    assert "--eval-split" in message
+    message = mistake("--dataset", tmp_path / "data.txt", "--eval-interval", 1, "--eval-split", "test")
+    assert message == f"--dataset {tmp_path / 'data.txt'}, split 'test': there is none; there is train"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def test_help_names_every_flag_with_its_default():
     without_default |= {"--plan", "--measure", "--plan-rates", "--gpu-hour-usd", "--json", "--html", "--sample-prompts"}
     for flag, text in described.items():
         assert flag in without_default or re.search(r"\[[^\]]+\]", text.replace("[:5%]", "")), flag
-    for flag in ("--sequence-length", "--batch-size", "--num-steps", "--lr", "--seed", "--zero-stage"):
+    for flag in ("--batch-size", "--num-steps", "--lr", "--seed", "--zero-stage"):
         default = args[flag[2:].replace("-", "_")]
         assert float(re.search(r"\[([^\]]+)\]", described[flag])[1]) == default
 
@@ -323,13 +323,17 @@ def test_a_flag_of_a_plan_does_not_start_a_training(flags):
         ("--metrics-host 0.0.0.0", "--metrics-port 4000"),
         ("--project-name p", "--log-with tensorboard"),
         ("--sample-tokens 9", "--sample-prompt Once"),
+        ("--sample-tokens 9", "--sample-prompts file"),
         ("--sample-prompt Once --dataset synthetic", "--init pretrained"),
         ("--skip-bad-records --dataset synthetic", "--plan"),
+        ("--text-field story --dataset tales.txt", "--dataset tales.jsonl"),
+        ("--dataset-config wikitext-2 --dataset demo", "--dataset wikitext"),
         ("--dataset-split train --dataset synthetic", "--plan"),
         ("--tokenizer t --dataset synthetic", "--sample-prompt Once --init pretrained"),
         ("--defer-grad-sync", "--gradient-accumulation-steps 2"),
         ("--defer-grad-sync --gradient-accumulation-steps 2 --zero-stage 1", "--zero-stage 2"),
         ("--gpus-per-node 4 --no-own-plan", "--own-plan"),
+        ("--plan-seconds 4", "--plan"),
         ("--plan-gpu B200 --no-own-plan", "--batch-size auto"),
     ],
 )
