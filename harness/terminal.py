@@ -127,10 +127,8 @@ def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | N
     if newest := folder and max((folder / "checkpoints").glob("step-*"), default=None):
         lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
     elif step:
-        missing = (
-            f"yet, the first after step {interval:,}" if interval else ": --checkpoint-interval N saves every N steps"
-        )
-        lines.append(f"saved      nothing{' ' * bool(interval)}{missing}")
+        how = f" yet, the first after step {interval:,}" if interval >= step else ""
+        lines.append(f"saved      nothing{how if interval else ': --checkpoint-interval N saves every N steps'}")
     return "\n".join(lines)
 
 
