@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 from harness.loss import choose_loss
 from harness.settings import Settings, contradiction
+from harness.terminal import without
 
 LEVELS = ("none", "selective", "full")  # of activation checkpointing: each holds less, and is slower
 TOLD = 0.01  # what could be faster by less than this share is not planned, and not called faster
@@ -290,24 +291,13 @@ def search(settings: Settings, config, plan, world: int, seconds: float, free: b
     return found
 
 
-def without(argv: Sequence[str], names: set[str]) -> list[str]:
-    """A command line without the flags of these fields."""
-    words, kept = [], True
-    for word in argv:
-        if word.startswith("--"):
-            name = word[2:].split("=")[0].replace("-", "_")
-            kept = not {name, name.removeprefix("no_")} & names
-        words += [word] * kept
-    return words
-
-
 def command(settings: Settings, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
     of_plans, group = set(), None
     for field in dataclasses.fields(Settings):
         group = field.metadata.get("group", group)
         of_plans |= {field.name} if group == "planning" and field.name != "own_plan" else set()
-    words = shlex.join(without(settings.argv, of_plans | changes.keys()))
+    words = shlex.join(without(settings.argv, *of_plans, *changes))
     local = math.gcd(world, settings.gpus_per_node)
     launcher = "python" if world == 1 else f"torchrun --nproc_per_node={world}"
     if world > settings.gpus_per_node:

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models, samples, streaming
+from harness import models, samples, streaming, terminal
 from harness.faults import name_fault
 from harness.processes import on_main_rank, say
 from harness.settings import ASSETS, Settings
@@ -113,28 +113,28 @@ def telling_progress():
     """A function that says on rank 0 how far the tokenizing is: on a terminal in one line that goes away, else in a
     line each half minute."""
     start = told = time.monotonic()
-    terminal = sys.stderr.isatty()
+    on_terminal = terminal.is_terminal(sys.stderr)
 
     def tell(counts: Counter, total: int) -> None:
         nonlocal told
         now = time.monotonic()
-        if now - told < (0.2 if terminal else 30) or (dist.is_initialized() and dist.get_rank()):
+        if now - told < (0.2 if on_terminal else 30) or (dist.is_initialized() and dist.get_rank()):
             return
         told, seconds, read = now, now - start, max(counts["read"], 1)
         left = tqdm.format_interval(seconds * max(0, total - read) / read)
         speed = f"{counts['documents']:,} documents, {counts['tokens'] / seconds:,.0f} tokens/s, {left} left"
         line = f"tokenizing {min(1, read / total):4.0%}  {speed}"
-        if terminal:
+        if on_terminal:
             width = shutil.get_terminal_size().columns - 1
-            print(f"\r{line[:width]}\033[K", end="", file=sys.stderr, flush=True)
+            print(terminal.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
         else:
             print(f"data       {line}", flush=True)
 
     try:
         yield tell
     finally:
-        if terminal and told > start:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        if on_terminal and told > start:
+            print(terminal.CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def remove_leftovers(cache: pathlib.Path) -> None:

@@ -16,6 +16,7 @@ from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, 
 from harness.plan_text import assumptions, describe_plan, verdict
 from harness.rates import Rates, predict_time
 from harness.settings import Settings
+from harness.terminal import without
 from utils import UserError
 
 # The script's own functions, which a plan drives.
@@ -136,7 +137,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     seconds, auto, free = settings.plan_seconds, settings.batch_size == "auto", not advice.keeps_batch(settings)
     largest = advice.largest_batch(planned, rates.memory_gib) if seconds or auto else None
     if auto:
-        argv = (*advice.without(settings.argv, {"batch_size"}), "--batch-size", str(largest or 1))
+        argv = (*without(settings.argv, "batch_size"), "--batch-size", str(largest or 1))
         settings = dataclasses.replace(settings, batch_size=largest or 1, argv=argv)
     result = {"model": settings.model, "gpu": rates.device, "flops": counted} | planned()
     result |= {} if largest is None else {"largest_batch_size": largest}

@@ -385,7 +385,7 @@ def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, sho
     elif saved:
         lines["export"] = f"{start} {source} --export {quoted}-export"
     if saved:
-        given = terminal.without(settings.argv, "--num-steps", "--resume", "--run-name", "--output-dir", "--export")
+        given = terminal.without(settings.argv, "num_steps", "resume", "run_name", "output_dir", "export")
         flags = " ".join([*map(shlex.quote, given), source, f"--num-steps {2 * settings.num_steps}"])
         lines["go on"] = f"{program} {flags}"
     elif not settings.export:

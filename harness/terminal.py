@@ -136,19 +136,18 @@ def command(settings, folder: pathlib.Path) -> str:
     """The command of this run, to be pasted, that goes on with it from its newest checkpoint."""
     known = folder.parent == pathlib.Path(settings.output_dir).expanduser()
     resume = ["--resume", "auto", "--run-name", folder.name] if known else ["--resume", str(folder)]
-    return shlex.join([*launcher(), *without(settings.argv, "--resume", "--run-name"), *resume])
+    return shlex.join([*launcher(), *without(settings.argv, "resume", "run_name"), *resume])
 
 
-def without(argv: Iterable[str], *names: str) -> list[str]:
-    """A command line without these flags, each of which has one value."""
-    kept, skips = [], False
+def without(argv: Iterable[str], *fields: str) -> list[str]:
+    """A command line without the flags of these fields of the settings, and what stands behind them."""
+    words, kept = [], True
     for word in argv:
-        name, equals, _ = word.partition("=")
-        if skips or name.replace("_", "-") in names:
-            skips = not skips and not equals
-        else:
-            kept.append(word)
-    return kept
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            kept = not {name, name.removeprefix("no_")} & {*fields}
+        words += [word] * kept
+    return words
 
 
 def launcher() -> list[str]:

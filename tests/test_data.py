@@ -617,7 +617,7 @@ WAYS = pytest.mark.parametrize("way", ["cached", "streamed"])
 GOOD = b'{"text": "Once upon a time there was a fox who had a red ball and liked it."}\n'
 UNUSABLE = [  # file, content, what the error says after the file's name
     ("none.jsonl", None, ": no such file"),
-    ("data.jsonl", b"", ": the file is empty"),
+    ("data.jsonl", b"", "it holds no text"),
     ("data.jsonl", b'{"text": ""}\n', "it holds no text"),
     ("data.jsonl", b"\n\n\n", "it holds no text"),
     ("data.txt", b"\n\n\n", "it holds no text"),

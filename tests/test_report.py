@@ -131,7 +131,7 @@ def test_a_log_line_has_the_slowest_ranks_step_and_the_longest_wait_for_data(obs
 
 def test_the_command_that_goes_on_is_the_run_without_what_it_says_anew():
     argv = ("--demo", "--num_steps", "5", "--export=x", "--lr", "1", "--resume", "p", "--run-name=--lr", "--lr=2")
-    kept = terminal.without(argv, "--num-steps", "--export", "--resume", "--run-name")
+    kept = terminal.without(argv, "num_steps", "export", "resume", "run_name")
     assert kept == ["--demo", "--lr", "1", "--lr=2"]
 
 

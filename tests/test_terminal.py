@@ -317,6 +317,10 @@ def test_the_header_says_how_to_watch_by_what_was_asked_for(tmp_path):
 
 
 def test_one_of_a_kind_is_singular():
-    assert parse(words("--batch-size 2 --sequence-length 64")).describe_batch(1).startswith("1 rank x 1 microbatch x 2 sequences x ")
+    assert (
+        parse(words("--batch-size 2 --sequence-length 64"))
+        .describe_batch(1)
+        .startswith("1 rank x 1 microbatch x 2 sequences x ")
+    )
     both = parse(words("--gradient-accumulation-steps 3 --sequence-length 64")).describe_batch(4)
     assert both.startswith("4 ranks x 3 microbatches x 1 sequence x ")
