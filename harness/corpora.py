@@ -25,7 +25,8 @@ HELD_OUT = 5  # percent of a corpus without a split for evaluation
 
 
 def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
-    """The training windows and, where evaluation is asked for, the held-out ones, else None.
+    """The training windows, with what the header says of them in `header`, and, where evaluation is asked for, the
+    held-out ones, else None.
 
     Held out is what --eval-split says; where it is not given the split `validation`, and where there is none the last 5
     % of the documents that would be trained on.
@@ -33,6 +34,7 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
     vocab_size = config.get_text_config().vocab_size
     if settings.dataset == "synthetic":
         train = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
+        train.header = {"data": "synthetic, random tokens"}
         held_out = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
         return train, held_out if settings.eval_interval else None
     if settings.document_mask and tokenizer.eos_token_id is None:
@@ -46,8 +48,7 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
     load = functools.partial(cached, settings, corpus)
     if settings.streaming:
         load = functools.partial(streaming.stream_dataset, **corpus, seed=settings.seed)
-    train, held_out = load(split=settings.dataset_split), None
-    train.description = ", ".join(filter(None, [settings.dataset, settings.dataset_config, settings.dataset_split]))
+    train, held_out, named = load(split=settings.dataset_split), None, ""
     if settings.eval_interval:
         try:
             held_out, named = load(split=settings.eval_split or "validation"), settings.eval_split or "validation"
@@ -55,11 +56,11 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
             if settings.eval_split:
                 raise
             train, held_out = hold_out(train, source, tokenizer.eos_token_id)
-            named = f"its last {HELD_OUT} %"
+            named = f"the last {HELD_OUT} % of it"
         if settings.streaming:
             windows = settings.eval_steps * settings.batch_size * dist.get_world_size()
             held_out = on_main_rank(lambda: held_out.head(windows))
-        train.description += f", held out {named} ({len(held_out) * settings.sequence_length:,} tokens)"
+    train.header = describe(settings, train, held_out, named)
     if not settings.streaming:
         needed = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
         if len(train) < needed:
@@ -71,6 +72,15 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
         for packed in filter(None, (train, held_out)):
             packed.end_of_text = tokenizer.eos_token_id
     return train, held_out
+
+
+def describe(settings: Settings, train, held_out, named: str) -> dict[str, str]:
+    """The lines of the header about the text: which split is trained on, and which, by name, is held out."""
+    source = ", ".join(filter(None, [settings.dataset, settings.dataset_config, settings.dataset_split]))
+    size = 0 if settings.streaming else len(train) * settings.sequence_length
+    steps = size / settings.tokens_per_step(dist.get_world_size())
+    lines = {"data": f"{source}: " + (f"{size:,} tokens, {steps:,.1f} steps an epoch" if size else "streamed")}
+    return lines | ({"held out": f"{named}: {len(held_out) * settings.sequence_length:,} tokens"} if held_out else {})
 
 
 def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_whole: bool = False):
@@ -103,9 +113,7 @@ def hold_out(train, source: str, end_of_text: int | None):
         return train.hold_out(HELD_OUT)
     (cut,) = on_main_rank(lambda: utils.cut_positions([f"{100 - HELD_OUT}%"], train.tokens, end_of_text))
     held_out = utils.pack(train.tokens[cut:], train.seq_len, source, f"last {HELD_OUT} %")
-    description, train = train.description, utils.pack(train.tokens[:cut], train.seq_len, source, "train")
-    train.description = description
-    return train, held_out
+    return utils.pack(train.tokens[:cut], train.seq_len, source, "train"), held_out
 
 
 @contextlib.contextmanager

@@ -145,8 +145,6 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
     mfu = f"{significant(peak)} TFLOPS peak a {'GPU' if cuda else 'rank'}" if peak else "no MFU on a CPU"
     if not peak and cuda:
         mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
-    size = 0 if settings.streaming else len(train_set) * settings.sequence_length
-    epoch = f"{size:,} tokens, {size / settings.tokens_per_step(world):,.1f} steps an epoch" if size else "streamed"
     lines = (
         {"demo": f"the embedded model and its sizes, but on {settings.dataset} in place of the embedded stories"}
         if settings.demo and settings.dataset != "demo"
@@ -161,8 +159,8 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
         "precision": precision[settings.precision],
         "technique": ", ".join(techniques),
         "batch": f"{settings.describe_batch(world)}, {settings.num_steps:,} steps",
-        "data": f"{train_set.description}, {epoch}",
     }
+    lines |= train_set.header
     return columns(lines, wrap=True)
 
 

@@ -47,7 +47,6 @@ class SyntheticDataset(Dataset):
     """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
 
     end_of_text = None  # there are no documents
-    description = "synthetic"
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
         self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows

@@ -32,7 +32,6 @@ class StreamedDataset:
     """
 
     end_of_text: int | None = None
-    description = ""
 
     def __init__(
         self, tokenizer, seq_len: int, source: str, split: str, vocab_size: int, seed: int, reading: tuple, subset=None
