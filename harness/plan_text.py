@@ -1,7 +1,6 @@
 """Plan text: what --plan prints of a plan. Called by `planning`. It computes no figure that the JSON object does not
 have."""
 
-import functools
 import textwrap
 
 from harness.advice import as_flags
@@ -36,6 +35,12 @@ def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, flo
         "time": f"one operator after the other; {beside if rates.overlaps else 'nothing beside anything'}; "
         f"{'launches ahead of the GPU' if rates.overlaps else 'then what the host does'}; data always there",
     }
+
+
+def fill(text: str, indent: int) -> str:
+    """Wrapped, with no number on another line than its %."""
+    text = text.replace(" %", "\N{NO-BREAK SPACE}%")
+    return textwrap.fill(text, 110, subsequent_indent=" " * indent).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def layout(row: dict) -> str:
@@ -170,9 +175,7 @@ def describe_worlds(rows: list[dict]) -> list[str]:
             if fitting != best["flags"]:
                 why = f"it fits with {fitting}; fastest: "
             said = f"{why}{best['flags']}: {figures(best)}, {best['reserved_gib']:.1f} GiB{late}"
-        lines.append(
-            "\n" * (row is rows[0]) + textwrap.fill(f"{row['gpus']:8,}  {said}", 110, subsequent_indent=" " * 10)
-        )
+        lines.append("\n" * (row is rows[0]) + fill(f"{row['gpus']:8,}  {said}", 10))
         lines += [f"{'':10}{best['command']}"] if best and not best["asked"] else []
     return lines
 
@@ -197,14 +200,16 @@ def describe_plan(settings: Settings, result: dict) -> str:
         "technique": ", ".join(techniques),
         "batch": settings.describe_batch(world),
     }
-    fill = functools.partial(textwrap.fill, width=100, subsequent_indent=" " * 11)
     places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
     place = places.get(result["peak_at"], f"in {result['peak_at']}")
     place += f"; {memory['host']:,.1f} GiB a GPU on the host" * settings.cpu_offload
     largest = result.get("largest_batch_size", 0)
     kinds = {"matmul": "matmul", "attention": "attention", "memory": "memory-bound", "optimizer": "optimizer"}
     lines = [
-        columns({name: text if name == "command" else fill(text) for name, text in answer.items()}),
+        *(
+            columns({name: text}) if name == "command" else fill(columns({name: text}), 11)
+            for name, text in answer.items()
+        ),
         *(describe_configurations(result) if "search" in result else []),
         *(describe_worlds(result["scaling"]) if "scaling" in result else []),
         f"\nmemory of the fullest GPU in GiB, as asked: {memory['reserved']:,.2f} reserved of "
