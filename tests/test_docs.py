@@ -279,6 +279,13 @@ def test_a_launcher_gives_ranks_more_than_30_s_to_save_where_torchrun_can(file, 
     assert LaunchConfig(1, 1, 1).shutdown_timeout == int(seconds) == 110
 
 
+def test_no_example_of_a_metrics_port_is_an_exporters_or_torchruns():
+    files = [*DOCUMENTS, ROOT / "launch" / "prometheus.yml"]
+    text = "\n".join(file.read_text() for file in files)
+    ports = set(map(int, re.findall(r"(?:--metrics-port |127\.0\.0\.1:)(\d+)", text)))
+    assert ports and all(1024 < port < 32768 and port not in (*range(9090, 10_000), 29400, 29500) for port in ports)
+
+
 OTHERS = {
     "torchrun": {"--nproc_per_node", "--max-restarts", "--rdzv_conf", "--rdzv_endpoint", "--signals-to-handle"},
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
