@@ -17,7 +17,6 @@ import logging
 import os
 import pathlib
 import re
-import sys
 import tempfile
 import time
 import traceback
@@ -152,9 +151,7 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
 def cut_positions(bounds: list[str], tokens: np.ndarray, end_of_text: int | None) -> list[int]:
     """Where the bounds of a slice cut `tokens`: at ends of documents, or, where these are too few for a percentage, at
     that share of the tokens, as in a file of one document."""
-    starts = range(0, len(tokens), 2**24)
-    found = [np.flatnonzero(tokens[start : start + 2**24] == end_of_text) + start + 1 for start in starts]
-    ends = np.union1d(np.concatenate(found), [0, len(tokens)]).astype(int)
+    ends = np.union1d(np.flatnonzero(tokens == end_of_text) + 1, [0, len(tokens)]).astype(int)
     cuts = zip(cut_documents(bounds, len(ends) - 1), bounds, strict=True)
     return [len(tokens) * int(bound.rstrip("%")) // 100 if cut is None else int(ends[cut]) for cut, bound in cuts]
 
@@ -163,8 +160,6 @@ def load_documents(dataset: str, split: str, subset: str | None = None, streamin
     """A split of a hub data set as a `datasets.Dataset` or `IterableDataset`."""
     import datasets
 
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
     try:
         return datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
@@ -181,15 +176,16 @@ def choose_field(source: Any, names: list[str], text_field: str) -> str:
     raise UserError(f"--text-field {text_field}: no such field in {source} (fields: {', '.join(names)})")
 
 
-def hub_records(documents, source: str, text_field: str, counts: Counter) -> Iterator[tuple[Any, str]]:
+def hub_records(rows, source: str, text_field: str, counts: Counter, whole: bool = False) -> Iterator[tuple[Any, str]]:
     """(value, its field) of each row of a `datasets.Dataset` or `IterableDataset`; `counts` gets how many are read."""
-    for table in documents.with_format("arrow").iter(100):
+    for table in rows.with_format("arrow").iter(1000):
         field = choose_field(source, table.column_names, text_field)
-        yield from ((value, field) for value in values_of(table[field]))
-        counts["read"] += len(table)
+        values = values_of(table[field], whole)
+        counts.update(read=len(table), documents=len(table) - len(values))
+        yield from ((value, field) for value in values)
 
 
-def file_records(file: pathlib.Path, text_field: str, counts: Counter) -> Iterator[tuple[Any, str]]:
+def file_records(file: pathlib.Path, text_field: str, counts: Counter, whole=False) -> Iterator[tuple[Any, str]]:
     """(value, its field) of each record of a local file: of a .jsonl the lines, of a text file the parts between marks.
     `counts` gets how many bytes are read. What cannot be read is an UnreadableError."""
     kind, before, rest = kind_of(file), counts["read"], ""
@@ -201,8 +197,9 @@ def file_records(file: pathlib.Path, text_field: str, counts: Counter) -> Iterat
                 parquet = pyarrow.parquet.ParquetFile(raw)
                 field = choose_field(file, parquet.schema_arrow.names, text_field)
                 for batch in parquet.iter_batches(1000, columns=[field]):
-                    yield from ((value, field) for value in values_of(batch[field]))
-                    counts["read"] += file.stat().st_size * batch.num_rows // parquet.metadata.num_rows
+                    values, share = values_of(batch[field], whole), batch.num_rows / parquet.metadata.num_rows
+                    counts.update(read=int(share * file.stat().st_size), documents=batch.num_rows - len(values))
+                    yield from ((value, field) for value in values)
                 return
             text = open_text(file, raw)
             for part in text if kind == ".jsonl" else iter(functools.partial(text.read, 2**24), ""):
@@ -224,11 +221,14 @@ def open_text(file: pathlib.Path, raw) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="mark")
 
 
-def values_of(column) -> list:
-    """The values of an Arrow column: token ids as arrays, text marked where it is not UTF-8: Arrow does not check."""
+def values_of(column, whole: bool) -> list:
+    """The values of an Arrow column: token ids as arrays, or one array if `whole`; text marked where it is not UTF-8,
+    which Arrow does not check."""
     if re.search("list<.*: u?int", str(column.type)):
-        rows = (row.values for row in column)
-        return [row.to_numpy() if row is not None and not row.null_count else row and row.to_pylist() for row in rows]
+        column = column.combine_chunks() if hasattr(column, "chunks") else column
+        if not (column.null_count or (ids := column.flatten()).null_count):
+            ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))[:-1]
+            return np.split(ids.to_numpy(zero_copy_only=False), [] if whole else ends)
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -282,7 +282,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def take(documents: Iterator, count: int, characters: int = 2**24) -> Iterator:
+def take(documents: Iterator, count: int, characters: int = 2**21) -> Iterator:
     """The next documents, `count` of them or so many characters: a tokenizer takes a hundred times their memory."""
     for document in itertools.islice(documents, count):
         yield document
@@ -447,8 +447,8 @@ def get_dataset(
 
     def tokenize(hub, files: list[pathlib.Path], counts: Counter) -> Iterator[np.ndarray]:
         reading = (text_field, skip_bad_records, counts)
-        parts = (read_documents(file_records(file, text_field, counts), file, *reading) for file in files)
-        rows = () if files else read_documents(hub_records(hub, dataset, text_field, counts), dataset, *reading)
+        parts = (read_documents(file_records(file, text_field, counts, True), file, *reading) for file in files)
+        rows = () if files else read_documents(hub_records(hub, dataset, text_field, counts, True), dataset, *reading)
         total = sum(file.stat().st_size for file in files) if files else len(hub)
         for tokens in token_batches(itertools.chain(*parts, rows), tokenizer, TOKENIZE_BATCH, counts):
             progress(counts, total)

@@ -7,6 +7,7 @@ pack: from a tokenized corpus of 8 M tokens to windows of 8,192. read: each wind
 demo's stories, four times; `library` calls the tokenizers library and nothing else, 2,000 stories a call.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -30,9 +31,16 @@ datasets.disable_progress_bars()
 datasets.disable_caching()
 
 
+def read(documents):
+    """The documents of a `datasets.Dataset` as the program reads those of the hub."""
+    counts = collections.Counter()
+    records = utils.hub_records(documents, "benchmark", "text", counts, whole=True)
+    return utils.read_documents(records, "benchmark", "text", False, counts)
+
+
 def pack_ours(documents, folder: str) -> utils.PackedDataset:
     path = pathlib.Path(folder, "tokens.bin")
-    utils.pack_tokens(utils.token_batches(documents, None, "benchmark"), path, VOCABULARY)
+    utils.pack_tokens(utils.token_batches(read(documents), None), path, VOCABULARY)
     return utils.PackedDataset(np.memmap(path, dtype=utils.token_dtype(VOCABULARY), mode="r"), SEQUENCE)
 
 
@@ -64,7 +72,7 @@ def read_map_and_lists(grouped) -> None:
 
 def tokenize_ours(stories, tokenizer) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        batches = utils.token_batches(stories, tokenizer, "benchmark")
+        batches = utils.token_batches(read(stories), tokenizer)
         return utils.pack_tokens(batches, pathlib.Path(folder, "tokens.bin"), len(tokenizer))
 
 

@@ -39,6 +39,8 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
         return train, held_out if settings.eval_interval else None
     if settings.document_mask and tokenizer.eos_token_id is None:
         raise UserError(f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)")
+    if not terminal.is_terminal(sys.stderr):
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     source = os.path.expanduser(settings.dataset)
     source = str(ASSETS / "demo" / "stories") if source == "demo" else source
     models.answer_from_cache_without_network(source)
