@@ -188,7 +188,7 @@ class Search:
     def try_all(self, techniques: list[dict]) -> None:
         """Plans the techniques at their best batch sizes, less those that cannot fit or cannot be the fastest."""
         samples = self.settings.batch_size * self.settings.gradient_accumulation_steps
-        sizes = [size for size in range(1, BEYOND if self.free else samples + 1) if self.free or samples % size == 0]
+        sizes = [size for size in range(1, (BEYOND if self.free else samples) + 1) if self.free or samples % size == 0]
         too_large, at_ease, start = [], [], self.settings.batch_size
         for technique in techniques:
             stage, level = technique["zero_stage"], technique["activation_checkpointing"]

@@ -52,11 +52,15 @@ def mfu(row: dict) -> str:
     return f"{row['mfu_percent']:.1f}" if row["mfu_percent"] else "-"
 
 
+def dollars(price: float) -> str:
+    return f"${price:,.0f}" if price >= 10 else f"${price:,.2f}"
+
+
 def figures(row: dict) -> str:
     """Speed, MFU and price of a configuration."""
     said = [f"{row['tokens_per_sec']:,.0f} tokens/s"]
     said += [f"MFU {row['mfu_percent']:.1f} %"] if row["mfu_percent"] else []
-    said += [f"${row['cost_per_billion_tokens']:,.0f} a billion tokens"] if "cost_per_billion_tokens" in row else []
+    said += [f"{dollars(row['cost_per_billion_tokens'])} a billion tokens"] if "cost_per_billion_tokens" in row else []
     return ", ".join(said)
 
 
@@ -101,7 +105,7 @@ def expectation(result: dict) -> str:
     said = f"{least * best['tokens_per_sec']:,.0f} to {most * best['tokens_per_sec']:,.0f} tokens/s"
     if "cost_per_billion_tokens" in best:
         cost = best["cost_per_billion_tokens"]
-        said += f", ${cost / most:,.0f} to ${cost / least:,.0f} a billion tokens"
+        said += f", {dollars(cost / most)} to {dollars(cost / least)} a billion tokens"
     why = "the rates are assumed, so speeds are bounds: published runs reached"
     return f"{said}; {why} {100 * least:.0f} to {100 * most:.0f} % of such plans"
 
@@ -236,7 +240,7 @@ def describe_plan(settings: Settings, result: dict) -> str:
         f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, "
         + (f"MFU {result['mfu_percent']:.1f} %" if result["mfu_percent"] else "no MFU"),
         f"  {'a billion tokens':24}{result['hours_per_billion_tokens']:9,.2f} h"
-        + (f", ${result['cost_per_billion_tokens']:,.0f}" if settings.gpu_hour_usd else ""),
+        + (f", {dollars(result.get('cost_per_billion_tokens', 0))}" if settings.gpu_hour_usd else ""),
     ]
     wrap = textwrap.TextWrapper(110, initial_indent="  ", subsequent_indent="    ")
     assumed = [wrap.fill(f"{name}: {text}") for name, text in result["assumptions"].items()]
