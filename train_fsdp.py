@@ -574,6 +574,8 @@ def nothing_to_train(job: Job) -> int:
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
     on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
+    if dist.get_rank() == 0:
+        report.write_page(job.folder)
     if stories := job.sample():
         say_story(report.describe_stories(stories))
     if job.settings.export:

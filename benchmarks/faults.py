@@ -304,9 +304,9 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
         count, requests = checkpoints.TrainState.count, []
 
         class Request(StopRequest):
-            def __init__(self):
+            def __init__(self, *args):
                 requests.append(self)
-                super().__init__()
+                super().__init__(*args)
 
         train_fsdp.StopRequest = Request
 

@@ -285,14 +285,16 @@ class Report:
         with contextlib.suppress(OSError):  # said when the line was written
             if self.file and not self.file.closed:
                 self.file.close()
-                self.write_page()
+                self.page = write_page(self.folder)
 
-    def write_page(self) -> None:
-        """Makes report.html of the run's files; that it cannot be written costs no run its success."""
-        try:
-            self.page = page.write_report([self.folder], self.folder / "report.html")
-        except Exception as error:  # whatever it is, the run has its result
-            say(columns({"report": f"not written: {getattr(error, 'strerror', None) or utils.first_line(error)}"}))
+
+def write_page(folder: pathlib.Path) -> pathlib.Path | None:
+    """Makes report.html of the run's files; that it cannot be written costs no run its success."""
+    try:
+        return page.write_report([folder], folder / "report.html")
+    except Exception as error:  # whatever it is, the run has its result
+        say(columns({"report": f"not written: {getattr(error, 'strerror', None) or utils.first_line(error)}"}))
+        return None
 
 
 def as_json(metrics: dict) -> dict:
