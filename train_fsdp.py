@@ -70,7 +70,17 @@ from harness.export import export, step_of_export
 from harness.host import check_memory
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
 from harness.optimizers import build_optimizer, clip_grad_norm
-from harness.processes import StopRequest, columns, fail, on_main_rank, say, say_story, start_processes, stop_processes
+from harness.processes import (
+    StopRequest,
+    columns,
+    fail,
+    leave,
+    on_main_rank,
+    say,
+    say_story,
+    start_processes,
+    stop_processes,
+)
 from harness.terminal import progress
 from harness.waiting import Waiting
 from utils import UserError
@@ -647,7 +657,7 @@ def main(settings: Settings) -> None:
         watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, stop)
         exit_code = run(settings, device, stop)
         stop_processes(stop)
-        sys.exit(exit_code)
+        leave(exit_code)
     except UserError as error:
         fail(f"train_fsdp.py: error: {error}", error.exit_code)
     except torch.cuda.OutOfMemoryError as error:

@@ -108,7 +108,7 @@ def local_files(dataset: str) -> list[pathlib.Path]:
     if path.exists() and not files:
         raise UserError(f"--dataset {dataset}: needs {'/'.join(DATA_SUFFIXES)} files, which may be .gz or .zst")
     if not files and (kind_of(path) or pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1):
-        raise UserError(f"--dataset {dataset}: no such file or folder")
+        raise UserError(f"--dataset {dataset}: no such {'files' if pattern else 'file or folder'}")
     return files
 
 
@@ -472,7 +472,7 @@ def get_dataset(
                     if counts is None:
                         start, counts = time.perf_counter(), Counter()
                         if not pack_tokens(tokenize(hub, files, counts), path, vocab_size, counts):
-                            raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
+                            raise UserError(f"--dataset {dataset}: it holds no text ({counts['bad records']} bad)")
                         counts = dict(counts, seconds=time.perf_counter() - start, damaged=wrong)
             except OSError as error:
                 raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error

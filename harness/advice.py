@@ -165,7 +165,8 @@ class Search:
         told = ("fits", "at_peak_gib", "step_time_ms", "tokens_per_sec", "mfu_percent", "cost_per_billion_tokens")
         row = {"changes": changes} | {name: getattr(configured, name) for name in SEARCHED}
         row |= {"flags": as_flags(changes), "command": command(self.settings, self.world, changes)}
-        row |= {"reserved_gib": plan["memory_gib"]["reserved"]} | {name: plan[name] for name in told if name in plan}
+        row |= {"reserved_gib": plan["memory_gib"]["reserved"], "host_gib": plan["memory_gib"]["host"]}
+        row |= {name: plan[name] for name in told if name in plan}
         row |= {"tokens_per_step": configured.tokens_per_step(self.world), "asked": not changes, "fastest": False}
         row["products_ms"] = plan["time_ms"]["matmul"] + plan["time_ms"]["attention"]
         return self.rows.setdefault(key, row)

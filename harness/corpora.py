@@ -98,7 +98,8 @@ def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_wh
     counts, done = packed.counts, ""
     if "seconds" in counts:
         again = f" again (the cache was damaged: {counts['damaged']})" * bool(counts["damaged"])
-        done = f"tokenized {counts['documents']:,} documents{again} in {counts['seconds']:.1f} s, "
+        documents = f"{counts['documents']:,} document{'s' * (counts['documents'] != 1)}"
+        done = f"tokenized {documents}{again} in {counts['seconds']:.1f} s, "
     left_out = [f"{kind} {counts[kind]:,}" for kind in ("empty documents", "bad records") if counts.get(kind)]
     return packed, f"{done}cached in {packed.path}" + f", left out: {', '.join(left_out)}" * bool(left_out)
 

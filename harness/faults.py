@@ -35,8 +35,10 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: str = "te
         cause = re.sub(r".*?cannot be read \((.*)\)$", r"\1", said)
         problem = f"not a local file or folder, and not to be had from the hub ({cause})"
         return utils.UserError(f"--dataset {dataset}: {problem}; {hint}")
-    bad, read, first, deadline, unit = 0, 0, "", time.monotonic() + COUNT_SECONDS, "line"
-    for file in utils.files_of_split(dataset, utils.parse_split(split)[0], files) if files else ():
+    first, unit, here, counts, deadline = "", "line", "", [], time.monotonic() + COUNT_SECONDS
+    of_split = utils.files_of_split(dataset, utils.parse_split(split)[0], files) if files else ()
+    for file in of_split:
+        bad = read = 0
         unit = "row" if utils.kind_of(file) == ".parquet" else "line"
         try:
             for number, (value, field) in enumerate(records_of(file, text_field), 1):
@@ -48,11 +50,14 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: str = "te
                     break
         except utils.UserError as fault:
             return fault
-    counted = f"; {bad:,} of {read:,} {unit}s are bad" if bad else ""
+        counts.append((bad, read))
+        here = here or (f"; {bad:,} of {read:,} {unit}s are bad" if bad else "")
+    bad, read = map(sum, zip(*counts, strict=True)) if counts else (0, 0)
+    counted = here + f", {bad:,} of {read:,} in all {len(of_split)} files" * (len(of_split) > 1 and bool(bad))
     if not record:
         return utils.UserError(f"{first or source}{counted}: cannot be read ({said})")
     problem = first or f"{source}: {describe(*record, text_field)}"
-    advice = "mend them, or leave bad records out with --skip-bad-records"
+    advice = "mend them" + ", or leave bad records out with --skip-bad-records" * (not bad or bad < read)
     advice = "name the field with --text-field, or " * ("no field" in problem) + advice
     return utils.UserError(f"{problem}{counted}; {advice}")
 
@@ -81,8 +86,15 @@ def describe(value: Any, field: str, text_field: str) -> str:
         fields = record if isinstance(record, dict) else {}
         field = "input_ids" if "input_ids" in fields else text_field
         if field not in fields:
-            return f"no field {text_field!r} in {json.dumps(record)[:60]}"
+            fields = f", only {', '.join(fields)}" if len(fields) > 1 else ""
+            return f"no field {text_field!r} in {excerpt(record)}{fields}"
         value = fields[field]
     if isinstance(value, str):
-        return f"{json.dumps(value)[:60]} with half a surrogate pair"
-    return f"{json.dumps(value, default=str)[:60]} instead of {'token ids' if field == 'input_ids' else 'text'}"
+        return f"{excerpt(value)} with half a surrogate pair"
+    return f"{excerpt(value)} instead of {'token ids' if field == 'input_ids' else 'text'}"
+
+
+def excerpt(value: Any) -> str:
+    """The beginning of a value as JSON."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:60] + "..."

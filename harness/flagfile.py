@@ -39,7 +39,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
     name, known = name.lower().replace("_", "-"), sorted(known)
     near = [own for own, others in ELSEWHERE.items() if name[2:] in others.split() and own in known]
     near = near or [other for other in known if other.startswith(name) and len(name) > 4]
-    near = near or difflib.get_close_matches(name, known, 1, 0.7)
+    alike = {f"--{other}": own for own, others in ELSEWHERE.items() for other in others.split() if own in known}
+    alike |= {other: other for other in known}
+    near = near or [alike[other] for other in difflib.get_close_matches(name, alike, 1, 0.7)]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -77,7 +77,7 @@ def describe_fastest(result: dict) -> dict[str, str]:
     best, found = result["fastest"], result["search"]
     how = f"{found['planned']} configurations planned in {found['seconds']:.0f} s"
     if not found["complete"]:
-        how += ", then the time was up: there may be faster ones (--plan-seconds)"
+        how += "; the next would not have been ready in time: there may be faster ones (--plan-seconds)"
     if not best:
         none = "no flags make it fit: more GPUs, a shorter --sequence-length or a smaller --model"
         return {"fastest": none if found["complete"] else "none that fits was found", "search": how}
@@ -87,7 +87,12 @@ def describe_fastest(result: dict) -> dict[str, str]:
     faster = f"{best['tokens_per_sec'] / result['tokens_per_sec'] - 1:+.0%}, ".replace("%", " %") * result["fits"]
     fitting = (result.get("fits_with") or {}).get("flags")
     lines = {} if result["fits"] or fitting == best["flags"] else {"fits with": fitting}
-    lines["fastest"] = f"{best['flags']}: {faster}{figures(best)}, {best['reserved_gib']:.1f} GiB"
+    host = f" and {best['host_gib']:,.0f} GiB of the host's memory for each" * (best["host_gib"] > 0)
+    lines["fastest"] = f"{best['flags']}: {faster}{figures(best)}, {best['reserved_gib']:.1f} GiB a GPU{host}"
+    others = [row for row in result["configurations"] if row["fits"] and "optimizer" in row["changes"]]
+    other = max(others, key=lambda row: row["tokens_per_sec"], default=best)
+    if other["tokens_per_sec"] > best["tokens_per_sec"]:
+        lines["besides"] = f"{other['flags']}: {figures(other)}, but another optimizer, which trains otherwise"
     lines["command"] = best["command"]
     asked = result["configurations"][0]["tokens_per_step"]
     if best["tokens_per_step"] != asked:

@@ -1,7 +1,9 @@
 """Processes: joining and leaving the world, signals, and the one line that a failing job says. Called by the script at
 both ends of a run, and by everything that prints. It does not know what the processes do."""
 
+import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -93,6 +95,15 @@ def stop_processes(stop: "StopRequest | None" = None) -> None:
     dist.destroy_process_group()
     for number in StopRequest.SIGNALS:  # torchrun sends them to the ranks that leave a moment after the first
         signal.signal(number, signal.SIG_IGN)
+
+
+def leave(exit_code: int) -> None:
+    """Ends this rank, whose work is done and written, without the interpreter's clean-up: a library's thread that is
+    not joined would make it an abort."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody is there to read it
+            stream.flush()
+    os._exit(exit_code)
 
 
 class StopRequest:
@@ -187,6 +198,7 @@ def say(*message) -> None:
 
 def say_story(story: str) -> None:
     """A text that the model wrote, broken at words to the width of the terminal."""
+    story = re.sub(r"\n(\s*\n)+", "\n\n", story)  # an early one can be mostly blank lines
     say(terminal.wrap(story, columns=terminal.width() or terminal.PIPED))
 
 

@@ -314,7 +314,11 @@ def describe_held_out(metrics: dict) -> str:
 
 def open_metrics(path: pathlib.Path, step: int):
     """The metrics file, open for appending, without what an earlier start wrote after `step`."""
-    lines = [line for line in whole_lines(path) if line["step"] <= step and "final" not in line]
+    known = [line for line in whole_lines(path) if line["step"] <= step]
+    lines = [line for line in known if "final" not in line]
+    for line in known:  # stories of an end that is none any more stay with its step
+        if "samples" in line and lines and lines[-1]["step"] == line["step"]:
+            lines[-1]["samples"] = line["samples"]
     replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
     return path.open("a")
 
@@ -349,7 +353,8 @@ def describe_run(settings: Settings) -> dict:
 def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
     """The last words: what the averages after warmup are, `elapsed` seconds after the first start."""
     elapsed = tqdm.format_interval(elapsed)
-    done = f"{metrics['step']:,} steps, {metrics['tokens_seen']:,} tokens in {elapsed}, loss {metrics['loss']:.4f}"
+    trained = f"{counted(metrics['step'], 'step')}, {metrics['tokens_seen']:,} tokens in {elapsed}"
+    done = f"{trained}, loss {metrics['loss']:.4f}"
     done = ", ".join(filter(None, [done, describe_held_out(metrics)]))
     measured = {
         "tokens_per_sec": "{tokens_per_sec:,.0f} tok/s, {tokens_per_sec_per_gpu:,.0f} a rank",

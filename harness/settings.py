@@ -313,6 +313,7 @@ def without_effect(s: Settings) -> Iterator[str]:
     idle = [
         (not s.eval_interval, "eval_steps eval_split", "nothing is evaluated without --eval-interval"),
         (not s.checkpoint_interval, "keep_checkpoints async_checkpoint", "only SIGTERM and SIGUSR1 save without --checkpoint-interval"),
+        (s.warmup_steps >= s.num_steps, "warmup_steps", f"the run ends after {s.num_steps:,} steps, before the learning rate reaches --lr"),
         (s.metrics_port is None, "metrics_host", "nothing listens without --metrics-port"),
         (s.log_with == "none", "project_name", "no tracker writes without --log-with"),
         (not writes, "sample_tokens", "nothing is written without --sample-prompt"),

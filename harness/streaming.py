@@ -59,8 +59,9 @@ class StreamedDataset:
 
     def head(self, windows: int) -> utils.PackedDataset:
         """The first `windows` windows in the order of the files, all for 0."""
-        read = []
-        for tokens in self._tokens(self.documents()):
+        read, source = [], copy.copy(self)
+        source.reading = (*self.reading[:2], collections.Counter())  # what is read here is read again
+        for tokens in source._tokens(source.documents()):
             read.append(tokens)
             if windows and sum(map(len, read)) > windows * self.seq_len:
                 break
@@ -90,7 +91,9 @@ class StreamedDataset:
 
     def _cut(self, bounds: list[str]) -> list[tuple]:
         """The parts of local files between two bounds of a slice of their documents."""
-        lengths = [sum(1 for _ in self._file(*part)) for part in self.parts]
+        source = copy.copy(self)
+        source.reading = (*self.reading[:2], collections.Counter())  # what is read here is read again
+        lengths = [sum(1 for _ in source._file(*part)) for part in self.parts]
         first, last = utils.cut_documents(bounds, sum(lengths))
         if first is None or last is None:
             few = f"{sum(lengths):,} documents are too few to be divided while streaming"
@@ -132,6 +135,8 @@ class StreamedDataset:
         """
         total, epoch, seen = position
         while True:
+            if epoch:  # of the first alone, which reads all, is told what is left out
+                self.reading = (*self.reading[:2], collections.Counter())
             documents = self.documents(np.random.default_rng([self.seed, epoch]))
             for tokens in self._tokens(itertools.islice(documents, seen, None)):
                 yield (total, epoch, seen), tokens
@@ -197,10 +202,12 @@ class StreamedBatches(IterableDataset):
         told = 0  # bad records that have been told of
         held, positions = np.empty(0, utils.token_dtype(self.stream.vocab_size)), collections.deque()
         for position, tokens in self.stream.chunks(self.position or (0, 0, 0)):
-            bad = self.stream.counts["bad records"]
+            counts = self.stream.counts
+            bad = counts["bad records"]
             if self.rank == 0 and bad >= max(1, 10 * told):
                 told = bad
-                say("data      ", f"left out so far: bad records {bad:,}")
+                empty = f"empty documents {counts['empty documents']:,}, " * bool(counts["empty documents"])
+                say("data      ", f"left out so far: {empty}bad records {bad:,}")
             positions.append(position)
             held = np.concatenate([held, tokens])
             end = position[0] + len(tokens)

@@ -38,7 +38,7 @@ def by_formula(settings, capacity: float, world: int, **changed) -> dict:
     return {
         "capacity_gib": capacity,
         "fits": reserved <= capacity,
-        "memory_gib": {"reserved": reserved},
+        "memory_gib": {"reserved": reserved, "host": 0.0},
         "step_time_ms": step,
         "time_ms": {"matmul": 0.8 * products, "attention": 0.2 * products},
         "tokens_per_sec": 1000 * s.tokens_per_step(world) / step,

@@ -663,7 +663,8 @@ def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, way, name, conte
     assert message.startswith(f"--dataset {file}") and says in message.removeprefix(f"--dataset {file}")
     assert "\n" not in message
     assert "--eval-split" not in message  # no advice for another mistake
-    assert ("--skip-bad-records" in message) == (" of " in says or ", line" in says or ", row" in says)
+    some = (" of " in says or ", line" in says or ", row" in says) and "2 of 2" not in says  # not where all are bad
+    assert ("--skip-bad-records" in message) == some
     assert raised.value.exit_code == 2
 
 
@@ -684,9 +685,8 @@ def test_bad_records_are_left_out_and_counted_if_asked(tokenizer, tmp_path, way,
             load(tokenizer, tmp_path, file)
     else:
         stream = streaming.stream_dataset(tokenizer, 4, dataset=file, skip_bad_records=True)
-        stream.counts.clear()
         assert stream.head(0).tokens.tolist() == expected
-        assert stream.counts["documents"] == 2
+        list(itertools.takewhile(lambda chunk: chunk[0][1] < 3, stream.chunks((0, 0, 0))))  # each is counted once
         assert (stream.counts["empty documents"], stream.counts["bad records"]) == (1, len(bad))
 
 

@@ -51,7 +51,7 @@ def test_the_demo_learns_and_says_so(demo):
 
 def test_the_demo_ends_with_a_story(demo):
     process, _ = demo
-    assert process.stdout.count(PROMPT) == 2  # after the evaluation at step 6, and at the end
+    assert process.stdout.count(f"\n{PROMPT}") == 2  # after the evaluation at step 6, and at the end
     *_, stories, after = process.stdout.split("\n\n")
     assert stories.startswith(PROMPT)
     assert re.match("sample +.*\nexport +.*\ngo on +.*\nreport +.*/first/report.html$", after)

@@ -165,7 +165,11 @@ def test_ctrl_c_ends_a_rank_that_waits_for_ever():
     "flags, step, said",
     [
         ("--demo", 0, "stopped    by Ctrl-C before the first step"),
-        ("--demo", 7, "in backward of step 7 of 340\nsaved      nothing: --checkpoint-interval N saves every N steps"),
+        (
+            "--model demo --num-steps 340",
+            7,
+            "in backward of step 7 of 340\nsaved      nothing: --checkpoint-interval N saves every N steps",
+        ),
         ("--demo --checkpoint-interval 50", 7, "saved      nothing yet, the first after step 50"),
         ("--plan", 0, "stopped    by Ctrl-C"),
     ],
