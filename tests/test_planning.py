@@ -143,6 +143,7 @@ def test_checkpointing_executes_more_flops_and_holds_less(planned):
 def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     flags = (
         "--demo --plan --json --plan-gpus 16 --plan-gpu B200 --gpu-hour-usd 4 --batch-size auto --sequence-length 512"
+        " --plan-seconds 4"
     )
     capacity = tmp_path / "rates.json"
     capacity.write_text(json.dumps({"memory_gib": 2.0}))

@@ -225,7 +225,7 @@ def test_measuring_names_a_rank_that_is_slower_than_the_others(two_ranks):
 
 def test_a_plan_says_what_was_measured_and_of_other_sizes_what_was_scaled(two_ranks):
     _, folder = two_ranks
-    plan = [*words("--plan --json --plan-gpu cpu --gpus-per-node 2 --cache-dir"), folder, *QUICK]
+    plan = [*words("--plan --json --plan-seconds 0 --plan-gpu cpu --gpus-per-node 2 --cache-dir"), folder, *QUICK]
     process = python(*plan, "--plan-gpus", 2)
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout)
