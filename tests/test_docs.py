@@ -294,6 +294,7 @@ OTHERS = {
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
+    "harness/page.py": {"--output"},
 }
 
 
