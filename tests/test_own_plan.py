@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import psutil
 from conftest import ROOT, parse, start
@@ -38,12 +39,15 @@ def test_a_killed_runs_planning_process_ends():
             plan.kill()
 
 
-def test_a_process_that_plans_for_nobody_goes_on(monkeypatch):
+def test_only_a_process_that_plans_for_a_run_watches_it(monkeypatch):
+    watched = []  # no thread of its own: it would end this process where a test says that the parent is another
+    monkeypatch.setattr(own_plan.threading, "Thread", lambda args, **_: watched.append(args) or mock.Mock())
     monkeypatch.delenv(own_plan.RUN, raising=False)
     own_plan.end_with_run()
+    assert watched == []
     monkeypatch.setenv(own_plan.RUN, str(os.getppid()))
     own_plan.end_with_run()
-    time.sleep(1.2)  # and so does one whose run is there
+    assert watched == [(os.getppid(),)]
 
 
 def test_a_run_is_planned_beside_it_unless_the_flag_leaves_it_out(device, monkeypatch):
