@@ -18,7 +18,7 @@ import utils
 from harness import models, samples, streaming, terminal
 from harness.faults import name_fault
 from harness.processes import on_main_rank, say
-from harness.settings import ASSETS, Settings
+from harness.settings import ASSETS, Settings, counted
 from utils import NoSplitError, UnreadableError, UserError
 
 HELD_OUT = 5  # percent of a corpus without a split for evaluation
@@ -98,8 +98,7 @@ def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_wh
     counts, done = packed.counts, ""
     if "seconds" in counts:
         again = f" again (the cache was damaged: {counts['damaged']})" * bool(counts["damaged"])
-        documents = f"{counts['documents']:,} document{'s' * (counts['documents'] != 1)}"
-        done = f"tokenized {documents}{again} in {counts['seconds']:.1f} s, "
+        done = f"tokenized {counted(counts['documents'], 'document')}{again} in {counts['seconds']:.1f} s, "
     left_out = [f"{kind} {counts[kind]:,}" for kind in ("empty documents", "bad records") if counts.get(kind)]
     return packed, f"{done}cached in {packed.path}" + f", left out: {', '.join(left_out)}" * bool(left_out)
 

@@ -145,11 +145,9 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
     mfu = f"{significant(peak)} TFLOPS peak a {'GPU' if cuda else 'rank'}" if peak else "no MFU on a CPU"
     if not peak and cuda:
         mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
-    lines = (
-        {"demo": f"the embedded model and its sizes, but on {settings.dataset} in place of the embedded stories"}
-        if settings.demo and settings.dataset != "demo"
-        else {}
-    )
+    lines = {}
+    if settings.demo and settings.dataset != "demo":
+        lines["demo"] = f"the embedded model and its sizes, but on {settings.dataset} in place of the embedded stories"
     lines |= {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops}, {mfu}",

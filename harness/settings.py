@@ -77,8 +77,9 @@ def flag(default, help: str, **options):
 
 
 def counted(count: int | str, name: str) -> str:
-    """`1 rank`, `4 ranks`."""
-    return f"{count} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")
+    """`1 rank`, `1,024 ranks`."""
+    number = count if isinstance(count, str) else f"{count:,}"
+    return f"{number} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")
 
 
 # fmt: off

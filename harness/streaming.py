@@ -45,7 +45,7 @@ class StreamedDataset:
             if files := utils.local_files(source):
                 name, bounds = utils.parse_split(split)
                 self.parts = [(file, 0, None) for file in utils.files_of_split(source, name, files)]
-                self.parts = self._cut(bounds) if bounds else self.parts
+                self.parts = self._cut(bounds)[0] if bounds else self.parts
             elif "[" in split:
                 slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
                 raise utils.UserError(f"--dataset {source}, split {split!r}: {slices}")
@@ -59,8 +59,7 @@ class StreamedDataset:
 
     def head(self, windows: int) -> utils.PackedDataset:
         """The first `windows` windows in the order of the files, all for 0."""
-        read, source = [], copy.copy(self)
-        source.reading = (*self.reading[:2], collections.Counter())  # what is read here is read again
+        read, source = [], self._uncounted()
         for tokens in source._tokens(source.documents()):
             read.append(tokens)
             if windows and sum(map(len, read)) > windows * self.seq_len:
@@ -73,7 +72,7 @@ class StreamedDataset:
     def hold_out(self, percent: int) -> tuple["StreamedDataset", "StreamedDataset"]:
         """(the stream without the last `percent` of its documents, these). Local files are read for it, to count their
         documents; of hub data the number has to be known."""
-        bound, parts = f"{100 - percent}%", []
+        bound = f"{100 - percent}%"
         if self.rows is not None:
             split = (self.rows.info.splits or {}).get(self.split)
             if not (split and split.num_examples):
@@ -82,49 +81,53 @@ class StreamedDataset:
             kept = split.num_examples * (100 - percent) // 100
             parts = [{"rows": self.rows.take(kept)}, {"rows": self.rows.skip(kept)}]
         else:
-            parts = [{"parts": self._cut(bounds)} for bounds in (["0%", bound], [bound, "100%"])]
+            parts = [{"parts": parts} for parts in self._cut(["0%", bound, "100%"])]
         train, held_out = copy.copy(self), copy.copy(self)
         vars(train).update(parts[0])
         vars(held_out).update(parts[1])
         train.beginning = train.head(1).fingerprint()
         return train, held_out
 
-    def _cut(self, bounds: list[str]) -> list[tuple]:
-        """The parts of local files between two bounds of a slice of their documents."""
+    def _uncounted(self) -> "StreamedDataset":
+        """The same with counts of its own, for what is read again later."""
         source = copy.copy(self)
-        source.reading = (*self.reading[:2], collections.Counter())  # what is read here is read again
+        source.reading = (*self.reading[:2], collections.Counter())
+        return source
+
+    def _cut(self, bounds: list[str]) -> list[list[tuple]]:
+        """For each two neighbours of these bounds of slices of the documents the parts of local files between them."""
+        source = self._uncounted()
         lengths = [sum(1 for _ in source._file(*part)) for part in self.parts]
-        first, last = utils.cut_documents(bounds, sum(lengths))
-        if first is None or last is None:
+        cuts = utils.cut_documents(bounds, sum(lengths))
+        if None in cuts:
             few = f"{sum(lengths):,} documents are too few to be divided while streaming"
             raise utils.UserError(f"--dataset {self.source}: {few}; leave out --streaming")
-        parts, before = [], 0
-        for (file, start, _), length in zip(self.parts, lengths, strict=True):
-            here = max(first - before, 0), min(last - before, length)
-            parts += [(file, start + here[0], start + here[1])] * (here[0] < here[1])
-            before += length
-        return parts
+        found = []
+        for first, last in itertools.pairwise(cuts):
+            parts, before = [], 0
+            for (file, start, _), length in zip(self.parts, lengths, strict=True):
+                here = max(first - before, 0), min(last - before, length)
+                parts += [(file, start + here[0], start + here[1])] * (here[0] < here[1])
+                before += length
+            found.append(parts)
+        return found
 
     def documents(self, generator: np.random.Generator | None = None) -> Iterator:
         """Each document once, shuffled by `generator` if there is one."""
         if self.rows is not None:
             rows = self.rows
-            if (
-                generator
-            ):  # one file at a time: after reading several at once `datasets` waits 10 s (apache/arrow#45214)
+            if generator:  # one file at a time: after several `datasets` waits 10 s (apache/arrow#45214)
                 rows = rows.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
             text_field, _, counts = self.reading
-            return utils.read_documents(utils.hub_records(rows, self.source, text_field, counts), *self._how())
+            records = utils.hub_records(rows, self.source, text_field, counts)
+            return utils.read_documents(records, self.source, *self.reading)
         parts = self.parts if generator is None else [self.parts[i] for i in generator.permutation(len(self.parts))]
         documents = itertools.chain.from_iterable(itertools.starmap(self._file, parts))
         return shuffled(documents, generator) if generator else documents
 
-    def _how(self, source=None) -> tuple:
-        return (source or self.source, *self.reading)
-
     def _file(self, file, first: int, last: int | None) -> Iterator:
         text_field, _, counts = self.reading
-        documents = utils.read_documents(utils.file_records(file, text_field, counts), *self._how(file))
+        documents = utils.read_documents(utils.file_records(file, text_field, counts), file, *self.reading)
         return itertools.islice(documents, first, last)
 
     def chunks(self, position: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
