@@ -19,7 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from harness import terminal
+from harness import endings, terminal
 
 BEAT = 2.0  # seconds between two beats
 SILENT = 3  # beats that did not come: stopped, killed or cut off
@@ -184,6 +184,7 @@ class Heartbeats(threading.Thread):
                     os.kill(RANKS[rank][1], signal.SIGKILL)
             time.sleep(2 * self.interval)
         time.sleep(0.5)
+        endings.announce(1, patience=5)
         os._exit(1)
 
     def explain(self, error: BaseException) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness import heartbeats, terminal
+from harness import endings, heartbeats, terminal
 from harness.settings import Settings
 from utils import UserError, from_main_process
 
@@ -103,6 +103,7 @@ def leave(exit_code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody is there to read it
             stream.flush()
+    endings.announce(exit_code)
     os._exit(exit_code)
 
 
@@ -137,8 +138,10 @@ class StopRequest:
                 terminal.leave(says and terminal.describe_interrupt(self.settings, *here))
             if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
                 continue
+            if endings.ENDING.is_set():  # torchrun's, as another rank has failed too
+                continue
             if now - first > self.SAME_REQUEST:
-                os._exit(self.EXIT_CODE)
+                terminal.leave("", self.EXIT_CODE)
             first = min(first, now)
             self.request(signal.Signals(number).name)
 
@@ -147,7 +150,7 @@ class StopRequest:
         if not self.can_save:
             if terminal.is_first_rank():
                 terminal.tell(f"train_fsdp.py: {name} outside training, nothing to save")
-            os._exit(self.EXIT_CODE)
+            terminal.leave("", self.EXIT_CODE)
         self.name = name
 
     def agreed(self) -> bool:
@@ -181,6 +184,7 @@ def fail(message: str, exit_code: int, patience: float = 3) -> None:
     if first:
         terminal.record_error(message, happened)
         terminal.tell(message)
+    endings.announce(exit_code, patience=5)
     os._exit(exit_code)  # no clean-up: it would wait for ranks and workers that do not answer any more
 
 

@@ -17,6 +17,8 @@ import psutil
 from tqdm import tqdm
 from tqdm.std import Bar as Meter
 
+from harness import endings
+
 PIPED = 120  # columns of a story where there is no terminal
 CLEAR = "\r\x1b[K"  # takes away the bar on this line
 INTERRUPTED = 128 + signal.SIGINT
@@ -49,11 +51,12 @@ def begin(settings) -> None:
     signal.signal(signal.SIGINT, lambda *_: leave(is_first_rank() and describe_interrupt(settings, 0, "", None)))
 
 
-def leave(text: str | bool) -> None:
-    """Ends this process at once as Ctrl-C does, after a text if there is one, from any thread."""
+def leave(text: str | bool, exit_code: int = INTERRUPTED) -> None:
+    """Ends this process at once, as Ctrl-C does, after a text if there is one, from any thread."""
     if text:
         tell(text)
-    os._exit(INTERRUPTED)
+    endings.announce(exit_code, patience=3)
+    os._exit(exit_code)
 
 
 def tell(text: str) -> None:
