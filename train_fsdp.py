@@ -439,10 +439,10 @@ class Job:
 
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
-    log_with = on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
+    on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
     folder = on_main_rank(lambda: folders.choose_folder(settings))
     heartbeats.record_into(folder)
-    accelerator = Accelerator(cpu=device.type == "cpu", log_with=log_with or None, project_dir=folder)
+    accelerator = Accelerator(cpu=device.type == "cpu")
     report.check_that_figures_will_exist(settings, device)
     on_main_rank(lambda: report.serve_metrics(settings.metrics_host, settings.metrics_port))
     if settings.memory_snapshot:

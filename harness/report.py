@@ -20,12 +20,13 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models, page, terminal, trackers
+from harness import models, page, terminal
 from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
 from harness.page import whole_lines
 from harness.processes import columns, say
 from harness.settings import Settings, counted
+from harness.trackers import Trackers
 from harness.versions import commit, versions
 from utils import UserError
 
@@ -151,9 +152,9 @@ def significant(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
-def watching(settings: Settings, open_trackers: list, folder: pathlib.Path) -> dict[str, str]:
+def watching(settings: Settings, folder: pathlib.Path) -> dict[str, str]:
     """Where to watch a run while it goes on: by command, address or file, what there is of each."""
-    places = trackers.watching(open_trackers, folder)
+    places = {}
     if settings.metrics_port:
         places["metrics"] = f"http://{settings.metrics_host}:{settings.metrics_port}/metrics"
     if settings.profile:
@@ -165,7 +166,7 @@ class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
     def __init__(self, settings: Settings, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
-        self.accelerator, self.num_steps, self.file, self.failed = accelerator, settings.num_steps, None, False
+        self.num_steps, self.file, self.failed, self.excluded = settings.num_steps, None, False, state.tracker.excluded
         self.serves = settings.metrics_port is not None
         if accelerator.is_main_process:
             try:
@@ -178,10 +179,10 @@ class Report:
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
-        trackers.start(settings, accelerator, folder, state)
         places = {"run": str(folder)}
         if self.file:
-            places |= watching(settings, accelerator.trackers, folder)
+            self.trackers = Trackers(settings, folder, state, json.loads(json.dumps(run)))
+            places |= self.trackers.places() | watching(settings, folder)
         say(columns(places) + "\n")
         shown = self.file and terminal.is_terminal(sys.stderr)
         self.bar = terminal.Bar(
@@ -204,7 +205,8 @@ class Report:
             return
         step = metrics["step"]
         self.write(metrics, **{"samples": stories} if stories else {})
-        trackers.log(self.accelerator, metrics)
+        with self.excluded() if stories else contextlib.nullcontext():  # a table's first takes seconds
+            self.trackers.log(metrics, stories or [])
         loss, held_out = f"loss {metrics['loss']:.4f}", describe_held_out(metrics)
         self.bar.figures = (loss, *filter(None, speed.split("  ")))
         parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *self.bar.figures[1:]]
@@ -237,11 +239,11 @@ class Report:
         self.moved = moved
 
     def end(self, metrics: dict | None, stories: list[dict[str, str]] | None = None) -> None:
-        """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
+        """Writes the run's last line, unless it was stopped before its end."""
         if self.file and metrics:
             self.write(metrics, final=True, **{"samples": stories} if stories else {})
+            self.trackers.summarize(metrics)
         self.close()
-        trackers.finish(self.accelerator)
 
     def close(self) -> None:
         """Gives back the terminal and the file, and leaves the page, however the run ended."""
