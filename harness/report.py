@@ -3,7 +3,6 @@ the script, which hands it figures. It does not know how they come about (see `u
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -12,7 +11,6 @@ import re
 import shlex
 import sys
 import time
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models, page, terminal
+from harness import endpoint, models, page, terminal
 from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
 from harness.page import whole_lines
@@ -29,28 +27,6 @@ from harness.settings import Settings, counted
 from harness.trackers import Trackers
 from harness.versions import commit, versions
 from utils import UserError
-
-
-def serve_metrics(host: str, port: int | None) -> None:
-    """Opens the Prometheus endpoint, if one is wanted."""
-    if not port:
-        return
-    if not find_spec("prometheus_client"):
-        raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
-    from prometheus_client import start_http_server
-
-    try:
-        start_http_server(port, host)
-    except OSError as error:
-        raise UserError(f"--metrics-port: cannot listen on {host}:{port} ({error.strerror}); choose another") from error
-
-
-@functools.cache
-def gauge(key: str):
-    """The Prometheus gauge of a key of metrics.jsonl."""
-    from prometheus_client import Gauge
-
-    return Gauge(f"training_{key}", f"{key} of metrics.jsonl")
 
 
 def check_that_figures_will_exist(settings: Settings, device: torch.device) -> None:
@@ -225,7 +201,7 @@ class Report:
     def write(self, metrics: dict, **more) -> None:
         """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
         for key, value in metrics.items() if self.serves else ():
-            gauge(key).set(value)
+            endpoint.gauge(key).set(value)
         try:
             print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
             if more:

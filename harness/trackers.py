@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from harness import endings, terminal
 from harness.checkpoints import TrainState
 from harness.page import whole_lines
-from harness.processes import say
+from harness.processes import StopRequest, say
 from harness.settings import Settings
 from utils import UserError, first_line
 
@@ -110,8 +110,8 @@ class Wandb:
         self.run.summary.update(grouped(metrics) | ({"stories": self.table(stories)} if stories else {}))
 
     def finish(self, exit_code: int) -> None:
-        if endings.state_of(exit_code) == "stopped":
-            self.run.mark_preempting()  # wandb then says "preempted", else "failed"
+        if exit_code == StopRequest.EXIT_CODE:
+            self.run.mark_preempting()  # wandb then calls it preempted, else failed
         try:
             self.run.finish(exit_code=exit_code)
         except TimeoutError:
