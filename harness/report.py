@@ -265,13 +265,16 @@ def open_metrics(path: pathlib.Path, step: int):
     return path.open("a")
 
 
-def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
-    """Writes the last line of a run that was killed between its last checkpoint and that line."""
+def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> None:
+    """Writes the last line of a run that was killed between its last checkpoint and that line, for the trackers too."""
+    path = folder / "metrics.jsonl"
     try:
         lines = whole_lines(path)
         if lines and "final" not in lines[-1]:
             lines.append(lines[-1] | state.tracker.summary() | {"final": True})
             replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
+            last = {key: value for key, value in lines[-1].items() if key not in ("final", "samples")}
+            Trackers(settings, folder, state, page.read_config(folder)).summarize(last)
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
 

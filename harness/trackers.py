@@ -1,6 +1,7 @@
 """Trackers: what wandb and tensorboard show of a run: figures in groups, configuration, stories, its ending. Called by
 the report; the script asks at the start whether they work. It does not know how a figure comes about."""
 
+import html
 import json
 import os
 import pathlib
@@ -86,6 +87,7 @@ class Wandb:
         )
         run = {"project": settings.project_name, "name": folder.name, "dir": str(folder), "id": state.run_id}
         self.run = wandb.init(**run, resume="allow", config=config, settings=options)
+        self.teardown = wandb.teardown
         self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
 
     def place(self) -> tuple[str, str]:
@@ -114,6 +116,7 @@ class Wandb:
             self.run.mark_preempting()  # wandb then calls it preempted, else failed
         try:
             self.run.finish(exit_code=exit_code)
+            self.teardown(exit_code)  # until its process has written the last record: it ends with this one
         except TimeoutError:
             terminal.tell(f"wandb      not all is uploaded after {PATIENCE:.0f} s; later: {self.upload()}")
 
@@ -220,7 +223,7 @@ def as_table(config: dict) -> str:
 
 def literal(text: str) -> str:
     """Text that Markdown shows as it is, with its line breaks."""
-    return re.sub(r"([\\`*_{}\[\]()<>#+.!|~-])", r"\\\1", text).replace("\n", "  \n")
+    return re.sub(r"([\\`*_{}\[\]()#+.!|-])", r"\\\1", html.escape(text, quote=False)).replace("\n", "  \n")
 
 
 def as_markdown(story: dict[str, str]) -> str:
