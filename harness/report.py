@@ -20,8 +20,9 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import endpoint, models, page, terminal
+from harness import models, page, terminal
 from harness.checkpoints import TrainState, sync
+from harness.endpoint import Endpoint
 from harness.folders import lock_folder, place_of, replace_file
 from harness.page import whole_lines
 from harness.processes import columns, say
@@ -165,9 +166,11 @@ def watching(settings: Settings, trackers: list, folder: pathlib.Path) -> dict[s
 class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
-    def __init__(self, settings: Settings, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
+    def __init__(
+        self, settings: Settings, accelerator: Accelerator, endpoint: Endpoint, folder: pathlib.Path, state: TrainState
+    ):
         self.accelerator, self.num_steps, self.file, self.failed = accelerator, settings.num_steps, None, False
-        self.serves = settings.metrics_port is not None
+        self.endpoint = endpoint
         if accelerator.is_main_process:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -176,6 +179,7 @@ class Report:
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
                 run = describe_run(settings) | {"run_id": state.run_id, "starts": starts}
                 replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
+                endpoint.identify(run)
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
@@ -201,6 +205,7 @@ class Report:
     def count_step(self) -> None:
         """One step is done; of a compiled model the first one says how long that took."""
         self.bar.update()
+        self.endpoint.steps += 1
         if self.compiles_since:
             say(f"compiled   in {time.perf_counter() - self.compiles_since:,.0f} s, the first step included")
             self.compiles_since = None
@@ -232,8 +237,7 @@ class Report:
 
     def write(self, metrics: dict, **more) -> None:
         """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
-        for key, value in metrics.items() if self.serves else ():
-            endpoint.gauge(key).set(value)
+        self.endpoint.show(metrics)
         try:
             print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
             if more:
