@@ -18,8 +18,9 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import endpoint, models, page, terminal
+from harness import models, page, terminal
 from harness.checkpoints import TrainState, sync
+from harness.endpoint import Endpoint
 from harness.folders import lock_folder, place_of, replace_file
 from harness.page import whole_lines
 from harness.processes import columns, say
@@ -141,9 +142,11 @@ def watching(settings: Settings, folder: pathlib.Path) -> dict[str, str]:
 class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
-    def __init__(self, settings: Settings, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
+    def __init__(
+        self, settings: Settings, accelerator: Accelerator, endpoint: Endpoint, folder: pathlib.Path, state: TrainState
+    ):
         self.num_steps, self.file, self.failed, self.excluded = settings.num_steps, None, False, state.tracker.excluded
-        self.serves = settings.metrics_port is not None
+        self.endpoint = endpoint
         if accelerator.is_main_process:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -152,6 +155,7 @@ class Report:
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
                 run = describe_run(settings) | {"run_id": state.run_id, "starts": starts}
                 replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
+                endpoint.identify(run)
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
@@ -172,6 +176,7 @@ class Report:
     def count_step(self) -> None:
         """One step is done; of a compiled model the first one says how long that took."""
         self.bar.update()
+        self.endpoint.steps += 1
         if self.compiles_since:
             say(f"compiled   in {time.perf_counter() - self.compiles_since:,.0f} s, the first step included")
             self.compiles_since = None
@@ -200,8 +205,7 @@ class Report:
 
     def write(self, metrics: dict, **more) -> None:
         """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
-        for key, value in metrics.items() if self.serves else ():
-            endpoint.gauge(key).set(value)
+        self.endpoint.show(metrics)
         try:
             print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
             if more:
