@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models, page, terminal
+from harness import endings, models, page, terminal
 from harness.checkpoints import TrainState, sync
 from harness.endpoint import Endpoint
 from harness.folders import lock_folder, place_of, replace_file
@@ -154,7 +154,8 @@ class Report:
                 starts = describe_starts(folder, state.step)
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
                 run = describe_run(settings) | {"run_id": state.run_id, "starts": starts}
-                replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
+                write_config(folder, run)
+                endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
                 endpoint.identify(run)
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
@@ -269,8 +270,8 @@ def open_metrics(path: pathlib.Path, step: int):
     return path.open("a")
 
 
-def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
-    """Writes the last line of a run that was killed between its last checkpoint and that line."""
+def finish_metrics(path: pathlib.Path, state: TrainState) -> dict:
+    """The last line of a run that took all its steps, written if a kill came between it and the last checkpoint."""
     try:
         lines = whole_lines(path)
         if lines and "final" not in lines[-1]:
@@ -278,6 +279,7 @@ def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
             replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
+    return lines[-1] if lines else {}
 
 
 def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
@@ -287,6 +289,12 @@ def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
     reached = max((line["step"] for line in whole_lines(folder / "metrics.jsonl")), default=step)
     now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
     return [*starts, now | {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}]
+
+
+def write_config(folder: pathlib.Path, run: dict, **ending) -> None:
+    """config.json, with how this start ended once that is known: torchrun and what stands above it do not tell."""
+    *before, now = run["starts"]
+    replace_file(folder / "config.json", json.dumps(run | {"starts": [*before, now | ending]}, indent=2) + "\n")
 
 
 def describe_run(settings: Settings) -> dict:
