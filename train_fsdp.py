@@ -441,10 +441,10 @@ class Job:
 
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
-    log_with = on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
+    on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
     folder = on_main_rank(lambda: folders.choose_folder(settings))
     heartbeats.record_into(folder)
-    accelerator = Accelerator(cpu=device.type == "cpu", log_with=log_with or None, project_dir=folder)
+    accelerator = Accelerator(cpu=device.type == "cpu")
     report.check_that_figures_will_exist(settings, device)
     endpoint = Endpoint(settings, folder)
     on_main_rank(endpoint.open)
@@ -562,7 +562,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
     if settings.memory_snapshot:
         report.dump_memory(job.folder)
     if settings.export:
-        export(settings.export, state, job.tokenizer)
+        export(settings, state, job.tokenizer)
     say(report.next_commands(settings, job.folder, job.tokenizer is not None, reporter.page))
     if saver.failures:
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
@@ -586,13 +586,14 @@ def nothing_to_train(job: Job) -> int:
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
-    on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
+    metrics = on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
     if dist.get_rank() == 0:
         report.write_page(job.folder)
     if stories := job.sample():
         say_story(report.describe_stories(stories))
     if job.settings.export:
-        export(job.settings.export, job.state, job.tokenizer)
+        export(job.settings, job.state, job.tokenizer)
+    on_main_rank(lambda: report.check_gates(job.settings, metrics))
     return 0
 
 
@@ -614,7 +615,7 @@ def without_training(settings: Settings, device: torch.device) -> int:
     for prompt in prompts:
         say_story("\n" + report.describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
-        export(settings.export, state, tokenizer)
+        export(settings, state, tokenizer)
     return 0
 
 
