@@ -562,7 +562,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
     if settings.memory_snapshot:
         report.dump_memory(job.folder)
     if settings.export:
-        export(settings.export, state, job.tokenizer)
+        export(settings, state, job.tokenizer)
     say(report.next_commands(settings, job.folder, job.tokenizer is not None, reporter.page))
     if saver.failures:
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
@@ -592,7 +592,7 @@ def nothing_to_train(job: Job) -> int:
     if stories := job.sample():
         say_story(report.describe_stories(stories))
     if job.settings.export:
-        export(job.settings.export, job.state, job.tokenizer)
+        export(job.settings, job.state, job.tokenizer)
     on_main_rank(lambda: report.check_gates(job.settings, metrics))
     return 0
 
@@ -615,7 +615,7 @@ def without_training(settings: Settings, device: torch.device) -> int:
     for prompt in prompts:
         say_story("\n" + report.describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
-        export(settings.export, state, tokenizer)
+        export(settings, state, tokenizer)
     return 0
 
 
