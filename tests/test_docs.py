@@ -349,7 +349,7 @@ def test_no_example_of_a_metrics_port_is_an_exporters_or_torchruns():
 OTHERS = {
     "torchrun": {"--nproc_per_node", "--max-restarts", "--rdzv_conf", "--rdzv_endpoint", "--signals-to-handle"},
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
-    "sbatch": {"--signal"},
+    "sbatch": {"--gpus-per-node", "--signal"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
