@@ -61,7 +61,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, heartbeats, models, own_plan, planning, preflight, report, samples, streaming
+from harness import (
+    checkpoints,
+    endpoint,
+    folders,
+    heartbeats,
+    models,
+    own_plan,
+    planning,
+    preflight,
+    report,
+    samples,
+    streaming,
+    trackers,
+)
 from harness.advice import as_flags, memory_savers
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies
@@ -440,12 +453,12 @@ class Job:
 
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
-    trackers = on_main_rank(lambda: report.choose_trackers(settings.log_with))
+    log_with = on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
     folder = on_main_rank(lambda: folders.choose_folder(settings))
     heartbeats.record_into(folder)
-    accelerator = Accelerator(cpu=device.type == "cpu", log_with=trackers or None, project_dir=folder)
+    accelerator = Accelerator(cpu=device.type == "cpu", log_with=log_with or None, project_dir=folder)
     report.check_that_figures_will_exist(settings, device)
-    on_main_rank(lambda: report.serve_metrics(settings.metrics_host, settings.metrics_port))
+    on_main_rank(lambda: endpoint.serve_metrics(settings.metrics_host, settings.metrics_port))
     if settings.memory_snapshot:
         report.record_memory(folder)
     config = on_main_rank(lambda: models.load_config(settings.model))

@@ -3,17 +3,14 @@ the script, which hands it figures. It does not know how they come about (see `u
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
 import pathlib
 import re
 import shlex
-import shutil
 import sys
 import time
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -21,7 +18,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models, page, terminal
+from harness import endpoint, models, page, terminal, trackers
 from harness.checkpoints import TrainState, sync
 from harness.folders import lock_folder, place_of, replace_file
 from harness.health import KernelClock
@@ -30,43 +27,6 @@ from harness.processes import columns, say
 from harness.settings import Settings, counted
 from harness.versions import commit, versions
 from utils import UserError
-
-
-def choose_trackers(log_with: str) -> list[str]:
-    """accelerate's names of the trackers; one that cannot work is an error now, not at the first log line."""
-    trackers = {"none": [], "all": ["wandb", "tensorboard"]}.get(log_with, [log_with])
-    for package in trackers:
-        if not find_spec(package):
-            raise UserError(f"--log-with {log_with}: needs the package {package} (pip install {package})")
-    if "wandb" in trackers:
-        import wandb
-
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            advice = "run `wandb login`, or set WANDB_MODE=offline"
-            raise UserError(f"--log-with {log_with}: not logged in to wandb; {advice}")
-    return trackers
-
-
-def serve_metrics(host: str, port: int | None) -> None:
-    """Opens the Prometheus endpoint, if one is wanted."""
-    if not port:
-        return
-    if not find_spec("prometheus_client"):
-        raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
-    from prometheus_client import start_http_server
-
-    try:
-        start_http_server(port, host)
-    except OSError as error:
-        raise UserError(f"--metrics-port: cannot listen on {host}:{port} ({error.strerror}); choose another") from error
-
-
-@functools.cache
-def gauge(key: str):
-    """The Prometheus gauge of a key of metrics.jsonl."""
-    from prometheus_client import Gauge
-
-    return Gauge(f"training_{key}", f"{key} of metrics.jsonl")
 
 
 def check_that_figures_will_exist(settings: Settings, device: torch.device) -> None:
@@ -168,17 +128,9 @@ def significant(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
-def watching(settings: Settings, trackers: list, folder: pathlib.Path) -> dict[str, str]:
+def watching(settings: Settings, open_trackers: list, folder: pathlib.Path) -> dict[str, str]:
     """Where to watch a run while it goes on: by command, address or file, what there is of each."""
-    places = {}
-    for tracker in trackers:
-        if tracker.name == "tensorboard":
-            beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
-            program = "tensorboard" if shutil.which("tensorboard") else beside
-            places["watch"] = shlex.join([program, "--logdir", str(folder)])
-        elif tracker.name == "wandb":
-            run = tracker.run
-            places["wandb"] = run.url or f"offline; later: wandb sync {pathlib.Path(run.dir).parent}"
+    places = trackers.watching(open_trackers, folder)
     if settings.metrics_port:
         places["metrics"] = f"http://{settings.metrics_host}:{settings.metrics_port}/metrics"
     if settings.profile:
@@ -203,12 +155,7 @@ class Report:
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
-        if accelerator.log_with:
-            flags = dataclasses.asdict(settings).items()
-            flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flags}
-            trackers = {"wandb": {"name": folder.name, "dir": str(folder), "id": state.run_id, "resume": "allow"}}
-            trackers["tensorboard"] = {"purge_step": state.step + 1}
-            accelerator.init_trackers(settings.project_name, config=flags, init_kwargs=trackers)
+        trackers.start(settings, accelerator, folder, state)
         places = {"run": str(folder)}
         if self.file:
             places |= watching(settings, accelerator.trackers, folder)
@@ -234,11 +181,7 @@ class Report:
             return
         step = metrics["step"]
         self.write(metrics, **{"samples": stories} if stories else {})
-        try:
-            self.accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=step)
-        except OSError as error:
-            say(f"failed     trackers, from step {step} on: {error.strerror}; the run goes on without them")
-            self.accelerator.trackers = []
+        trackers.log(self.accelerator, metrics)
         loss, held_out = f"loss {metrics['loss']:.4f}", describe_held_out(metrics)
         self.bar.figures = (loss, *filter(None, speed.split("  ")))
         parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *self.bar.figures[1:]]
@@ -257,7 +200,7 @@ class Report:
     def write(self, metrics: dict, **more) -> None:
         """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
         for key, value in metrics.items() if self.serves else ():
-            gauge(key).set(value)
+            endpoint.gauge(key).set(value)
         try:
             print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
             if more:
@@ -275,8 +218,7 @@ class Report:
         if self.file and metrics:
             self.write(metrics, final=True, **{"samples": stories} if stories else {})
         self.close()
-        for tracker in self.accelerator.trackers:  # Accelerator.end_training would end the process group too
-            tracker.finish()
+        trackers.finish(self.accelerator)
 
     def close(self) -> None:
         """Gives back the terminal and the file, and leaves the page, however the run ended."""

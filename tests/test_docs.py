@@ -1,14 +1,18 @@
 """The documents: links lead somewhere, snippets print what is shown, and every command and flag is one that exists.
 
-A Python snippet that cannot run here, where is no GPU and no hub, has `<!-- not run: reason -->` right before it.
+Python and bash blocks are run. One that cannot run here, where is no GPU and no hub, or takes longer than a test may,
+has `<!-- not run: reason -->` right before it. Bash blocks run in a copy of the project's folder in which the run
+`outputs/demo` is done; the block without a language right behind one is what it prints, lines left out, figures aside.
 """
 
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 import re
 import shlex
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -95,7 +99,7 @@ def test_a_test_that_a_document_names_is_there():
 
 @dataclasses.dataclass(frozen=True)
 class Snippet:
-    """A Python block, in the order of its document."""
+    """A Python or bash block, in the order of its document."""
 
     document: pathlib.Path
     line: int
@@ -106,11 +110,11 @@ class Snippet:
     command: str  # and this runs it
 
 
-def snippets_of(document: pathlib.Path) -> Iterator[Snippet]:
+def snippets_of(document: pathlib.Path, language: str = "python") -> Iterator[Snippet]:
     text = document.read_text()
     blocks = list(FENCED.finditer(text))
     for block, following in itertools.zip_longest(blocks, blocks[1:]):
-        if block[1] != "python":
+        if block[1] != language:
             continue
         above, code = text[: block.start()].rstrip(), textwrap.dedent(block[2])
         shown = "\n".join(re.findall(r"^print\(.*\)  # (.+)$", code, re.MULTILINE))
@@ -125,6 +129,7 @@ def snippets_of(document: pathlib.Path) -> Iterator[Snippet]:
 
 
 SNIPPETS = [snippet for document in DOCUMENTS for snippet in snippets_of(document)]
+SHELL = [snippet for document in DOCUMENTS for snippet in snippets_of(document, "bash")]
 MARK = "----- the next snippet -----"
 
 
@@ -132,8 +137,9 @@ MARK = "----- the next snippet -----"
 def root(tmp_path_factory) -> pathlib.Path:
     """The repository's root as a reader has it, to write beside the program's files."""
     folder = tmp_path_factory.mktemp("root")
-    for name in ("assets", "harness", "train_fsdp.py", "utils.py"):
+    for name in ("assets", "benchmarks", "harness", "launch", "train_fsdp.py", "utils.py"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
 
@@ -176,8 +182,8 @@ def test_a_snippet_runs_and_prints_what_is_shown(printed, snippet):
 
 
 def test_snippets_are_left_out_only_by_a_comment_right_before_them():
-    comments = sum(document.read_text().count("<!-- not run") for document in DOCUMENTS)
-    assert comments == sum(bool(snippet.not_run) for snippet in SNIPPETS)
+    comments = sum(len(re.findall("^ *<!-- not run", unfenced(document), re.MULTILINE)) for document in DOCUMENTS)
+    assert comments == sum(bool(snippet.not_run) for snippet in SNIPPETS + SHELL)
 
 
 def test_snippets_continue_each_other_and_what_they_show_is_known(tmp_path):
@@ -189,6 +195,53 @@ def test_snippets_continue_each_other_and_what_they_show_is_known(tmp_path):
     first, second, third = snippets_of(document)
     assert [first.shown, second.shown, third.shown, third.not_run] == ["4", "4", "", "needs a GPU"]
     assert outputs_of([first, second, third], tmp_path) == {first: "3\n", second: "4\n"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shell blocks
+
+DEMO = "train_fsdp.py --demo --num-steps 4 --sequence-length 64 --batch-size 2 --num-workers 0 --eval-interval 2"
+STARTS_A_PROGRAM = (
+    r"(?:\w+=\S+ )*(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|sbatch|srun|kubectl|docker|pip|promtool) "
+)
+
+
+@pytest.fixture(scope="module")
+def workplace(root) -> pathlib.Path:
+    """The repository's root as a reader has it who has done three runs and has a file of prompts."""
+    flags = "--checkpoint-interval 2 --sample-tokens 2 --log-interval 1 --perf-warmup-steps 1 --run-name demo"
+    run([sys.executable, *DEMO.split(), *flags.split()], root)
+    for name in ("first", "second"):
+        shutil.copytree(root / "outputs" / "demo", root / "outputs" / name)
+    (root / "prompts.txt").write_text("Once there was\nOne day\n")
+    return root
+
+
+def figures_aside(line: str) -> str:
+    return re.sub(r"\d[\d,.]*", "0", " ".join(line.split()))
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in SHELL if not block.not_run], ids=lambda block: f"{block.document.name}:{block.line}"
+)
+def test_a_shell_block_runs_and_prints_lines_like_those_that_are_shown(workplace, block):
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = {"HF_HUB_OFFLINE": "1", "PATH": path, "HOME": str(workplace)}
+    process = start(["bash", "-euo", "pipefail", "-c", block.code], cwd=workplace, timeout=120, **options)
+    assert process.returncode == 0, process.stderr[-3000:]
+    printed = {figures_aside(line) for line in (process.stdout + process.stderr).splitlines()}
+    assert [line for line in block.shown.splitlines() if figures_aside(line) not in printed] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_a_block_of_commands_says_that_it_is_one(document):
+    untyped = [block[2] for block in FENCED.finditer(document.read_text()) if not block[1]]
+    assert [text for text in untyped if re.match(STARTS_A_PROGRAM, text.lstrip("$ "))] == []
+
+
+def test_a_test_that_runs_a_block_in_a_documents_place_is_there():
+    named = {file for snippet in SHELL for file in re.findall(r"tests/\w+\.py", snippet.not_run)}
+    assert named and [file for file in named if not (ROOT / file).exists()] == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------

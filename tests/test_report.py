@@ -14,7 +14,7 @@ from conftest import metrics_of, parse, python, train
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import utils
-from harness import checkpoints, report, settings, terminal
+from harness import checkpoints, endpoint, report, settings, terminal
 from utils import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
@@ -181,7 +181,7 @@ def test_a_port_in_use_is_refused_before_training(run):
 
 
 def test_the_endpoint_without_its_package_is_refused(run, monkeypatch):
-    monkeypatch.setattr(report, "find_spec", lambda package: None)
+    monkeypatch.setattr(endpoint, "find_spec", lambda package: None)
     with pytest.raises(UserError, match="needs the package prometheus_client"):
         run("--metrics-port", "28500")
 

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.models.auto import tokenization_auto
 
 import utils
-from harness import checkpoints, folders, models, report
+from harness import checkpoints, endpoint, folders, models, report
 from utils import UserError
 
 STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
@@ -451,7 +451,7 @@ def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, checkpoint)
 def test_the_metrics_endpoint_answers_on_the_loopback_address_alone():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    report.serve_metrics("127.0.0.1", port)
+    endpoint.serve_metrics("127.0.0.1", port)
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
