@@ -103,6 +103,14 @@ def names(ranks: Iterable[int], described: list[dict]) -> str:
     return ", ".join(said) + f" and {len(ranks) - NAMES} more" * (len(ranks) > NAMES)
 
 
+def amount(size: float) -> str:
+    return f"{size / 1e9:,.3g} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:,.3g} MiB"
+
+
 def group(values: Iterable) -> list[tuple[Any, list[int]]]:
     """(value, its ranks), what most ranks have first."""
     ranks = collections.defaultdict(list)
@@ -134,28 +142,35 @@ def check_gpus(described: list[dict]) -> Iterator[str]:
 
 
 def check_taken(described: list[dict]) -> Iterator[str]:
-    for rank, about in enumerate(described):
-        if about.get("taken", 0) > TAKEN:
-            pids = ", ".join(map(str, about["holders"]))
-            who = f"pid {pids}" if pids else "nvidia-smi on that node may say who"
-            has = f"{about['taken'] / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others"
-            yield f"{names([rank], described)}: {has} ({who}); end them, or leave this GPU out by CUDA_VISIBLE_DEVICES"
+    """Memory that others hold: a line for each of the fullest GPUs."""
+    full = [rank for rank, about in enumerate(described) if about.get("taken", 0) > TAKEN]
+    full.sort(key=lambda rank: -described[rank]["taken"])
+    for place, rank in enumerate(full[:NAMES], 1):
+        about, others = described[rank], len(full) - NAMES
+        pids = ", ".join(map(str, about["holders"]))
+        who = f"pid {pids}" if pids else "nvidia-smi on that node may say who"
+        has = f"{about['taken'] / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others"
+        more = f"; {others} more GPUs are like that" * (place == NAMES and others > 0)
+        yield f"{names([rank], described)}: {has} ({who}); end them, or leave this GPU out by CUDA_VISIBLE_DEVICES{more}"
 
 
 def check_threads(settings: Settings, described: list[dict], computes: bool) -> Iterator[str]:
     """`computes`: the CPU does the training, or the optimizer's part of it. One thread a rank is the least there is and
     no mistake; on a GPU a rank needs a core, and one for each data worker."""
+    found: dict[str, list[int]] = {}  # the first rank of each node, by what is said of it
     for _, ranks in group((about["node"], about["affinity"]) for about in described):
         cores, workers = described[ranks[0]]["cores"], settings.num_workers
         threads = sum(described[rank]["threads"] for rank in ranks)
-        where = f"{names(ranks[:1], described)}: {counted(len(ranks), 'rank')}"
         if computes and threads > max(cores, len(ranks)):
-            best = max(1, cores // len(ranks))
-            what = f"{where} with {threads} threads on {counted(cores, 'core')}"
-            yield f"{what}, which wait for each other; leave OMP_NUM_THREADS unset, or set it to {best}"
+            what = (
+                f"{counted(len(ranks), 'rank')} with {threads} threads on {counted(cores, 'core')}, which wait for each"
+            )
+            advice = f"other; leave OMP_NUM_THREADS unset, or set it to {max(1, cores // len(ranks))}"
+            found.setdefault(f"{what} {advice}", []).append(ranks[0])
         elif not computes and len(ranks) * (1 + workers) > cores:
-            what = f"{where} and {len(ranks) * workers} data workers on {counted(cores, 'core')}"
-            yield f"{what}; give the job more of them, or fewer --num-workers"
+            what = f"{counted(len(ranks), 'rank')} and {len(ranks) * workers} data workers on {counted(cores, 'core')}"
+            found.setdefault(f"{what}; give the job more of them, or fewer --num-workers", []).append(ranks[0])
+    yield from (f"{names(firsts, described)}: {what}" for what, firsts in found.items())
 
 
 def batch_bytes(settings: Settings) -> int:
@@ -165,22 +180,24 @@ def batch_bytes(settings: Settings) -> int:
 
 
 def check_shared_memory(settings: Settings, described: list[dict]) -> Iterator[str]:
-    """Raises UserError where data workers cannot pass on what they read ahead: they would die of SIGBUS."""
+    """Of the node that has least for what it needs. Raises UserError where data workers cannot pass on what they read
+    ahead: they would die of SIGBUS."""
+    workers, nodes = settings.num_workers, []
     for _, ranks in group(about["node"] for about in described):
-        about, workers = described[ranks[0]], settings.num_workers
-        if about["shared"] is None:
-            continue
-        batches = len(ranks) * (workers * PREFETCH[settings.streaming] + IN_USE)
+        about, batches = described[ranks[0]], len(ranks) * (workers * PREFETCH[settings.streaming] + IN_USE)
         data = batches * batch_bytes(settings) if workers else 0
         nccl = len(ranks) * NCCL_SHARED if "gpu" in about and len(ranks) > 1 else 0
-        where = f"{SHARED_MEMORY} of {about['node'][0]} has {about['shared'] / 1e6:,.0f} MB free"
-        more = "give the container more (docker run --shm-size=1g)"
+        if about["shared"] is not None:
+            nodes.append((about["shared"] - data - nccl, len(ranks), about, data, nccl))
+    short = sorted((node for node in nodes if node[0] < 0), key=lambda node: node[0])
+    for _, count, about, data, nccl in short[:1]:
+        where = f"{SHARED_MEMORY} of {about['node'][0]}" + f" and {len(short) - 1} more nodes" * (len(short) > 1)
+        where, more = f"{where}: {amount(about['shared'])} free", "give the container more (docker run --shm-size=1g)"
         if data > about["shared"]:
-            need = f"what {len(ranks) * workers} data workers read ahead takes {data / 1e6:,.0f}"
+            need = f"what {count * workers} data workers read ahead takes {amount(data)}"
             raise UserError(f"--num-workers {workers}: {where}, {need}; {more}, or --num-workers 0", 1)
-        if data + nccl > about["shared"]:
-            need = f"{data / 1e6:,.0f} MB for data workers and {nccl / 1e6:,.0f} for NCCL where GPUs have no other way"
-            yield f"{where}, {counted(len(ranks), 'rank')} may need {need}; {more}"
+        need = f"{amount(data)} for data workers and {amount(nccl)} for NCCL where GPUs have no other way"
+        yield f"{where}, {counted(count, 'rank')} may need {need}; {more}"
 
 
 # ---- Nodes and links -------------------------------------------------------------------------------------------------
@@ -261,7 +278,7 @@ def check_nodes(settings: Settings, model: nn.Module, described: list[dict], rat
 
     def say(traffic: list[Traffic]) -> str:
         takes = f", collectives take {1000 * seconds(traffic):,.0f} ms by the plan's rates" if rates else ""
-        return f"{between_nodes(traffic) / GIB:.3g} GiB a step to other nodes{takes}"
+        return f"{gib(between_nodes(traffic))} a step to other nodes{takes}"
 
     for others in range(len(nodes), replicas, -1):
         if len(nodes) % others or (there and not settings.cpu_offload and each * count * others / world > FULL * there):
@@ -270,10 +287,10 @@ def check_nodes(settings: Settings, model: nn.Module, described: list[dict], rat
         cost = seconds if rates else between_nodes
         if cost(then) < WORTH * cost(now):
             plan = f"--plan --plan-gpus {world} --gpus-per-node {per_node} --dp-replicate-size {others}"
-            holds = [f"{each * count * n / world / GIB:.3g}" for n in (others, replicas)]
+            holds = [gib(each * count * n / world) for n in (others, replicas)]
             yield (
                 f"--dp-replicate-size {replicas}: a shard group spans {shards // per_node} nodes, and each rank sends "
-                f"{say(now)}; --dp-replicate-size {others} (HSDP) sends {say(then)}, and holds {holds[0]} GiB of "
+                f"{say(now)}; --dp-replicate-size {others} (HSDP) sends {say(then)}, and holds {holds[0]} of "
                 f"weights, gradients and optimizer a rank in place of {holds[1]}; plan it by {plan} and the other flags"
             )
         return
@@ -316,10 +333,6 @@ def checkpoint_bytes(settings: Settings, parameters: int) -> int:
     """Of one checkpoint: parameters and optimizer states; those of adamw8bit twice, in fp32 and as codes."""
     weight, states = host.bytes_of_states(settings)
     return parameters * (weight + states + (2 * weight if settings.optimizer == "adamw8bit" else 0))
-
-
-def amount(size: float) -> str:
-    return f"{size / 1e9:,.3g} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"
 
 
 def check_disk(settings: Settings, parameters: int, folder: pathlib.Path) -> Iterator[str]:

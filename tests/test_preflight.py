@@ -104,6 +104,8 @@ def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids():
     assert lines[0].startswith("rank 1 (node-0, pid 101): 20.0 of 80.0 GiB of its GPU are held by others (pid 7, 8); ")
     assert lines[1].startswith("rank 2 (node-0, pid 102): 3.0 of 80.0 GiB of its GPU are held by others (nvidia-smi ")
     assert len(lines) == 2
+    lines = [*preflight.check_taken(ranks(64, 8, H100 | {"taken": 3 * GIB}))]
+    assert len(lines) == 4 and lines[-1].endswith("; 60 more GPUs are like that")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,8 @@ def test_more_threads_than_cores_are_named(computes, count, given, flags, said):
 def test_ranks_that_are_bound_to_cores_of_their_own_do_not_share_them():
     settings, bound = parse(["--demo"]), {f"r{n}": {"affinity": f"{4 * n}-{4 * n + 3}/4"} for n in range(4)}
     assert [*preflight.check_threads(settings, ranks(4, 4, CPU | {"threads": 4, "cores": 4}, **bound), True)] == []
-    assert len([*preflight.check_threads(settings, ranks(4, 4, CPU | {"threads": 4, "cores": 4}), True)]) == 1
+    (line,) = preflight.check_threads(settings, ranks(64, 4, CPU | {"threads": 4, "cores": 4}), True)
+    assert " and 12 more: 4 ranks with 16 threads on 4 cores" in line
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,10 +167,14 @@ def test_too_little_shared_memory_is_an_error_for_data_workers_and_a_warning_for
     assert [*preflight.check_shared_memory(few, ranks(1, 1, H100 | docker))] == []
     assert [*preflight.check_shared_memory(few, ranks(8, 8, CPU | docker))] == []  # gloo takes none
     (line,) = preflight.check_shared_memory(few, ranks(8, 8, H100 | docker))
-    assert line.startswith("/dev/shm of node-0 has 67 MB free, 8 ranks may need 1 MB for data workers and 154 for NCCL")
+    assert line.startswith(
+        "/dev/shm of node-0: 67.1 MB free, 8 ranks may need 0.524 MB for data workers and 154 MB for NCCL"
+    )
     assert "--shm-size" in line
-    with pytest.raises(UserError, match=r"^--num-workers 4: /dev/shm of node-0 has 67 MB free, .* takes 671; "):
+    with pytest.raises(UserError, match=r"^--num-workers 4: /dev/shm of node-0: 67\.1 MB free, .* takes 671 MB; "):
         next(preflight.check_shared_memory(many, ranks(8, 8, docker)))
+    (line,) = preflight.check_shared_memory(few, ranks(32, 8, H100 | docker))
+    assert line.startswith("/dev/shm of node-0 and 3 more nodes: ")
     assert [*preflight.check_shared_memory(parse(["--demo", "--num-workers", 0]), ranks(8, 8, CPU | docker))] == []
 
 
@@ -233,7 +240,7 @@ def test_shards_across_nodes_are_named_with_what_hsdp_would_send_and_hold():
     parameters, root = 8_030_261_248, 2 * 128_256 * 4096
     assert sent == pytest.approx(4 * (8 * parameters - 2 * root) * 15 / 16 / 8 / GIB, rel=0.02)
     assert would == pytest.approx(4 * parameters / 8 / GIB, rel=0.01)
-    assert "holds 15 GiB of weights, gradients and optimizer a rank in place of 7.48" in line
+    assert "holds 15 GiB of weights, gradients and optimizer a rank in place of 7.48 GiB" in line
     assert "--plan --plan-gpus 16 --gpus-per-node 8 --dp-replicate-size 2 " in line
 
 
