@@ -151,7 +151,8 @@ def check_taken(described: list[dict]) -> Iterator[str]:
         who = f"pid {pids}" if pids else "nvidia-smi on that node may say who"
         has = f"{about['taken'] / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others"
         more = f"; {others} more GPUs are like that" * (place == NAMES and others > 0)
-        yield f"{names([rank], described)}: {has} ({who}); end them, or leave this GPU out by CUDA_VISIBLE_DEVICES{more}"
+        advice = f"end them, or leave this GPU out by CUDA_VISIBLE_DEVICES{more}"
+        yield f"{names([rank], described)}: {has} ({who}); {advice}"
 
 
 def check_threads(settings: Settings, described: list[dict], computes: bool) -> Iterator[str]:
