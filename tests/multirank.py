@@ -183,17 +183,17 @@ def measured(slow: int | None, *argv: str) -> None:
 
 
 def uneven(*argv: str) -> None:
-    """The program on two nodes of two ranks; rank 3 has another torch, and on rank 1 the fixed kernel takes three times
-    as long up to step 6."""
+    """The program on two nodes of a rank each; rank 1 has another torch, and the fixed kernel takes three times as long
+    on it up to step 6."""
     from harness import health, preflight
 
     rank = int(os.environ["RANK"])
-    node, own = f"node-{'ab'[rank // 2]}", preflight.versions()
+    node, own = f"node-{'ab'[rank]}", preflight.versions()
     socket.gethostname = lambda: node
     heartbeats.RANKS[0] = node, os.getpid()
-    preflight.versions = lambda: own | ({"torch": "0.1"} if rank == 3 else {})
+    preflight.versions = lambda: own | ({"torch": "0.1"} if rank else {})
     health.SHARE = 1e9  # at every log line
-    health.KernelClock.measure = lambda _, step: (3.0 if rank == 1 and step <= 6 else 1.0 + rank / 10, 0)
+    health.KernelClock.measure = lambda _, step: (3.0 if rank and step <= 6 else 1.0 + rank / 10, 0)
     program(*argv)
 
 

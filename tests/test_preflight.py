@@ -182,14 +182,11 @@ def test_too_little_shared_memory_is_an_error_for_data_workers_and_a_warning_for
 # Nodes and links
 
 LAYOUTS = {
-    "stage 3": "",
     "stage 3 in 2 microbatches": "--gradient-accumulation-steps 2",
     "stage 2 in 2 microbatches": "--zero-stage 2 --gradient-accumulation-steps 2",
     "stage 1 in 2 microbatches": "--zero-stage 1 --gradient-accumulation-steps 2",
-    "HSDP": "--dp-replicate-size 2",
     "HSDP deferred in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync",
     "pure bf16": "--precision bf16-pure",
-    "fp32": "--precision fp32",
     "float8": "--precision fp8 --fp8-emulate",
 }
 
