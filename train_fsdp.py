@@ -63,7 +63,6 @@ from torch.utils.data import DataLoader
 import utils
 from harness import (
     checkpoints,
-    endpoint,
     folders,
     heartbeats,
     models,
