@@ -328,7 +328,7 @@ def test_commands_are_found_where_they_are():
         assert found[file].flags.endswith(end)
 
 
-@pytest.mark.parametrize("file", ["slurm.sh", "kubernetes.yaml"])
+@pytest.mark.parametrize("file", ["slurm.sh", "kubernetes.yaml", "kubeflow.yaml", "volcano.yaml", "skypilot.yaml"])
 def test_a_launcher_gives_ranks_more_than_30_s_to_save_where_torchrun_can(file, monkeypatch):
     text = (ROOT / "launch" / file).read_text()
     ((name, seconds),) = re.findall(r"(\w+SHUTDOWN_TIMEOUT)(?:=| #.*\n +value: \")(\d+)", text)
