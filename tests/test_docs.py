@@ -290,8 +290,7 @@ def commands_of(path: pathlib.Path) -> list[Command]:
     """
     text = path.read_text()
     if path.suffix == ".md":
-        code = INLINE.findall(unfenced(path))
-        code = [words for words in code if not re.match("--[^ ]+:|.*…", words)]  # what the program says is no command
+        code = INLINE.findall(re.sub(r"^\| it says \|.*\n(?:\|.*\n)+", "", unfenced(path), flags=re.MULTILINE))
         with_values = [words for words in code if re.match("--.* ", words) and set(FLAG.findall(words)) <= FLAGS]
         for words in with_values:  # some are taken with --plan alone
             code.append(f"train_fsdp.py {words}" + " --plan" * bool(re.search("--plan-gpus|--gpu-hour-usd", words)))
