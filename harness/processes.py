@@ -132,13 +132,15 @@ class StopRequest:
         first = float("inf")
         while True:
             number, now = os.read(read_end, 1)[0], time.monotonic()
+            if endings.ENDING.is_set():  # SIGTERM is torchrun's then, as another rank has failed too
+                if number == signal.SIGINT:
+                    endings.HURRY.set()
+                continue
             if number == signal.SIGINT:
                 here = heartbeats.HERE.step, heartbeats.HERE.phase, heartbeats.HERE.folder
                 says = self.settings is not None and terminal.is_first_rank()
                 terminal.leave(says and terminal.describe_interrupt(self.settings, *here))
             if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
-                continue
-            if endings.ENDING.is_set():  # torchrun's, as another rank has failed too
                 continue
             if now - first > self.SAME_REQUEST:
                 terminal.leave("", self.EXIT_CODE)

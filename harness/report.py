@@ -18,12 +18,14 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import endpoint, models, page, terminal, trackers
+from harness import endings, models, page, terminal
 from harness.checkpoints import TrainState, sync
+from harness.endpoint import Endpoint
 from harness.folders import lock_folder, place_of, replace_file
 from harness.page import whole_lines
 from harness.processes import columns, say
 from harness.settings import Settings, counted
+from harness.trackers import Trackers
 from harness.versions import commit, versions
 from utils import UserError
 
@@ -127,9 +129,9 @@ def significant(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
-def watching(settings: Settings, open_trackers: list, folder: pathlib.Path) -> dict[str, str]:
+def watching(settings: Settings, folder: pathlib.Path) -> dict[str, str]:
     """Where to watch a run while it goes on: by command, address or file, what there is of each."""
-    places = trackers.watching(open_trackers, folder)
+    places = {}
     if settings.metrics_port:
         places["metrics"] = f"http://{settings.metrics_host}:{settings.metrics_port}/metrics"
     if settings.profile:
@@ -140,9 +142,11 @@ def watching(settings: Settings, open_trackers: list, folder: pathlib.Path) -> d
 class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
-    def __init__(self, settings: Settings, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
-        self.accelerator, self.num_steps, self.file, self.failed = accelerator, settings.num_steps, None, False
-        self.serves = settings.metrics_port is not None
+    def __init__(
+        self, settings: Settings, accelerator: Accelerator, endpoint: Endpoint, folder: pathlib.Path, state: TrainState
+    ):
+        self.num_steps, self.file, self.failed, self.excluded = settings.num_steps, None, False, state.tracker.excluded
+        self.endpoint = endpoint
         if accelerator.is_main_process:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -150,14 +154,16 @@ class Report:
                 starts = describe_starts(folder, state.step)
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
                 run = describe_run(settings) | {"run_id": state.run_id, "starts": starts}
-                replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
+                write_config(folder, run)
+                endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
+                endpoint.identify(run)
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
-        trackers.start(settings, accelerator, folder, state)
         places = {"run": str(folder)}
         if self.file:
-            places |= watching(settings, accelerator.trackers, folder)
+            self.trackers = Trackers(settings, folder, state, json.loads(json.dumps(run)))
+            places |= self.trackers.places() | watching(settings, folder)
         say(columns(places) + "\n")
         shown = self.file and terminal.is_terminal(sys.stderr)
         self.bar = terminal.Bar(
@@ -171,6 +177,7 @@ class Report:
     def count_step(self) -> None:
         """One step is done; of a compiled model the first one says how long that took."""
         self.bar.update()
+        self.endpoint.steps += 1
         if self.compiles_since:
             say(f"compiled   in {time.perf_counter() - self.compiles_since:,.0f} s, the first step included")
             self.compiles_since = None
@@ -180,7 +187,8 @@ class Report:
             return
         step = metrics["step"]
         self.write(metrics, **{"samples": stories} if stories else {})
-        trackers.log(self.accelerator, metrics)
+        with self.excluded() if stories else contextlib.nullcontext():  # a table's first takes seconds
+            self.trackers.log(metrics, stories or [])
         loss, held_out = f"loss {metrics['loss']:.4f}", describe_held_out(metrics)
         self.bar.figures = (loss, *filter(None, speed.split("  ")))
         parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *self.bar.figures[1:]]
@@ -198,8 +206,7 @@ class Report:
 
     def write(self, metrics: dict, **more) -> None:
         """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
-        for key, value in metrics.items() if self.serves else ():
-            endpoint.gauge(key).set(value)
+        self.endpoint.show(metrics)
         try:
             print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
             if more:
@@ -213,11 +220,11 @@ class Report:
         self.moved = moved
 
     def end(self, metrics: dict | None, stories: list[dict[str, str]] | None = None) -> None:
-        """Writes the run's last line, unless it was stopped before its end, and ends the trackers."""
+        """Writes the run's last line, unless it was stopped before its end."""
         if self.file and metrics:
             self.write(metrics, final=True, **{"samples": stories} if stories else {})
+            self.trackers.summarize(metrics)
         self.close()
-        trackers.finish(self.accelerator)
 
     def close(self) -> None:
         """Gives back the terminal and the file, and leaves the page, however the run ended."""
@@ -263,8 +270,8 @@ def open_metrics(path: pathlib.Path, step: int):
     return path.open("a")
 
 
-def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
-    """Writes the last line of a run that was killed between its last checkpoint and that line."""
+def finish_metrics(path: pathlib.Path, state: TrainState) -> dict:
+    """The last line of a run that took all its steps, written if a kill came between it and the last checkpoint."""
     try:
         lines = whole_lines(path)
         if lines and "final" not in lines[-1]:
@@ -272,6 +279,7 @@ def finish_metrics(path: pathlib.Path, state: TrainState) -> None:
             replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
+    return lines[-1] if lines else {}
 
 
 def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
@@ -281,6 +289,12 @@ def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
     reached = max((line["step"] for line in whole_lines(folder / "metrics.jsonl")), default=step)
     now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
     return [*starts, now | {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}]
+
+
+def write_config(folder: pathlib.Path, run: dict, **ending) -> None:
+    """config.json, with how this start ended once that is known: torchrun and what stands above it do not tell."""
+    *before, now = run["starts"]
+    replace_file(folder / "config.json", json.dumps(run | {"starts": [*before, now | ending]}, indent=2) + "\n")
 
 
 def describe_run(settings: Settings) -> dict:

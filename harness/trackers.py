@@ -1,69 +1,274 @@
-"""Trackers: wandb and tensorboard. Called by the report, and by the script to find out at the start whether they work.
-It does not know how a figure comes about."""
+"""Trackers: what wandb and tensorboard show of a run: figures in groups, configuration, stories, its ending. Called by
+the report; the script asks at the start whether they work. It does not know how a figure comes about."""
 
-import dataclasses
+import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
-from accelerate import Accelerator
-
+from harness import endings, terminal
 from harness.checkpoints import TrainState
-from harness.processes import say
+from harness.page import whole_lines
+from harness.processes import StopRequest, say
 from harness.settings import Settings
-from utils import UserError
+from utils import UserError, first_line
+
+GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is divided by what stands before the slash
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "eval_loss": "eval/loss",
+    "tokens_per_sec": "perf/tokens_per_sec",
+    "tokens_per_sec_per_gpu": "perf/tokens_per_sec_per_gpu",
+    "steps_per_sec": "perf/steps_per_sec",
+    "step_time_ms": "perf/step_time_ms",
+    "slowest_rank_ms": "perf/slowest_rank_ms",
+    "slowest_rank": "perf/slowest_rank",
+    "mfu_percent": "perf/mfu_percent",
+    "actual_tflops_per_sec": "perf/actual_tflops_per_sec",
+    "theoretical_tflops_total": "perf/theoretical_tflops_total",
+    "goodput_percent": "perf/goodput_percent",
+    "peak_memory_active": "memory/peak_active_gib",
+    "peak_memory_alloc": "memory/peak_alloc_gib",
+    "peak_memory_reserved": "memory/peak_reserved_gib",
+    "data_wait_percent": "data/wait_percent",
+    "tokens_seen": "data/tokens_seen",
+    "predicted_peak_memory_alloc": "plan/peak_alloc_gib",
+    "predicted_peak_memory_reserved": "plan/peak_reserved_gib",
+    "predicted_step_time_ms": "plan/step_time_ms",
+}
+BY_TOKENS = ("loss", "eval_loss")  # what is shown over tokens too, to compare batch sizes and world sizes
+COMPARED = ("loss", "eval_loss", "tokens_per_sec", "mfu_percent", "peak_memory_reserved", "goodput_percent")
+FLUSH = 0.1  # seconds until a row is in wandb's file; by default 15
+PATIENCE = 60.0  # seconds that the end of a run waits for what wandb has not uploaded
 
 
 def choose_trackers(log_with: str) -> list[str]:
-    """accelerate's names of the trackers; one that cannot work is an error now, not at the first log line."""
-    trackers = {"none": [], "all": ["wandb", "tensorboard"]}.get(log_with, [log_with])
-    for package in trackers:
+    """The names of the trackers; one that cannot work is an error now, not at the first log line."""
+    names = {"none": [], "all": ["wandb", "tensorboard"]}.get(log_with, [log_with])
+    for package in names:
         if not find_spec(package):
             raise UserError(f"--log-with {log_with}: needs the package {package} (pip install {package})")
-    if "wandb" in trackers:
+    if "wandb" in names:
         import wandb
 
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             advice = "run `wandb login`, or set WANDB_MODE=offline"
             raise UserError(f"--log-with {log_with}: not logged in to wandb; {advice}")
-    return trackers
+    return names
 
 
-def start(settings: Settings, accelerator: Accelerator, folder: pathlib.Path, state: TrainState) -> None:
-    if accelerator.log_with:
-        flags = dataclasses.asdict(settings).items()
-        flags = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flags}
-        trackers = {"wandb": {"name": folder.name, "dir": str(folder), "id": state.run_id, "resume": "allow"}}
-        trackers["tensorboard"] = {"purge_step": state.step + 1}
-        accelerator.init_trackers(settings.project_name, config=flags, init_kwargs=trackers)
+def grouped(metrics: dict) -> dict[str, float]:
+    """The figures of a line of metrics.jsonl under their names in the trackers; one without a group is in `other`."""
+    return {GROUPS.get(key, f"other/{key}"): value for key, value in metrics.items() if key != "step"}
 
 
-def watching(trackers: list, folder: pathlib.Path) -> dict[str, str]:
-    """Where to watch a run in each of its trackers, by command or address."""
-    places = {}
-    for tracker in trackers:
-        if tracker.name == "tensorboard":
-            beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
-            program = "tensorboard" if shutil.which("tensorboard") else beside
-            places["watch"] = shlex.join([program, "--logdir", str(folder)])
-        elif tracker.name == "wandb":
-            run = tracker.run
-            places["wandb"] = run.url or f"offline; later: wandb sync {pathlib.Path(run.dir).parent}"
-    return places
+def by_tokens(metrics: dict) -> dict[str, float]:
+    return {f"by_tokens/{key}": metrics[key] for key in BY_TOKENS if key in metrics}
 
 
-def log(accelerator: Accelerator, metrics: dict) -> None:
-    """A log line; a tracker that fails costs the run its trackers, and nothing else."""
-    try:
-        accelerator.log({key: value for key, value in metrics.items() if key != "step"}, step=metrics["step"])
-    except OSError as error:
-        say(f"failed     trackers, from step {metrics['step']} on: {error.strerror}; the run goes on without them")
-        accelerator.trackers = []
+class Wandb:
+    """A run in wandb, whose step is that of the optimizer. It keeps its id over restarts (`resume="allow"`)."""
+
+    name = "wandb"
+
+    def __init__(self, settings: Settings, folder: pathlib.Path, state: TrainState, config: dict):
+        import wandb
+
+        os.environ.setdefault("WANDB_DATA_DIR", str(folder.resolve() / "wandb"))  # tables that are to be uploaded
+        options = wandb.Settings(
+            x_transaction_log_flush_interval=FLUSH, finish_timeout=PATIENCE, finish_timeout_raises=True
+        )
+        run = {"project": settings.project_name, "name": folder.name, "dir": str(folder), "id": state.run_id}
+        self.run = wandb.init(**run, resume="allow", config=config, settings=options)
+        self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
+
+    def place(self) -> tuple[str, str]:
+        return "wandb", self.run.url or f"offline; later: {self.upload()}"
+
+    def upload(self) -> str:
+        return shlex.join(["wandb", "sync", str(pathlib.Path(self.run.dir).parent)])
+
+    def log(self, metrics: dict, stories: list[dict[str, str]]) -> None:
+        row = grouped(metrics) | by_tokens(metrics)
+        if stories:
+            row["stories"] = self.table((metrics["step"], story["prompt"], story["text"]) for story in stories)
+        self.run.log(row, step=metrics["step"], commit=True)
+
+    def table(self, stories: Iterable[tuple[int, str, str]]):
+        import wandb
+
+        return wandb.Table(columns=["step", "prompt", "text"], data=[list(story) for story in stories])
+
+    def summarize(self, metrics: dict, stories: list[tuple[int, str, str]]) -> None:
+        """The averages of the last line, and all stories in one table."""
+        self.run.summary.update(grouped(metrics) | ({"stories": self.table(stories)} if stories else {}))
+
+    def finish(self, exit_code: int) -> None:
+        if exit_code == StopRequest.EXIT_CODE:
+            self.run.mark_preempting()  # wandb then calls it preempted, else failed
+        try:
+            self.run.finish(exit_code=exit_code)
+        except TimeoutError:
+            terminal.tell(f"wandb      not all is uploaded after {PATIENCE:.0f} s; later: {self.upload()}")
 
 
-def finish(accelerator: Accelerator) -> None:
-    for tracker in accelerator.trackers:  # Accelerator.end_training would end the process group too
-        tracker.finish()
+class Tensorboard:
+    """Event files of a run: one over steps, one over tokens, and one with how it began and ended.
+
+    Tensorboard keeps the first status of a session that it reads, so the last one is written anew each time.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, settings: Settings, folder: pathlib.Path, state: TrainState, config: dict):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder, self.logdir, self.config = folder, folder / settings.project_name, config
+        self.last = {"step": state.step}  # the figures of the last line
+        self.conclude("STATUS_RUNNING")
+        # what was written after the checkpoint that this start goes on from is hidden
+        self.steps = SummaryWriter(str(self.logdir), purge_step=state.step + 1)
+        self.tokens = SummaryWriter(str(self.logdir / "by_tokens"), purge_step=state.tokens + 1)
+        self.steps.add_text("config", as_table(config), state.step)
+        self.steps.flush()
+
+    def place(self) -> tuple[str, str]:
+        beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
+        program = "tensorboard" if shutil.which("tensorboard") else beside
+        return "watch", shlex.join([program, "--logdir", str(self.folder)])
+
+    def log(self, metrics: dict, stories: list[dict[str, str]]) -> None:
+        self.last = metrics
+        for name, value in grouped(metrics).items():
+            self.steps.add_scalar(name, value, metrics["step"])
+        for name, value in by_tokens(metrics).items():
+            self.tokens.add_scalar(name, value, metrics["tokens_seen"])
+        if stories:
+            self.steps.add_text("stories", "\n\n---\n\n".join(map(as_markdown, stories)), metrics["step"])
+        for writer in (self.steps, self.tokens):
+            writer.flush()
+
+    def summarize(self, metrics: dict, stories: list[tuple[int, str, str]]) -> None:
+        """The averages of the last line, and the stories of the end."""
+        self.last = metrics
+        told = [{"prompt": prompt, "text": text} for step, prompt, text in stories if step == metrics["step"]]
+        if told:
+            self.steps.add_text("stories", "\n\n---\n\n".join(map(as_markdown, told)), metrics["step"])
+        self.steps.flush()
+
+    def finish(self, exit_code: int) -> None:
+        state = endings.state_of(exit_code)
+        ending = f"{state} after step {self.last['step']:,}, exit code {exit_code}"
+        self.steps.add_text("ending", ending, self.last["step"])
+        self.steps.close()
+        self.tokens.close()
+        self.conclude({"done": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}.get(state, "STATUS_UNKNOWN"))
+
+    def conclude(self, status: str) -> None:
+        """Writes the session of the tab HPARAMS: flags, the figures of the last line, `status`."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.plugins.hparams import api_pb2 as api
+        from tensorboard.plugins.hparams import metadata
+        from tensorboard.plugins.hparams import plugin_data_pb2 as plugin
+        from torch.utils.tensorboard import SummaryWriter
+
+        run = self.config["flags"] | {key: self.config[key] for key in ("world_size", "gpu", "commit", "run_id")}
+        flags = {key: value if isinstance(value, int | float) else str(value) for key, value in run.items()}
+        kinds = {bool: "DATA_TYPE_BOOL", int: "DATA_TYPE_FLOAT64", float: "DATA_TYPE_FLOAT64", str: "DATA_TYPE_STRING"}
+        columns = [api.HParamInfo(name=key, type=kinds[type(value)]) for key, value in flags.items()]
+        names = [api.MetricInfo(name=api.MetricName(tag=GROUPS[key])) for key in COMPARED]
+        started = plugin.SessionStartInfo()
+        for key, value in flags.items():
+            setattr(
+                started.hparams[key], {bool: "bool_value", str: "string_value"}.get(type(value), "number_value"), value
+            )
+        told = {
+            metadata.EXPERIMENT_TAG: {"experiment": api.Experiment(hparam_infos=columns, metric_infos=names)},
+            metadata.SESSION_START_INFO_TAG: {"session_start_info": started},
+        }
+        if status != "STATUS_RUNNING":
+            ended = plugin.SessionEndInfo(status=api.Status.Value(status))
+            told[metadata.SESSION_END_INFO_TAG] = {"session_end_info": ended}
+        shutil.rmtree(self.logdir / "summary", ignore_errors=True)
+        with SummaryWriter(str(self.logdir / "summary")) as writer:
+            for tag, message in told.items():
+                data = plugin.HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **message).SerializeToString()
+                about = SummaryMetadata(plugin_data={"plugin_name": metadata.PLUGIN_NAME, "content": data})
+                writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, metadata=about)]))
+            for name, value in grouped(self.last).items():
+                writer.add_scalar(name, value, self.last["step"])
+
+
+def as_table(config: dict) -> str:
+    """What config.json holds, as a Markdown table with a row for each value, `flags.lr` for one that lies deeper."""
+
+    def rows(values: dict, within: str = "") -> Iterable[str]:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from rows(value, f"{within}{key}.")
+            else:
+                yield f"| {literal(within + key)} | {literal(json.dumps(value))} |"
+
+    return "\n".join(["| | |", "|---|---|", *rows(config)])
+
+
+def literal(text: str) -> str:
+    """Text that Markdown shows as it is, with its line breaks."""
+    return re.sub(r"([\\`*_{}\[\]()<>#+.!|~-])", r"\\\1", text).replace("\n", "  \n")
+
+
+def as_markdown(story: dict[str, str]) -> str:
+    return f"**{literal(story['prompt'].strip())}**\n\n{literal(story['text'].strip())}"
+
+
+class Trackers:
+    """Those of one run, on rank 0. One that fails is left out from then on, and the run goes on without it."""
+
+    def __init__(self, settings: Settings, folder: pathlib.Path, state: TrainState, config: dict):
+        """`config` is what config.json holds.
+
+        Raises:
+            UserError: one does not start.
+        """
+        self.file, self.open = folder / "metrics.jsonl", []
+        for kind in (Wandb, Tensorboard):
+            if settings.log_with in (kind.name, "all"):
+                try:
+                    tracker = kind(settings, folder, state, config)
+                except Exception as error:
+                    what = f"--log-with {settings.log_with}: {kind.name} does not start ({said(error)})"
+                    raise UserError(f"{what}; --log-with none leaves it out", 1) from error
+                self.open.append(tracker)
+                endings.LISTENERS.append(tracker.finish)
+
+    def places(self) -> dict[str, str]:
+        """Where to watch the run in each of them, by command or address."""
+        return dict(tracker.place() for tracker in self.open)
+
+    def log(self, metrics: dict, stories: list[dict[str, str]]) -> None:
+        self._each(metrics, lambda tracker: tracker.log(metrics, stories))
+
+    def summarize(self, metrics: dict) -> None:
+        """What is to stand in the overview of runs that are done: `metrics` is the last line."""
+        lines = whole_lines(self.file)
+        stories = [(line["step"], s["prompt"], s["text"]) for line in lines for s in line.get("samples", ())]
+        self._each(metrics, lambda tracker: tracker.summarize(metrics, stories))
+
+    def _each(self, metrics: dict, tell: Callable) -> None:
+        for tracker in [*self.open]:
+            try:
+                tell(tracker)
+            except Exception as error:  # whatever it is, the run has its own files
+                self.open.remove(tracker)
+                where = f"{tracker.name}, from step {metrics['step']} on"
+                say(f"failed     {where}: {said(error)}; the run goes on without it")
+
+
+def said(error: Exception) -> str:
+    return getattr(error, "strerror", None) or first_line(error)

@@ -25,6 +25,7 @@ from conftest import ROOT, parse, start, torchrun_command
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
+from harness import flagtable
 from harness.settings import make_parser
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
@@ -197,6 +198,10 @@ def test_snippets_continue_each_other_and_what_they_show_is_known(tmp_path):
     assert outputs_of([first, second, third], tmp_path) == {first: "3\n", second: "4\n"}
 
 
+def test_the_page_of_all_flags_is_the_parsers():
+    assert (ROOT / "docs" / "FLAGS.md").read_text() == flagtable.table()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Shell blocks
 
@@ -224,7 +229,8 @@ def figures_aside(line: str) -> str:
 @pytest.mark.parametrize(
     "block", [block for block in SHELL if not block.not_run], ids=lambda block: f"{block.document.name}:{block.line}"
 )
-def test_a_shell_block_runs_and_prints_lines_like_those_that_are_shown(workplace, block):
+def test_a_shell_block_runs_and_prints_lines_like_those_that_are_shown(workplace, printed, block):
+    printed(block.document)  # may have written what a command reads
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     options = {"HF_HUB_OFFLINE": "1", "PATH": path, "HOME": str(workplace)}
     process = start(["bash", "-euo", "pipefail", "-c", block.code], cwd=workplace, timeout=120, **options)
@@ -285,6 +291,7 @@ def commands_of(path: pathlib.Path) -> list[Command]:
     text = path.read_text()
     if path.suffix == ".md":
         code = INLINE.findall(unfenced(path))
+        code = [words for words in code if not re.match("--[^ ]+:|.*…", words)]  # what the program says is no command
         with_values = [words for words in code if re.match("--.* ", words) and set(FLAG.findall(words)) <= FLAGS]
         for words in with_values:  # some are taken with --plan alone
             code.append(f"train_fsdp.py {words}" + " --plan" * bool(re.search("--plan-gpus|--gpu-hour-usd", words)))
