@@ -63,12 +63,12 @@ from torch.utils.data import DataLoader
 import utils
 from harness import (
     checkpoints,
-    endpoint,
     folders,
     heartbeats,
     models,
     own_plan,
     planning,
+    preflight,
     report,
     samples,
     streaming,
@@ -78,7 +78,9 @@ from harness.advice import as_flags, memory_savers
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies
 from harness.corpora import load_data
+from harness.endpoint import Endpoint
 from harness.export import export, step_of_export
+from harness.health import KernelClock
 from harness.host import check_memory
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
 from harness.optimizers import build_optimizer, clip_grad_norm
@@ -434,6 +436,7 @@ class Job:
     device: torch.device
     folder: pathlib.Path
     accelerator: Accelerator
+    endpoint: Endpoint
     tokenizer: Any
     prompts: list[str]
     train_set: Any
@@ -456,7 +459,8 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     heartbeats.record_into(folder)
     accelerator = Accelerator(cpu=device.type == "cpu")
     report.check_that_figures_will_exist(settings, device)
-    on_main_rank(lambda: endpoint.serve_metrics(settings.metrics_host, settings.metrics_port))
+    endpoint = Endpoint(settings, folder)
+    on_main_rank(endpoint.open)
     if settings.memory_snapshot:
         report.record_memory(folder)
     config = on_main_rank(lambda: models.load_config(settings.model))
@@ -466,6 +470,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     settings = resolve(settings, config, found and found[1])
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, models.count_parameters(config), mesh["shard"].size())
+    preflight.check(settings, config, mesh, device, folder)
     train_set, eval_set = load_data(settings, tokenizer, config, accelerator)
     identity = checkpoints.describe_identity(settings, config, tokenizer, train_set)
     changed = checkpoints.compare(settings, identity, found[1]) if found else ""
@@ -490,7 +495,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if found:
         say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
     data, start = (tokenizer, prompts, train_set, eval_set), (found and found[0], state.step + 1)
-    return Job(settings, device, folder, accelerator, *data, identity, flops, state, *start)
+    return Job(settings, device, folder, accelerator, endpoint, *data, identity, flops, state, *start)
 
 
 def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
@@ -500,7 +505,8 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
     batches = training_batches(settings, job.train_set, state, job.device)
     first = state.step + max(settings.perf_warmup_steps, 1) + 1
     profiled = range(first, first + PROFILED_STEPS) if settings.profile else range(0)
-    waiting, unread_losses, metrics, broken, stopped = Waiting(state.model), [], {}, None, False
+    waiting, clock = Waiting(state.model), KernelClock(job.device)
+    unread_losses, metrics, broken, stopped = [], {}, None, False
     with contextlib.ExitStack() as trace:
         while state.step < settings.num_steps and not stopped:
             if state.step + 1 in profiled[:1]:
@@ -532,7 +538,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
                     broken = step, "update made weights or optimizer states infinite or NaN"
             if logs or broken:
                 gc.collect()
-                metrics |= report.figures_of_all_ranks(speed, state, job.device, waiting.take())
+                metrics |= report.figures_of_all_ranks(speed, state, job.device, waiting.take(), clock)
                 stories = []
                 if evaluates and not broken:
                     with tracker.excluded():
@@ -571,7 +577,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
     if settings.memory_snapshot:
         report.dump_memory(job.folder)
     if settings.export:
-        export(settings.export, state, job.tokenizer)
+        export(settings, state, job.tokenizer)
     say(report.next_commands(settings, job.folder, job.tokenizer is not None, reporter.page))
     if saver.failures:
         raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
@@ -595,13 +601,14 @@ def nothing_to_train(job: Job) -> int:
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
-    on_main_rank(lambda: report.finish_metrics(job.settings, job.folder, job.state))
+    metrics = on_main_rank(lambda: report.finish_metrics(job.settings, job.folder, job.state))
     if dist.get_rank() == 0:
         report.write_page(job.folder)
     if stories := job.sample():
         say_story(report.describe_stories(stories))
     if job.settings.export:
-        export(job.settings.export, job.state, job.tokenizer)
+        export(job.settings, job.state, job.tokenizer)
+    on_main_rank(lambda: report.check_gates(job.settings, metrics))
     return 0
 
 
@@ -623,7 +630,7 @@ def without_training(settings: Settings, device: torch.device) -> int:
     for prompt in prompts:
         say_story("\n" + report.describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
-        export(settings.export, state, tokenizer)
+        export(settings, state, tokenizer)
     return 0
 
 
@@ -638,7 +645,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)
     with contextlib.ExitStack() as cleanup:
-        reporter = report.Report(job.settings, job.accelerator, job.folder, job.state)
+        reporter = report.Report(job.settings, job.accelerator, job.endpoint, job.folder, job.state)
         cleanup.callback(reporter.close)
         saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         planned = cleanup.enter_context(own_plan.beside(job.settings, device))

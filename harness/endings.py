@@ -9,6 +9,7 @@ from collections.abc import Callable
 STOPPED = (130, 143)  # by Ctrl-C, by SIGTERM or SIGUSR1
 LISTENERS: list[Callable[[int], None]] = []  # each called with the exit code, at most once, in a thread of its own
 ENDING = threading.Event()
+HURRY = threading.Event()  # by Ctrl-C: listeners are awaited no longer
 
 
 def state_of(exit_code: int) -> str:
@@ -32,4 +33,5 @@ def announce(exit_code: int, patience: float | None = None) -> None:
         thread.start()
     until = None if patience is None else time.monotonic() + patience
     for thread in threads:
-        thread.join(until and max(0.0, until - time.monotonic()))
+        while thread.is_alive() and not HURRY.is_set() and (until is None or time.monotonic() < until):
+            thread.join(0.1)

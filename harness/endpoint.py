@@ -1,29 +1,143 @@
-"""Endpoint: what Prometheus reads of a run. Called by the script, which opens it, and by the report, which hands it
-figures. It does not know how they come about."""
+"""Endpoint: what Prometheus reads of a run, from before its data are read until its end was seen. Opened by the script
+on rank 0, given figures by the report, told of the end by `endings`. It does not know how a figure comes about or who
+is alerted by it."""
 
-import functools
+import contextlib
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
 from importlib.util import find_spec
+from wsgiref.simple_server import WSGIServer
 
+import psutil
+import torch
+
+import utils
+from harness import endings, heartbeats
+from harness.settings import Settings
 from utils import UserError
 
-
-def serve_metrics(host: str, port: int | None) -> None:
-    """Opens the Prometheus endpoint, if one is wanted."""
-    if not port:
-        return
-    if not find_spec("prometheus_client"):
-        raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
-    from prometheus_client import start_http_server
-
-    try:
-        start_http_server(port, host)
-    except OSError as error:
-        raise UserError(f"--metrics-port: cannot listen on {host}:{port} ({error.strerror}); choose another") from error
+STATES = ("running", "done", "stopped", "failed")
+PATIENCE = {0: 60.0, 143: 20.0, 130: 2.0}  # seconds by exit code; after SIGTERM a scheduler kills 30 s later
+FAILED_PATIENCE = 4.0  # seconds; every rank of a failed job is down within 10
+SCRAPER = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"  # a header of Prometheus and its kin, not of curl or a browser
 
 
-@functools.cache
-def gauge(key: str):
-    """The Prometheus gauge of a key of metrics.jsonl."""
-    from prometheus_client import Gauge
+class Endpoint:
+    """The metrics of one run, each with the label `run`; a collector of `prometheus_client`.
 
-    return Gauge(f"training_{key}", f"{key} of metrics.jsonl")
+    Without a port it takes what it is told and shows it to nobody.
+    """
+
+    def __init__(self, settings: Settings, folder: pathlib.Path):
+        self.settings, self.run, self.state, self.steps = settings, folder.name, STATES[0], 0
+        self.figures: dict[str, float] = {}
+        self.labels: dict[str, str] = {}
+        self.scrapers: dict[tuple[str, str], tuple[float, float]] = {}  # when the last scrape began, time between two
+        self.scraped = threading.Condition()
+
+    def open(self) -> None:
+        """Listens, if a port is wanted.
+
+        Raises:
+            UserError: `prometheus_client` is not installed, or nothing can listen there.
+        """
+        host, port = self.settings.metrics_host, self.settings.metrics_port
+        if not port:
+            return
+        if not find_spec("prometheus_client"):
+            raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
+        from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
+
+        registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector):
+            collector(registry=registry)
+        self.figures = {
+            "num_steps": self.settings.num_steps,
+            "log_interval_steps": self.settings.log_interval,
+            "timeout_seconds": 60 * self.settings.timeout_minutes,
+            "start_time_seconds": psutil.Process().create_time(),
+        }
+        if torch.cuda.is_available():
+            self.figures["gpu_memory_gib"] = torch.cuda.get_device_properties().total_memory / utils.GIB
+        registry.register(self)
+        try:
+            server, _ = start_http_server(port, host, registry)
+        except OSError as error:
+            where = f"{host}:{port} ({error.strerror})"
+            raise UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
+        self.watch(server)
+        endings.LISTENERS.append(self.end)
+
+    def watch(self, server: WSGIServer) -> None:
+        """Remembers who scrapes and how often; a scrape counts when its answer was sent."""
+        answer = server.get_app()
+
+        def application(environ, start_response) -> Iterator[bytes]:
+            began = time.monotonic()
+            yield from answer(environ, start_response)
+            if SCRAPER in environ:
+                who = environ["REMOTE_ADDR"], environ.get("HTTP_USER_AGENT", "")
+                with self.scraped:
+                    last, _ = self.scrapers.get(who, (began, 0.0))
+                    self.scrapers[who] = began, began - last
+                    self.scraped.notify_all()
+
+        server.set_app(application)
+
+    def identify(self, run: dict) -> None:
+        """What stands in config.json about this start, once it is known."""
+        self.show({"starts": len(run["starts"]), "world_size": run["world_size"]})
+        labels = {"model": self.settings.model, "dataset": self.settings.dataset, "torch": run["versions"]["torch"]}
+        labels |= {key: run[key] for key in ("run_id", "commit", "gpu", "world_size")}
+        self.labels = {key: str(value or "") for key, value in labels.items()}
+
+    def show(self, metrics: dict[str, float]) -> None:
+        """The figures of a log line, or other ones."""
+        self.figures = self.figures | metrics  # a new one, as the old one may be being read
+
+    def collect(self) -> Iterator:
+        """The metrics as they are now, whatever was logged when."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, StateSetMetricFamily
+
+        def labelled(family, value, **labels: str):
+            family.add_metric([self.run, *labels.values()], value)
+            return family
+
+        state, here, labels = self.state, heartbeats.HERE, ["run"]
+        of_states = StateSetMetricFamily("training_state", "running, done, stopped or failed", labels=labels)
+        yield labelled(of_states, {name: name == state for name in STATES})
+        done = CounterMetricFamily("training_steps", "optimizer steps since this process began", labels=labels)
+        yield labelled(done, self.steps)
+        if state == STATES[0]:
+            what = "time that rank 0 has been in this part of a step, or of what surrounds the steps"
+            phase = GaugeMetricFamily("training_phase_seconds", what, labels=["run", "phase"])
+            yield labelled(phase, time.monotonic() - here.since, phase=here.phase)
+        if self.labels:
+            info = GaugeMetricFamily("training_info", "what runs; always 1", labels=["run", *self.labels])
+            yield labelled(info, 1, **self.labels)
+        for key, value in self.figures.items():
+            yield labelled(GaugeMetricFamily(f"training_{key}", f"{key}, see docs/MONITORING.md", labels=labels), value)
+
+    def end(self, exit_code: int) -> None:
+        """Shows how the run ended, until everybody who scrapes it has seen that, if they come soon enough.
+
+        By the time between its last two scrapes each is expected when that has passed again, and awaited as long once
+        more; one whose time is not known yet for all of `PATIENCE`. Who is not expected in that time is not awaited.
+        """
+        self.state = endings.state_of(exit_code)
+        ended, patience = time.monotonic(), PATIENCE.get(exit_code, FAILED_PATIENCE)  # who comes after this sees it
+        with self.scraped:
+            due = {
+                who: (last + every, last + 2 * every) if every else (ended + patience, ended + patience)
+                for who, (last, every) in self.scrapers.items()
+                if ended - last < 2 * (every or PATIENCE[0])  # else it has gone
+            }
+            due = {who: times for who, times in due.items() if times[0] <= ended + patience}
+            until = min(ended + patience, max((latest for _, latest in due.values()), default=ended))
+            if exit_code in (0, 143) and max((first for first, _ in due.values()), default=ended) > ended + 2:
+                with contextlib.suppress(OSError):  # nobody is there to read it
+                    print(f"metrics    until Prometheus has read the end, {until - ended:.0f} s at most", flush=True)
+            while (left := until - time.monotonic()) > 0 and any(self.scrapers[who][0] < ended for who in due):
+                self.scraped.wait(left)

@@ -12,15 +12,19 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
 import utils
 from harness import heartbeats
 from harness.checkpoints import TrainState, persistent_tensors
 from harness.folders import name_of
+from harness.models import read_generation_config
 from harness.processes import say
 from harness.settings import Settings
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+FOREIGN_CODE = ("auto_map", "_auto_class")  # they speak of code that was not run here and is not exported
 
 
 def step_of_export(settings: Settings) -> int:
@@ -62,13 +66,78 @@ def origin_of(folder: pathlib.Path) -> tuple[str, int]:
         return "", 0
 
 
-def export(path: str, state: TrainState, tokenizer) -> None:
-    """Writes a folder `path` that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
+def model_config(model, tokenizer, pretrained: bool) -> dict:
+    """The config as it is exported, in words that transformers 4 and what is built on it read too. In one of a model
+    that began with random weights texts begin and end as the tokenizer has it, for so it was trained; the padding
+    stays, as its embedding is one that gets no gradient."""
+    config = copy.deepcopy(model.config)
+    config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
+    config.get_text_config().use_cache = True
+    config.dtype = next(model.parameters()).dtype
+    for name in SPECIAL[:2] if tokenizer and not pretrained else ():
+        setattr(config.get_text_config(), name, getattr(tokenizer, name))
+    content = json.loads(config.to_json_string())
+    misplaced = GenerationConfig().to_dict().keys() - type(config)().to_dict().keys()
+    for name in (*misplaced, *FOREIGN_CODE):  # with the first no save_pretrained would write it any more
+        content.pop(name, None)
+    rope = content.get("rope_parameters") or {}
+    if "rope_theta" in rope:  # transformers 4 would take 10,000 without a word
+        content |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        if rope.get("rope_type", "default") != "default":
+            content["rope_scaling"] = rope
+    return content
+
+
+def generation_config(settings: Settings, model, tokenizer) -> tuple[dict, str]:
+    """What `generate` does by default with the export, and why that is not what the source of its weights does, if that
+    cannot be read: at the end of a run nothing is to be lost for it. Generation ends, too, where documents ended in
+    training."""
+    config, why = model.generation_config.to_diff_dict(), ""
+    if pretrained := settings.init == "pretrained":
+        try:
+            config = read_generation_config(settings.model)
+        except (OSError, ValueError, utils.UserError) as error:
+            why = utils.first_line(error)
+    elif tokenizer:
+        config |= {name: getattr(tokenizer, name) for name in SPECIAL}
+    ends, own = config.get("eos_token_id"), tokenizer and tokenizer.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+    if pretrained and own is not None and own not in ends:
+        config["eos_token_id"] = [*ends, own] if ends else own
+    unwanted = {"use_cache", "_from_model_config", *FOREIGN_CODE}
+    return {key: value for key, value in config.items() if key not in unwanted and value is not None}, why
+
+
+def save_tokenizer(tokenizer, folder: pathlib.Path) -> None:
+    """save_pretrained, in words that transformers 4 and what is built on it read too."""
+    for name in FOREIGN_CODE:
+        vars(tokenizer).pop(name, None)
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for name in ("is_local", "local_files_only"):  # how it was loaded here
+        config.pop(name, None)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # its name until transformers 5
+    if isinstance(extra := config.get("extra_special_tokens"), list):  # there it is a dictionary
+        config["additional_special_tokens"] = extra
+        del config["extra_special_tokens"]
+    write_json(path, config)
+
+
+def write_json(path: pathlib.Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def export(settings: Settings, state: TrainState, tokenizer) -> None:
+    """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load.
 
     Parameters are gathered one decoder layer at a time and rank 0 writes a file whenever it holds 5 GB, so no rank
     holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure; each file's header has
     run id and step. Every rank calls this; where it cannot be written, a UserError says so and nothing is left of it.
     """
+    path = settings.export
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -78,6 +147,7 @@ def export(path: str, state: TrainState, tokenizer) -> None:
     main, final = dist.get_rank() == 0, pathlib.Path(path).expanduser()
     temporary = final.with_name(f".{final.name}.writing")
     tensors, error = persistent_tensors(model), ""
+    generation, lost = generation_config(settings, model, tokenizer) if main else ({}, "")
     files: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
 
@@ -108,17 +178,13 @@ def export(path: str, state: TrainState, tokenizer) -> None:
             names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
             weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
             index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
-            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            write_json(temporary / "model.safetensors.index.json", index)
         for number, name in enumerate(names):
             (temporary / f"{number}.part").rename(temporary / name)
-        config = copy.deepcopy(model.config)
-        config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
-        config.dtype = next(model.parameters()).dtype
-        for part in filter(None, (config, model.generation_config, tokenizer)):
-            for name in ("auto_map", "_auto_class"):  # they speak of code that was not run here and is not exported
-                vars(part).pop(name, None)
-                getattr(part, "init_kwargs", {}).pop(name, None)
-            part.save_pretrained(temporary)
+        write_json(temporary / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
+        write_json(temporary / "generation_config.json", generation)
+        if tokenizer:
+            save_tokenizer(tokenizer, temporary)
         for name in names:
             shutil.copymode(temporary / "config.json", temporary / name)  # safetensors writes for the owner alone
         temporary.rename(final)
@@ -141,3 +207,5 @@ def export(path: str, state: TrainState, tokenizer) -> None:
     if error:
         raise utils.UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
     say(f"exported   {final}" + ", without a tokenizer" * (tokenizer is None))
+    if lost:
+        say(f"           without the generation config of {settings.model}, which cannot be read ({lost})")

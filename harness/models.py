@@ -15,12 +15,20 @@ from importlib.util import find_spec
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from torch import nn
 from torch.nn.attention import SDPBackend
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, conversion_mapping, masking_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    conversion_mapping,
+    masking_utils,
+)
 from transformers.integrations import sdpa_attention
 from transformers.models.auto import tokenization_auto
 from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
@@ -91,10 +99,11 @@ def load_config(model: str):
 
 
 def choose_sequence_length(settings: Settings, config) -> int:
-    """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer."""
+    """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer and
+    something is trained."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     length = settings.sequence_length or min(8192, positions)
-    if length > positions:
+    if length > positions and settings.num_steps:
         advice = f"give --sequence-length {positions} or less"
         raise UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
     return length
@@ -151,6 +160,31 @@ def load_tokenizer(settings: Settings, config):
     if (size := len(tokenizer)) > vocabulary:
         raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {vocabulary}")
     return tokenizer
+
+
+def read_generation_config(model: str) -> dict:
+    """What `generate` does by default with the weights of a local folder or hub id: its generation_config.json or, as
+    before there were such files, the fields of that kind in its config.json.
+
+    Raises:
+        OSError, ValueError: it cannot be had; it is no JSON object.
+    """
+    _, source = find_source(model)
+    answer_from_cache_without_network(source)
+    fields = GenerationConfig().to_dict().keys()
+    for name in ("generation_config.json", "config.json"):
+        path = pathlib.Path(source, name)
+        if not os.path.isdir(source):
+            try:
+                path = pathlib.Path(hf_hub_download(source, name))
+            except RemoteEntryNotFoundError:
+                continue
+        if path.exists():
+            content = json.loads(path.read_text())
+            if not isinstance(content, dict):
+                raise ValueError(f"{name} is no JSON object")
+            return {key: value for key, value in content.items() if name[0] == "g" or key in fields}
+    return {}
 
 
 def read_prompts(settings: Settings, config, tokenizer) -> list[str]:

@@ -18,9 +18,11 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import endpoint, models, page, terminal
+from harness import endings, models, page, terminal
 from harness.checkpoints import TrainState, sync
+from harness.endpoint import Endpoint
 from harness.folders import lock_folder, place_of, replace_file
+from harness.health import KernelClock
 from harness.page import whole_lines
 from harness.processes import columns, say
 from harness.settings import Settings, counted
@@ -141,9 +143,11 @@ def watching(settings: Settings, folder: pathlib.Path) -> dict[str, str]:
 class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
-    def __init__(self, settings: Settings, accelerator: Accelerator, folder: pathlib.Path, state: TrainState):
+    def __init__(
+        self, settings: Settings, accelerator: Accelerator, endpoint: Endpoint, folder: pathlib.Path, state: TrainState
+    ):
         self.num_steps, self.file, self.failed, self.excluded = settings.num_steps, None, False, state.tracker.excluded
-        self.serves = settings.metrics_port is not None
+        self.endpoint = endpoint
         if accelerator.is_main_process:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +155,9 @@ class Report:
                 starts = describe_starts(folder, state.step)
                 self.file = open_metrics(folder / "metrics.jsonl", state.step)
                 run = describe_run(settings) | {"run_id": state.run_id, "starts": starts}
-                replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")
+                write_config(folder, run)
+                endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
+                endpoint.identify(run)
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
@@ -172,6 +178,7 @@ class Report:
     def count_step(self) -> None:
         """One step is done; of a compiled model the first one says how long that took."""
         self.bar.update()
+        self.endpoint.steps += 1
         if self.compiles_since:
             say(f"compiled   in {time.perf_counter() - self.compiles_since:,.0f} s, the first step included")
             self.compiles_since = None
@@ -200,8 +207,7 @@ class Report:
 
     def write(self, metrics: dict, **more) -> None:
         """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
-        for key, value in metrics.items() if self.serves else ():
-            endpoint.gauge(key).set(value)
+        self.endpoint.show(metrics)
         try:
             print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
             if more:
@@ -265,8 +271,9 @@ def open_metrics(path: pathlib.Path, step: int):
     return path.open("a")
 
 
-def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> None:
-    """Writes the last line of a run that was killed between its last checkpoint and that line, for the trackers too."""
+def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> dict:
+    """The last line of a run that took all its steps, written, for the trackers too, if a kill came between it and the
+    last checkpoint."""
     path = folder / "metrics.jsonl"
     try:
         lines = whole_lines(path)
@@ -277,6 +284,7 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
             Trackers(settings, folder, state, page.read_config(folder)).summarize(last)
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
+    return lines[-1] if lines else {}
 
 
 def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
@@ -286,6 +294,12 @@ def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
     reached = max((line["step"] for line in whole_lines(folder / "metrics.jsonl")), default=step)
     now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
     return [*starts, now | {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}]
+
+
+def write_config(folder: pathlib.Path, run: dict, **ending) -> None:
+    """config.json, with how this start ended once that is known: torchrun and what stands above it do not tell."""
+    *before, now = run["starts"]
+    replace_file(folder / "config.json", json.dumps(run | {"starts": [*before, now | ending]}, indent=2) + "\n")
 
 
 def describe_run(settings: Settings) -> dict:
@@ -344,24 +358,37 @@ def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, sho
 
 
 def figures_of_all_ranks(
-    speed: dict[str, float], state: TrainState, device: torch.device, waited_ms: float | None = None
+    speed: dict[str, float],
+    state: TrainState,
+    device: torch.device,
+    waited_ms: float | None = None,
+    clock: KernelClock | None = None,
 ) -> dict[str, float]:
     """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput.
 
-    With the milliseconds of a step that each rank waited for the others also `slowest_rank`, the one that worked most.
+    With the milliseconds of a step that each rank waited for the others also `slowest_rank`, the one that worked most;
+    with a clock, where it is due, the fixed kernel's time on the slowest rank.
     """
     worst, rank, world = memory_figures(device), dist.get_rank(), dist.get_world_size()
     if "step_time_ms" in speed:
         worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
     if worst:
-        worked = [0.0] * world  # each rank's own in its place, so that the largest is what it says
-        worked[rank] = max(0.0, speed.get("step_time_ms", 0.0) - (waited_ms or 0.0))
-        values = torch.tensor([*worst.values(), *worked], dtype=torch.float64, device=device)
+        own = torch.zeros(
+            3, world, dtype=torch.float64
+        )  # each rank's in its place, so that the largest is what it says
+        own[0, rank] = max(0.0, speed.get("step_time_ms", 0.0) - (waited_ms or 0.0))
+        if clock and "step_time_ms" in speed:
+            with state.tracker.excluded():
+                own[1:, rank] = torch.tensor(clock.measure(state.step), dtype=own.dtype)
+        values = torch.cat([torch.tensor([*worst.values()], dtype=torch.float64), own.flatten()]).to(device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
-        values, worked = values[: len(worst)].tolist(), values[len(worst) :]
-        worst = dict(zip(worst, values, strict=True))
+        values = values.tolist()
+        worst = dict(zip(worst, values, strict=False))
+        worked, kernel_ms, reasons = (values[len(values) + n * world :][:world] for n in (-3, -2, -1))
         if waited_ms is not None and world > 1 and "step_time_ms" in speed:
-            worst["slowest_rank"] = int(worked.argmax())
+            worst["slowest_rank"] = worked.index(max(worked))
+        if clock and "step_time_ms" in speed:
+            worst |= clock.judge(kernel_ms, [*map(int, reasons)], state.step, worst["slowest_rank_ms"])
     if "step_time_ms" not in speed:
         return worst
     # the rest of the time since the run began is start-up, compilation, evaluation, standing still, and after a resume

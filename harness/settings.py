@@ -435,6 +435,6 @@ def flags_of_checkpoint(resume: str) -> dict:
     """The flags that say what model a checkpoint holds; none if it cannot be read, which is reported later."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         flags = json.loads((checkpoint_folder(resume) / MANIFEST).read_text())["flags"]
-        names = "model tokenizer dataset sequence_length precision fp8_recipe fp8_emulate optimizer"
+        names = "model init tokenizer dataset sequence_length precision fp8_recipe fp8_emulate optimizer"
         return {name: flags[name] for name in names.split()}
     return {}

@@ -25,6 +25,7 @@ from conftest import ROOT, parse, start, torchrun_command
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
+from harness import flagtable
 from harness.settings import make_parser
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
@@ -197,6 +198,10 @@ def test_snippets_continue_each_other_and_what_they_show_is_known(tmp_path):
     assert outputs_of([first, second, third], tmp_path) == {first: "3\n", second: "4\n"}
 
 
+def test_the_page_of_all_flags_is_the_parsers():
+    assert (ROOT / "docs" / "FLAGS.md").read_text() == flagtable.table()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Shell blocks
 
@@ -224,7 +229,8 @@ def figures_aside(line: str) -> str:
 @pytest.mark.parametrize(
     "block", [block for block in SHELL if not block.not_run], ids=lambda block: f"{block.document.name}:{block.line}"
 )
-def test_a_shell_block_runs_and_prints_lines_like_those_that_are_shown(workplace, block):
+def test_a_shell_block_runs_and_prints_lines_like_those_that_are_shown(workplace, printed, block):
+    printed(block.document)  # may have written what a command reads
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     options = {"HF_HUB_OFFLINE": "1", "PATH": path, "HOME": str(workplace)}
     process = start(["bash", "-euo", "pipefail", "-c", block.code], cwd=workplace, timeout=120, **options)
@@ -284,7 +290,7 @@ def commands_of(path: pathlib.Path) -> list[Command]:
     """
     text = path.read_text()
     if path.suffix == ".md":
-        code = INLINE.findall(unfenced(path))
+        code = INLINE.findall(re.sub(r"^\| it says \|.*\n(?:\|.*\n)+", "", unfenced(path), flags=re.MULTILINE))
         with_values = [words for words in code if re.match("--.* ", words) and set(FLAG.findall(words)) <= FLAGS]
         for words in with_values:  # some are taken with --plan alone
             code.append(f"train_fsdp.py {words}" + " --plan" * bool(re.search("--plan-gpus|--gpu-hour-usd", words)))
@@ -322,7 +328,7 @@ def test_commands_are_found_where_they_are():
         assert found[file].flags.endswith(end)
 
 
-@pytest.mark.parametrize("file", ["slurm.sh", "kubernetes.yaml"])
+@pytest.mark.parametrize("file", ["slurm.sh", "kubernetes.yaml", "kubeflow.yaml", "volcano.yaml", "skypilot.yaml"])
 def test_a_launcher_gives_ranks_more_than_30_s_to_save_where_torchrun_can(file, monkeypatch):
     text = (ROOT / "launch" / file).read_text()
     ((name, seconds),) = re.findall(r"(\w+SHUTDOWN_TIMEOUT)(?:=| #.*\n +value: \")(\d+)", text)
@@ -342,7 +348,9 @@ def test_no_example_of_a_metrics_port_is_an_exporters_or_torchruns():
 OTHERS = {
     "torchrun": {"--nproc_per_node", "--max-restarts", "--rdzv_conf", "--rdzv_endpoint", "--signals-to-handle"},
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
-    "sbatch": {"--signal"},
+    "sbatch": {"--gpus-per-node", "--signal"},
+    "docker": {"--shm-size"},
+    "sky": {"--env"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
@@ -357,7 +365,7 @@ def test_a_flag_is_the_programs_or_of_another_program_that_is_named_here(documen
     assert flags - FLAGS - set.union(*OTHERS.values()) == set()
 
 
-@pytest.mark.parametrize("program", [program for program in OTHERS if program != "sbatch"])
+@pytest.mark.parametrize("program", [program for program in OTHERS if program not in ("sbatch", "docker", "sky")])
 def test_the_other_programs_have_these_flags(program):
     if program in LAUNCHERS:
         assert OTHERS[program] <= LAUNCHERS[program]._option_string_actions.keys()

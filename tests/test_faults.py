@@ -123,6 +123,7 @@ def endings(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
     start("done", 4)
     start("nothing to train", 4)
     start("a missed gate", 6, "--min-mfu 99 --peak-tflops 100")
+    start("a gate that was missed at the end", 6, "--min-mfu 99 --peak-tflops 100")
     start("a signal", 9, stop=(8, "SIGTERM"))
     start("a signal outside training", 10, stop=(9, "SIGUSR1"))  # a start's first step is not training yet
     start("an export that fails", 10, f"--export {out}/e", fault="error", point=Point(0, "mkdir", ".e.writing", 1))
@@ -141,6 +142,7 @@ def test_exit_codes_are_the_documented_ones(in_a_fork, tmp_path):
         "done": (0, "done       4 steps"),
         "nothing to train": (0, "nothing to train"),
         "a missed gate": (3, "error: acceptance gate missed: --min-mfu"),
+        "a gate that was missed at the end": (3, "error: acceptance gate missed: --min-mfu"),
         "a signal": (143, "stopped    by SIGTERM"),
         "a signal outside training": (143, "SIGUSR1 outside training, nothing to save"),
         "an export that fails": (1, "error: --export "),
@@ -152,6 +154,8 @@ def test_exit_codes_are_the_documented_ones(in_a_fork, tmp_path):
     }
     found = in_a_fork(endings, tmp_path / "runs")
     assert {what: code for what, (code, _) in found.items()} == {what: code for what, (code, _) in expected.items()}
+    starts = json.loads((tmp_path / "runs" / "out" / "r" / "config.json").read_text())["starts"]
+    assert [start.get("exit_code") for start in starts] == [0, 3, 143, 143, 1, None, 1]  # the disk was full for one
     for what, (code, output) in found.items():
         assert expected[what][1] in output
         assert output.count("train_fsdp.py: error: ") == (code in (1, 2, 3))

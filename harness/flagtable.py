@@ -1,0 +1,48 @@
+"""The table of all flags, docs/FLAGS.md: `python -m harness.flagtable > docs/FLAGS.md`. Called by hand, and by the test
+that compares that file with what this makes. It knows the parser, not what a flag does."""
+
+import argparse
+
+from harness.settings import make_parser
+
+BEGINNING = """# All flags
+
+As `--help` has them, in its groups; made from the parser by \
+`python -m harness.flagtable > docs/FLAGS.md`. In brackets stands the default. \
+What a flag costs and gains stands in the [README](../README.md#the-flags-that-matter), \
+names of other trainers in [Migration](MIGRATION.md), what does not go together in \
+[Troubleshooting](TROUBLESHOOTING.md). `--config FILE` sets them too, as `batch-size = 4` or `batch_size = 4`.
+"""
+
+
+def escaped(text: str) -> str:
+    """Text for a cell of a table."""
+    return text.replace("%%", "%").replace("|", "\\|")
+
+
+def shown(action: argparse.Action) -> str:
+    """A flag as it is typed: its names and what stands behind them."""
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    if action.nargs == 0:
+        return names
+    values = action.metavar if isinstance(action.metavar, tuple) else [action.metavar]
+    return f"{names} " + escaped(" | ".join(map(str, action.choices)) if action.choices else " ".join(values))
+
+
+def table() -> str:
+    """The page in Markdown, a table for each group of --help that has flags of this program."""
+    parts = [BEGINNING]
+    for group in make_parser()._action_groups:
+        rows = [
+            f"| {shown(action)} | {escaped(action.help)} |"
+            for action in group._group_actions
+            if "--help" not in action.option_strings
+        ]
+        if rows:
+            title = "Versions" if group.title == "options" else group.title.capitalize()
+            parts.append("\n".join([f"## {title}\n", "| flag | meaning |", "|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(table(), end="")

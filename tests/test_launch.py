@@ -1,0 +1,277 @@
+"""What starts the program on clusters: the clusters' own schemas take the files, the program takes the flags, and what
+must agree, in a file and from file to file, does.
+
+Not among the requirements, and skipped where they are missing: `pip install kubernetes-validate` (all schemas of
+Kubernetes, 108 MB), `pip install skypilot` (best in an environment of its own), and the CRDs of Kubeflow Trainer and
+Volcano, which are read from the folder CRDS of the environment (`*.yaml`, from manifests/base/crds of kubeflow/trainer
+and config/crd/volcano/bases of volcano-sh/volcano).
+"""
+
+import copy
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT, parse, start
+from torch.distributed.run import get_args_parser
+
+LAUNCH = ROOT / "launch"
+FILES = ("kubernetes.yaml", "kubeflow.yaml", "volcano.yaml", "skypilot.yaml")
+MANIFESTS = FILES[:3]
+
+
+def documents(file: str) -> list[dict]:
+    return [*yaml.safe_load_all((LAUNCH / file).read_text())]
+
+
+def document(file: str, kind: str) -> dict:
+    (found,) = (part for part in documents(file) if part["kind"] == kind)
+    return found
+
+
+def pod_of(file: str) -> dict:
+    """The pod's spec; Kubeflow's with what the TrainJob adds to it."""
+    if file == "kubernetes.yaml":
+        return document(file, "Job")["spec"]["template"]["spec"]
+    if file == "volcano.yaml":
+        return document(file, "Job")["spec"]["tasks"][0]["template"]["spec"]
+    pod = copy.deepcopy(child_job()["template"]["spec"])
+    trainer = document(file, "TrainJob")["spec"]["trainer"]
+    pod["containers"][0] |= {"command": trainer["command"], "args": trainer["args"]}
+    pod["containers"][0]["resources"] = trainer["resourcesPerNode"]
+    return pod
+
+
+def child_job() -> dict:
+    """The Job that Kubeflow's runtime makes, one pod of it for each node."""
+    template = document("kubeflow.yaml", "TrainingRuntime")["spec"]["template"]
+    return template["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+def words_of(file: str) -> list[str]:
+    """The command that runs on each node; variables of the shell have the value 8."""
+    if file == "skypilot.yaml":
+        (task,) = documents(file)
+        command = re.sub(r"\\\n\s*", " ", task["run"]).strip().splitlines()[-1]
+        return shlex.split(re.sub(r"\$(\w+|\([^)]*\))", "8", command).removeprefix("exec "))
+    (container,) = pod_of(file)["containers"]
+    return [*container["command"], *container["args"]]
+
+
+def launcher_of(file: str):
+    words = words_of(file)
+    arguments = [re.sub(r"\$\(.*\)", "1", word) for word in words[1 : words.index("train_fsdp.py") + 1]]
+    return get_args_parser().parse_args(arguments)
+
+
+def settings_of(file: str):
+    words = words_of(file)
+    return parse(words[words.index("train_fsdp.py") + 1 :])
+
+
+def size_of(file: str) -> tuple[int, int]:
+    """(nodes, GPUs of a node), as the scheduler is asked for them."""
+    if file == "skypilot.yaml":
+        (task,) = documents(file)
+        return task["num_nodes"], int(task["resources"]["accelerators"].rpartition(":")[2])
+    gpus = pod_of(file)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    if file == "kubeflow.yaml":
+        return document(file, "TrainJob")["spec"]["trainer"]["numNodes"], gpus
+    spec = document(file, "Job")["spec"]
+    return spec["tasks"][0]["replicas"] if "tasks" in spec else spec["completions"], gpus
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Schemas
+
+
+def check(manifest: dict, version: str) -> None:
+    """Raises if a manifest is none of this version of Kubernetes, or has a field that it does not know."""
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    validator.validate(manifest, version, strict=True)
+
+
+def is_own(manifest: dict) -> bool:
+    return manifest["apiVersion"] in ("v1", "batch/v1")
+
+
+def checked_by_kubernetes() -> list:
+    """Whole manifests, and the pods and Jobs inside those of other makers."""
+    parts = {f"{part['kind']} of {file}": part for file in MANIFESTS for part in documents(file) if is_own(part)}
+    parts |= {f"pod of {file}": {"apiVersion": "v1", "kind": "Pod", "spec": pod_of(file)} for file in MANIFESTS}
+    parts["job of kubeflow.yaml"] = {"apiVersion": "batch/v1", "kind": "Job", "spec": child_job()}
+    return [pytest.param(part, id=name) for name, part in parts.items()]
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+@pytest.mark.parametrize("manifest", checked_by_kubernetes())
+def test_kubernetes_takes_what_is_its_own(manifest, version):
+    check(manifest, version)
+    wrong = copy.deepcopy(manifest)
+    wrong["spec"]["podReplacementPolice"] = "Failed"
+    with pytest.raises(Exception, match="podReplacementPolice"):
+        check(wrong, version)
+
+
+def strict(schema: dict) -> dict:
+    """A CRD's schema that takes no field which it does not name."""
+    schema = {key: value for key, value in schema.items() if not key.startswith("x-kubernetes") and key != "format"}
+    if "properties" in schema:
+        schema["properties"] = {name: loose_or_strict(part) for name, part in schema["properties"].items()}
+        schema["additionalProperties"] = False
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            schema[key] = loose_or_strict(schema[key])
+    return schema
+
+
+def loose_or_strict(schema: dict) -> dict:
+    free = schema.get("x-kubernetes-preserve-unknown-fields") or schema.get("x-kubernetes-int-or-string")
+    return {} if free else strict(schema)
+
+
+CUSTOM = {f"{file} {part['kind']}": part for file in MANIFESTS for part in documents(file) if not is_own(part)}
+
+
+@pytest.mark.parametrize("manifest", CUSTOM.values(), ids=CUSTOM)
+def test_a_custom_resource_is_one_of_its_definition(manifest):
+    jsonschema = pytest.importorskip("jsonschema")
+    if "CRDS" not in os.environ:
+        pytest.skip("CRDS names no folder of CRDs")
+    definitions = [yaml.safe_load(path.read_text())["spec"] for path in pathlib.Path(os.environ["CRDS"]).glob("*.yaml")]
+    group, version = manifest["apiVersion"].split("/")
+    ((definition,),) = [
+        [served["schema"]["openAPIV3Schema"] for served in spec["versions"] if served["name"] == version]
+        for spec in definitions
+        if (spec["group"], spec["names"]["kind"]) == (group, manifest["kind"])
+    ]
+    definition = strict(definition)
+    definition["properties"]["metadata"] = {}
+    jsonschema.validate(manifest, definition)
+    wrong = copy.deepcopy(manifest)
+    wrong["spec"]["retries"] = 3
+    with pytest.raises(jsonschema.ValidationError, match="retries"):
+        jsonschema.validate(wrong, definition)
+
+
+def test_skypilot_takes_its_file():
+    sky = pytest.importorskip("sky", reason="pip install skypilot")
+    (config,) = documents("skypilot.yaml")
+    task = sky.Task.from_yaml_config(copy.deepcopy(config), {"NFS": "10.0.0.2:/outputs"})
+    (resources,) = task.resources
+    assert (task.num_nodes, resources.accelerators, resources.use_spot) == (2, {"H100": 8}, True)
+    with pytest.raises(ValueError, match="NFS"):
+        sky.Task.from_yaml_config(copy.deepcopy(config))
+    with pytest.raises(sky.exceptions.InvalidSkyPilotConfigError, match="nodes"):
+        sky.Task.from_yaml_config(config | {"nodes": 2}, {"NFS": ""})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What must agree
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_starts_the_same_run(file):
+    here, kubernetes = settings_of(file).__dict__, settings_of("kubernetes.yaml").__dict__
+    different = {name for name in here if here[name] != kubernetes[name]} - {"argv"}
+    assert different <= ({"metrics_host"} if file == "skypilot.yaml" else set())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_there_is_a_process_for_each_gpu_and_replicas_are_nodes(file):
+    (nodes, gpus), launcher = size_of(file), launcher_of(file)
+    if file == "kubeflow.yaml":  # PET_NNODES and PET_NPROC_PER_NODE are made of these
+        assert document(file, "TrainJob")["spec"]["trainer"]["numProcPerNode"] == gpus
+        assert document(file, "TrainingRuntime")["spec"]["mlPolicy"]["numNodes"] == nodes
+    elif file == "skypilot.yaml":
+        assert "--nproc_per_node=8" in words_of(file)  # of SKYPILOT_NUM_GPUS_PER_NODE, see words_of
+    else:
+        assert (launcher.nnodes, launcher.nproc_per_node) == (str(nodes), str(gpus))
+    assert nodes * gpus % settings_of(file).dp_replicate_size == 0
+    assert nodes % settings_of(file).dp_replicate_size == 0  # a shard group stays inside its node
+
+
+@pytest.mark.parametrize("file", MANIFESTS)
+def test_the_signal_reaches_torchrun_and_leaves_time_to_save(file):
+    pod = pod_of(file)
+    (container,) = pod["containers"]
+    seconds = {entry["name"]: entry.get("value") for entry in container["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert container["command"] == ["torchrun"]  # and no shell, which would not pass it on
+    assert 30 < int(seconds) < pod["terminationGracePeriodSeconds"]
+    assert pod["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize("file", MANIFESTS)
+def test_the_pod_is_what_the_dockerfile_builds(file):
+    pod, dockerfile = pod_of(file), (ROOT / "Dockerfile").read_text()
+    (container,) = pod["containers"]
+    assert f"USER {pod['securityContext']['runAsUser']}\n" in dockerfile
+    assert f"WORKDIR {container['workingDir']}\n" in dockerfile
+    assert f"PATH={container['workingDir']}/.venv/bin:" in dockerfile
+
+
+@pytest.mark.parametrize("file", MANIFESTS)
+def test_shared_memory_fits_into_the_pods_memory(file):
+    pod = pod_of(file)
+    (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
+    resources = pod["containers"][0]["resources"]
+    gib = [int(size.removesuffix("Gi")) for size in (shm["sizeLimit"], *(resources[k]["memory"] for k in resources))]
+    assert shm["medium"] == "Memory" and gib[0] < min(gib[1:])
+
+
+def test_nodes_meet_at_a_name_and_a_port_that_are_there():
+    job, service = document("kubernetes.yaml", "Job"), document("kubernetes.yaml", "Service")
+    name = job["metadata"]["name"]
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    # torchrun keeps the store where the endpoint is its own hostname, which of pod 0 is the Job's name and -0
+    assert launcher_of("kubernetes.yaml").rdzv_endpoint == f"{name}-0:{ports['rendezvous']}"
+    assert service["metadata"]["name"] == f"{name}-0" and service["spec"]["publishNotReadyAddresses"]
+    labels = {"batch.kubernetes.io/job-name": name, "batch.kubernetes.io/job-completion-index": "0"}
+    assert service["spec"]["selector"] == labels
+    job = document("volcano.yaml", "Job")
+    assert launcher_of("volcano.yaml").master_addr == f"{job['metadata']['name']}-node-0.{job['metadata']['name']}"
+    assert "--publish-not-ready-addresses=true" in job["spec"]["plugins"]["svc"]
+
+
+def test_prometheus_reads_the_port_that_is_served():
+    port = settings_of("kubernetes.yaml").metrics_port
+    for file in MANIFESTS:
+        service = document(file, "Service")
+        assert service["metadata"]["annotations"]["prometheus.io/port"] == str(port)
+        assert port in [each["port"] for each in service["spec"]["ports"]]
+        assert [value for key, value in service["spec"]["selector"].items() if key.endswith("-index")] == ["0"]
+        assert [each["containerPort"] for each in pod_of(file)["containers"][0]["ports"]] == [port]
+        assert settings_of(file).metrics_host == "0.0.0.0"
+    assert f":{port}" in (LAUNCH / "prometheus.yml").read_text()
+
+
+def test_an_eviction_is_no_failure_and_no_pod_joins_a_world_that_is_ending():
+    job, child = document("kubernetes.yaml", "Job")["spec"], child_job()
+    evicted = [{"type": "DisruptionTarget", "status": "True"}]
+    assert job["podFailurePolicy"]["rules"][0] == {"action": "Ignore", "onPodConditions": evicted}
+    assert job["podReplacementPolicy"] == child["podReplacementPolicy"] == "Failed"
+    # JobSet knows an evicted Job by this reason, which only FailJob gives
+    assert child["podFailurePolicy"]["rules"][0] == {"action": "FailJob", "onPodConditions": evicted}
+    policy = document("kubeflow.yaml", "TrainingRuntime")["spec"]["template"]["spec"]["failurePolicy"]
+    assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert policy["restartStrategy"] == "BlockingRecreate" and child["backoffLimit"] == 0
+    volcano = document("volcano.yaml", "Job")["spec"]
+    assert volcano["policies"] == [{"events": ["PodEvicted", "PodFailed"], "action": "RestartJob"}]
+    assert volcano["minAvailable"] == volcano["tasks"][0]["replicas"]
+
+
+def test_the_program_runs_from_what_the_image_has(tmp_path):
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[0] == "*"
+    for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
+        copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copied(ROOT / name, tmp_path / name)
+    flags = "--demo --num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0"
+    process = start([sys.executable, "train_fsdp.py", *flags.split(), "--sample-tokens", 2], cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert [*tmp_path.glob("outputs/*/report.html")]
