@@ -601,7 +601,7 @@ def nothing_to_train(job: Job) -> int:
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
-    metrics = on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
+    metrics = on_main_rank(lambda: report.finish_metrics(job.settings, job.folder, job.state))
     if dist.get_rank() == 0:
         report.write_page(job.folder)
     if stories := job.sample():

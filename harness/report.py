@@ -271,13 +271,17 @@ def open_metrics(path: pathlib.Path, step: int):
     return path.open("a")
 
 
-def finish_metrics(path: pathlib.Path, state: TrainState) -> dict:
-    """The last line of a run that took all its steps, written if a kill came between it and the last checkpoint."""
+def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> dict:
+    """The last line of a run that took all its steps, written, for the trackers too, if a kill came between it and the
+    last checkpoint."""
+    path = folder / "metrics.jsonl"
     try:
         lines = whole_lines(path)
         if lines and "final" not in lines[-1]:
             lines.append(lines[-1] | state.tracker.summary() | {"final": True})
             replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
+            last = {key: value for key, value in lines[-1].items() if key not in ("final", "samples")}
+            Trackers(settings, folder, state, page.read_config(folder)).summarize(last)
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
     return lines[-1] if lines else {}
