@@ -348,7 +348,9 @@ def test_no_example_of_a_metrics_port_is_an_exporters_or_torchruns():
 OTHERS = {
     "torchrun": {"--nproc_per_node", "--max-restarts", "--rdzv_conf", "--rdzv_endpoint", "--signals-to-handle"},
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
-    "sbatch": {"--signal"},
+    "sbatch": {"--gpus-per-node", "--signal"},
+    "docker": {"--shm-size"},
+    "sky": {"--env"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
@@ -363,7 +365,7 @@ def test_a_flag_is_the_programs_or_of_another_program_that_is_named_here(documen
     assert flags - FLAGS - set.union(*OTHERS.values()) == set()
 
 
-@pytest.mark.parametrize("program", [program for program in OTHERS if program != "sbatch"])
+@pytest.mark.parametrize("program", [program for program in OTHERS if program not in ("sbatch", "docker", "sky")])
 def test_the_other_programs_have_these_flags(program):
     if program in LAUNCHERS:
         assert OTHERS[program] <= LAUNCHERS[program]._option_string_actions.keys()
