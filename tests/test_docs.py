@@ -346,10 +346,18 @@ def test_no_example_of_a_metrics_port_is_an_exporters_or_torchruns():
 
 
 OTHERS = {
-    "torchrun": {"--nproc_per_node", "--max-restarts", "--rdzv_conf", "--rdzv_endpoint", "--signals-to-handle"},
+    "torchrun": {
+        "--nnodes",
+        "--nproc_per_node",
+        "--max-restarts",
+        "--rdzv_conf",
+        "--standalone",
+        "--rdzv_endpoint",
+        "--signals-to-handle",
+    },
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
     "sbatch": {"--gpus-per-node", "--signal"},
-    "docker": {"--shm-size"},
+    "docker": {"--ipc", "--shm-size"},
     "sky": {"--env"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/faults.py": {"--sequences"},
