@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +39,7 @@ def start_processes(timeout_minutes: float = 10) -> torch.device:
         world: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes + 1)}
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
         if "RANK" in env:
+            check_restarts(env)
             reach_store(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout_minutes)
         if "RANK" not in env:
             world |= {"store": dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "rank": 0, "world_size": 1}
@@ -51,6 +52,15 @@ def start_processes(timeout_minutes: float = 10) -> torch.device:
         # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None, **world)
     return device
+
+
+def check_restarts(env: Mapping[str, str]) -> None:
+    """Raises a UserError where torchrun promises restarts that cannot work: on several nodes its own store, which it
+    shares with the ranks, keeps the addresses of dead ones, and nothing tells one restart from another."""
+    shared, restarts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if shared and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
+        needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        raise UserError(f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}")
 
 
 def reach_store(address: str, port: int, timeout_minutes: float) -> None:

@@ -1,7 +1,7 @@
 #!/bin/bash
 # sbatch launch/slurm.sh --model llama3.1-8b --dp-replicate-size 2
 # From the project's folder, on a file system that all nodes see; arguments go to train_fsdp.py. The run lies in
-# outputs/slurm-JOBID; `RUN_FOLDER=outputs/story sbatch launch/slurm.sh ...` names it, or goes on with it.
+# outputs/slurm-JOBID, or where RUN_FOLDER in the environment of sbatch says, and goes on if it is there already.
 # What happens at the time limit, when a rank or a node dies, and at scancel: docs/SLURM.md
 #SBATCH --job-name=train_fsdp
 #SBATCH --nodes=2
@@ -32,20 +32,23 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # --max-restarts on several nodes: n
 signalled=
 trap 'signalled=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 
-# one torchrun a node, which starts one rank a GPU of the step there; when one ends with an error, so do the others
+# one torchrun a node, which starts one rank a GPU that its step has there; when one ends with an error, so do the others
 before=$(newest)
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# shellcheck disable=SC2016 # the shell of each node is to read its own SLURM_GPUS_ON_NODE
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    bash -c 'exec .venv/bin/torchrun --nproc_per_node="${SLURM_GPUS_ON_NODE:-gpu}" "$@"' torchrun \
-    --nnodes="$SLURM_NNODES" \
-    --max-restarts=3 \
-    --rdzv_id="$SLURM_JOB_ID" \
-    --rdzv_backend=c10d \
-    --rdzv_endpoint="$head_node:29500" \
-    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    train_fsdp.py --output-dir "$(dirname "$run")" --run-name "$(basename "$run")" \
-    --resume auto --checkpoint-interval 500 "$@" &
+export run head_node
+# shellcheck disable=SC2016 # the variables are for the shell of each node: SLURM_GPUS_ON_NODE is not the same on all
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
+    exec .venv/bin/torchrun \
+        --nnodes="$SLURM_NNODES" \
+        --nproc_per_node="${SLURM_GPUS_ON_NODE:-gpu}" \
+        --max-restarts=3 \
+        --rdzv_id="$SLURM_JOB_ID" \
+        --rdzv_backend=c10d \
+        --rdzv_endpoint="$head_node:29500" \
+        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+        train_fsdp.py --output-dir "$(dirname "$run")" --run-name "$(basename "$run")" \
+        --resume auto --checkpoint-interval 500 "$@"
+' torchrun "$@" &
 code=0
 wait $! || code=$?
 if [ "$signalled" ]; then # the trap ended that wait
@@ -54,11 +57,11 @@ if [ "$signalled" ]; then # the trap ended that wait
 fi
 
 # what ended early and has saved something since it began goes on; without a new checkpoint it would end so for ever
-if [ $code -ne 0 ] && [ "$(newest)" != "$before" ]; then
+if [ "$code" -ne 0 ] && [ "$(newest)" != "$before" ]; then
     case $(exit_code) in # of the ranks, as torchrun has 1 for all of them
         0) code=0 ;;
         [23]) code=$(exit_code) ;; # wrong usage, a missed gate: no other start would end otherwise
         *) scontrol requeue "$SLURM_JOB_ID" ;;
     esac
 fi
-exit $code
+exit "$code"

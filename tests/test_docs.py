@@ -290,8 +290,7 @@ def commands_of(path: pathlib.Path) -> list[Command]:
     """
     text = path.read_text()
     if path.suffix == ".md":
-        code = INLINE.findall(unfenced(path))
-        code = [words for words in code if not re.match("--[^ ]+:|.*…", words)]  # what the program says is no command
+        code = INLINE.findall(re.sub(r"^\| it says \|.*\n(?:\|.*\n)+", "", unfenced(path), flags=re.MULTILINE))
         with_values = [words for words in code if re.match("--.* ", words) and set(FLAG.findall(words)) <= FLAGS]
         for words in with_values:  # some are taken with --plan alone
             code.append(f"train_fsdp.py {words}" + " --plan" * bool(re.search("--plan-gpus|--gpu-hour-usd", words)))
@@ -349,7 +348,7 @@ def test_no_example_of_a_metrics_port_is_an_exporters_or_torchruns():
 OTHERS = {
     "torchrun": {"--nproc_per_node", "--max-restarts", "--rdzv_conf", "--rdzv_endpoint", "--signals-to-handle"},
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
-    "sbatch": {"--signal"},
+    "sbatch": {"--gpus-per-node", "--signal"},
     "docker": {"--shm-size"},
     "sky": {"--env"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},

@@ -1,6 +1,9 @@
 """Joining and leaving the world; what a rank says when it fails, and what a signal does to it."""
 
+import pytest
+
 from harness import processes
+from utils import UserError
 
 
 def test_a_rank_waits_for_the_others_before_it_leaves(monkeypatch):
@@ -11,3 +14,11 @@ def test_a_rank_waits_for_the_others_before_it_leaves(monkeypatch):
     monkeypatch.setattr(processes.signal, "signal", lambda *_: None)
     processes.stop_processes()
     assert called == ["barrier", "destroy_process_group"]
+
+
+@pytest.mark.parametrize("nodes, restarts, shared", [("1", "3", "True"), ("2", "0", "True"), ("2", "3", "False")])
+def test_restarts_on_several_nodes_need_a_store_of_their_own(nodes, restarts, shared):
+    names = ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE")
+    processes.check_restarts(dict(zip(names, (nodes, restarts, shared), strict=True)))
+    with pytest.raises(UserError, match="--max-restarts 3: on several nodes"):
+        processes.check_restarts(dict(zip(names, ("2", "3", "True"), strict=True)))

@@ -4,6 +4,7 @@ The ranks are stand-ins, which do what Slurm can see of the real ones: save a ch
 """
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -41,6 +42,7 @@ if "killed" in act and not first:
     os.kill(os.getpid(), 9)
 while "waits" in act:
     time.sleep(0.05)
+time.sleep(0 if first or "done" in act else 2)  # rank 0 has recorded how it ended
 sys.exit("done" not in act)
 """
 
@@ -144,7 +146,8 @@ def test_scancel_ends_it(slurm, submit, project):
     number = submit("save-waits", "done")
     wait_for_ranks(project)
     slurm("scancel", number)
-    assert slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "CANCELLED"
+    job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED")
+    assert (job["JobState"], job["Restarts"], starts_of(project)) == ("CANCELLED", "0", ["save-waits"])
 
 
 @needs_slurm
@@ -155,8 +158,42 @@ def test_a_lost_node_queues_the_job_again(slurm, submit, project):
     assert slurm.wait(number, "PENDING", "FAILED", "COMPLETED")["Restarts"] == "1"
 
 
-def test_without_slurm_the_script_is_at_least_a_script():
-    assert subprocess.run(["bash", "-n", SCRIPT]).returncode == 0
-    if shutil.which("shellcheck"):
-        checked = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)
-        assert checked.stdout == ""
+# ----------------------------------------------------------------------------------------------------------------------
+# Without Slurm
+
+
+STAND_INS = {
+    "srun": """while [ "$1" != bash ]; do shift; done; SLURMD_NODENAME=node1 SLURM_GPUS_ON_NODE=3 exec "$@" """,
+    "scontrol": """if [ "$1" = show ]; then echo node1; else echo "$@" >> asked; fi""",
+}
+
+
+@pytest.mark.parametrize(
+    "act, exit_code, goes_on",
+    [
+        ("done", 0, False),
+        ("fails", 1, False),
+        ("save", 1, True),
+        ("save-exit-0", 0, False),
+        ("save-exit-1", 1, True),
+        ("save-exit-2", 2, False),
+        ("save-exit-3", 3, False),
+    ],
+)
+def test_the_script_goes_on_if_it_got_further_and_is_not_done(project, act, exit_code, goes_on):
+    (project / "bin").mkdir()
+    for name, script in STAND_INS.items():
+        (project / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+        (project / "bin" / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{project / 'bin'}:{os.environ['PATH']}", "SLURM_GPUS_ON_NODE": "5"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "1"}
+    job = subprocess.run(["bash", SCRIPT, "--model", act], cwd=project, env=environment)
+    assert job.returncode == exit_code
+    asked = project / "asked"
+    assert (asked.read_text() if asked.exists() else "") == "requeue 7\n" * goes_on
+    assert [call["--nproc_per_node"] for call in calls_of(project)] == ["3"]
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
+def test_the_script_is_sound():
+    assert subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True).stdout == ""
