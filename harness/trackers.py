@@ -32,8 +32,6 @@ GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is di
     "slowest_rank": "perf/slowest_rank",
     "kernel_ms": "perf/kernel_ms",
     "slowest_kernel_rank": "perf/slowest_kernel_rank",
-    "kernel_ms": "perf/kernel_ms",
-    "slowest_kernel_rank": "perf/slowest_kernel_rank",
     "mfu_percent": "perf/mfu_percent",
     "actual_tflops_per_sec": "perf/actual_tflops_per_sec",
     "theoretical_tflops_total": "perf/theoretical_tflops_total",
