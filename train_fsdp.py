@@ -61,13 +61,26 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, folders, heartbeats, models, own_plan, planning, report, samples, streaming, trackers
+from harness import (
+    checkpoints,
+    folders,
+    heartbeats,
+    models,
+    own_plan,
+    planning,
+    preflight,
+    report,
+    samples,
+    streaming,
+    trackers,
+)
 from harness.advice import as_flags, memory_savers
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies
 from harness.corpora import load_data
 from harness.endpoint import Endpoint
 from harness.export import export, step_of_export
+from harness.health import KernelClock
 from harness.host import check_memory
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
 from harness.optimizers import build_optimizer, clip_grad_norm
@@ -457,6 +470,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     settings = resolve(settings, config, found and found[1])
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, models.count_parameters(config), mesh["shard"].size())
+    preflight.check(settings, config, mesh, device, folder)
     train_set, eval_set = load_data(settings, tokenizer, config, accelerator)
     identity = checkpoints.describe_identity(settings, config, tokenizer, train_set)
     changed = checkpoints.compare(settings, identity, found[1]) if found else ""
@@ -491,7 +505,8 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
     batches = training_batches(settings, job.train_set, state, job.device)
     first = state.step + max(settings.perf_warmup_steps, 1) + 1
     profiled = range(first, first + PROFILED_STEPS) if settings.profile else range(0)
-    waiting, unread_losses, metrics, broken, stopped = Waiting(state.model), [], {}, None, False
+    waiting, clock = Waiting(state.model), KernelClock(job.device)
+    unread_losses, metrics, broken, stopped = [], {}, None, False
     with contextlib.ExitStack() as trace:
         while state.step < settings.num_steps and not stopped:
             if state.step + 1 in profiled[:1]:
@@ -523,7 +538,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
                     broken = step, "update made weights or optimizer states infinite or NaN"
             if logs or broken:
                 gc.collect()
-                metrics |= report.figures_of_all_ranks(speed, state, job.device, waiting.take())
+                metrics |= report.figures_of_all_ranks(speed, state, job.device, waiting.take(), clock)
                 stories = []
                 if evaluates and not broken:
                     with tracker.excluded():
@@ -586,7 +601,7 @@ def nothing_to_train(job: Job) -> int:
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
-    metrics = on_main_rank(lambda: report.finish_metrics(job.folder / "metrics.jsonl", job.state))
+    metrics = on_main_rank(lambda: report.finish_metrics(job.settings, job.folder, job.state))
     if dist.get_rank() == 0:
         report.write_page(job.folder)
     if stories := job.sample():

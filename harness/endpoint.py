@@ -34,7 +34,7 @@ class Endpoint:
         self.settings, self.run, self.state, self.steps = settings, folder.name, STATES[0], 0
         self.figures: dict[str, float] = {}
         self.labels: dict[str, str] = {}
-        self.scrapers: dict[str, tuple[float, float]] = {}  # by address: when the last scrape began, time between two
+        self.scrapers: dict[tuple[str, str], tuple[float, float]] = {}  # when the last scrape began, time between two
         self.scraped = threading.Condition()
 
     def open(self) -> None:
@@ -78,9 +78,10 @@ class Endpoint:
             began = time.monotonic()
             yield from answer(environ, start_response)
             if SCRAPER in environ:
+                who = environ["REMOTE_ADDR"], environ.get("HTTP_USER_AGENT", "")
                 with self.scraped:
-                    last, _ = self.scrapers.get(environ["REMOTE_ADDR"], (began, 0.0))
-                    self.scrapers[environ["REMOTE_ADDR"]] = began, began - last
+                    last, _ = self.scrapers.get(who, (began, 0.0))
+                    self.scrapers[who] = began, began - last
                     self.scraped.notify_all()
 
         server.set_app(application)
@@ -125,15 +126,15 @@ class Endpoint:
         By the time between its last two scrapes each is expected when that has passed again, and awaited as long once
         more; one whose time is not known yet for all of `PATIENCE`. Who is not expected in that time is not awaited.
         """
-        self.state, ended = endings.state_of(exit_code), time.monotonic()
-        patience = PATIENCE.get(exit_code, FAILED_PATIENCE)
+        self.state = endings.state_of(exit_code)
+        ended, patience = time.monotonic(), PATIENCE.get(exit_code, FAILED_PATIENCE)  # who comes after this sees it
         with self.scraped:
             due = {
-                address: (last + every, last + 2 * every) if every else (ended + patience, ended + patience)
-                for address, (last, every) in self.scrapers.items()
+                who: (last + every, last + 2 * every) if every else (ended + patience, ended + patience)
+                for who, (last, every) in self.scrapers.items()
                 if ended - last < 2 * (every or PATIENCE[0])  # else it has gone
             }
-            due = {address: times for address, times in due.items() if times[0] <= ended + patience}
+            due = {who: times for who, times in due.items() if times[0] <= ended + patience}
             until = min(ended + patience, max((latest for _, latest in due.values()), default=ended))
             if exit_code in (0, 143) and max((first for first, _ in due.values()), default=ended) > ended + 2:
                 with contextlib.suppress(OSError):  # nobody is there to read it

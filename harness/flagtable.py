@@ -7,7 +7,7 @@ from harness.settings import make_parser
 
 BEGINNING = """# All flags
 
-As `train_fsdp.py --help` has them, in its groups; made from the parser by \
+As `--help` has them, in its groups; made from the parser by \
 `python -m harness.flagtable > docs/FLAGS.md`. In brackets stands the default. \
 What a flag costs and gains stands in the [README](../README.md#the-flags-that-matter), \
 names of other trainers in [Migration](MIGRATION.md), what does not go together in \

@@ -58,14 +58,24 @@ def set_threads(settings: Settings) -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
+def bytes_of_states(settings: Settings) -> tuple[int, int]:
+    """Bytes of a parameter, and of its optimizer states."""
+    weight = 2 if settings.precision == "bf16-pure" else 4
+    return weight, {"adamw": 2 * weight, "adamw-bf16": 4, "adamw8bit": 2}[settings.optimizer]
+
+
+def bytes_at_rest(settings: Settings) -> int:
+    """Bytes of a parameter with its gradient and its optimizer states."""
+    weight, states = bytes_of_states(settings)
+    return 2 * weight + states
+
+
 def check_memory(settings: Settings, parameters: int, shards: int) -> None:
     """Raises a UserError where parameters, gradients and optimizer states alone, of the ranks here, are more than this
     host can hold: a lower bound of what training takes. `shards` is how many ranks share one replica."""
     from utils import GIB, UserError
 
-    weight = 2 if settings.precision == "bf16-pure" else 4  # bytes, of a gradient too
-    states = {"adamw": 2 * weight, "adamw-bf16": 4, "adamw8bit": 2}[settings.optimizer]
-    each = 2 * weight + states
+    each = bytes_at_rest(settings)
     need, there = parameters * each * ranks_here() / shards, memory()
     if need > there:
         what = f"{parameters:,} parameters x {each} bytes with their gradients and optimizer states"

@@ -22,6 +22,7 @@ from harness import endings, models, page, terminal
 from harness.checkpoints import TrainState, sync
 from harness.endpoint import Endpoint
 from harness.folders import lock_folder, place_of, replace_file
+from harness.health import KernelClock
 from harness.page import whole_lines
 from harness.processes import columns, say
 from harness.settings import Settings, counted
@@ -270,13 +271,17 @@ def open_metrics(path: pathlib.Path, step: int):
     return path.open("a")
 
 
-def finish_metrics(path: pathlib.Path, state: TrainState) -> dict:
-    """The last line of a run that took all its steps, written if a kill came between it and the last checkpoint."""
+def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> dict:
+    """The last line of a run that took all its steps, written, for the trackers too, if a kill came between it and the
+    last checkpoint."""
+    path = folder / "metrics.jsonl"
     try:
         lines = whole_lines(path)
         if lines and "final" not in lines[-1]:
             lines.append(lines[-1] | state.tracker.summary() | {"final": True})
             replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
+            last = {key: value for key, value in lines[-1].items() if key not in ("final", "samples")}
+            Trackers(settings, folder, state, page.read_config(folder)).summarize(last)
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
     return lines[-1] if lines else {}
@@ -353,24 +358,37 @@ def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, sho
 
 
 def figures_of_all_ranks(
-    speed: dict[str, float], state: TrainState, device: torch.device, waited_ms: float | None = None
+    speed: dict[str, float],
+    state: TrainState,
+    device: torch.device,
+    waited_ms: float | None = None,
+    clock: KernelClock | None = None,
 ) -> dict[str, float]:
     """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput.
 
-    With the milliseconds of a step that each rank waited for the others also `slowest_rank`, the one that worked most.
+    With the milliseconds of a step that each rank waited for the others also `slowest_rank`, the one that worked most;
+    with a clock, where it is due, the fixed kernel's time on the slowest rank.
     """
     worst, rank, world = memory_figures(device), dist.get_rank(), dist.get_world_size()
     if "step_time_ms" in speed:
         worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
     if worst:
-        worked = [0.0] * world  # each rank's own in its place, so that the largest is what it says
-        worked[rank] = max(0.0, speed.get("step_time_ms", 0.0) - (waited_ms or 0.0))
-        values = torch.tensor([*worst.values(), *worked], dtype=torch.float64, device=device)
+        own = torch.zeros(
+            3, world, dtype=torch.float64
+        )  # each rank's in its place, so that the largest is what it says
+        own[0, rank] = max(0.0, speed.get("step_time_ms", 0.0) - (waited_ms or 0.0))
+        if clock and "step_time_ms" in speed:
+            with state.tracker.excluded():
+                own[1:, rank] = torch.tensor(clock.measure(state.step), dtype=own.dtype)
+        values = torch.cat([torch.tensor([*worst.values()], dtype=torch.float64), own.flatten()]).to(device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
-        values, worked = values[: len(worst)].tolist(), values[len(worst) :]
-        worst = dict(zip(worst, values, strict=True))
+        values = values.tolist()
+        worst = dict(zip(worst, values, strict=False))
+        worked, kernel_ms, reasons = (values[len(values) + n * world :][:world] for n in (-3, -2, -1))
         if waited_ms is not None and world > 1 and "step_time_ms" in speed:
-            worst["slowest_rank"] = int(worked.argmax())
+            worst["slowest_rank"] = worked.index(max(worked))
+        if clock and "step_time_ms" in speed:
+            worst |= clock.judge(kernel_ms, [*map(int, reasons)], state.step, worst["slowest_rank_ms"])
     if "step_time_ms" not in speed:
         return worst
     # the rest of the time since the run began is start-up, compilation, evaluation, standing still, and after a resume

@@ -1,6 +1,7 @@
 """Trackers: what wandb and tensorboard show of a run: figures in groups, configuration, stories, its ending. Called by
 the report; the script asks at the start whether they work. It does not know how a figure comes about."""
 
+import html
 import json
 import os
 import pathlib
@@ -29,6 +30,8 @@ GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is di
     "step_time_ms": "perf/step_time_ms",
     "slowest_rank_ms": "perf/slowest_rank_ms",
     "slowest_rank": "perf/slowest_rank",
+    "kernel_ms": "perf/kernel_ms",
+    "slowest_kernel_rank": "perf/slowest_kernel_rank",
     "mfu_percent": "perf/mfu_percent",
     "actual_tflops_per_sec": "perf/actual_tflops_per_sec",
     "theoretical_tflops_total": "perf/theoretical_tflops_total",
@@ -43,6 +46,10 @@ GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is di
     "predicted_step_time_ms": "plan/step_time_ms",
 }
 BY_TOKENS = ("loss", "eval_loss")  # what is shown over tokens too, to compare batch sizes and world sizes
+DIFFERING = (  # columns of the table in which tensorboard compares runs; it shows the first five by alphabet at first
+    *("batch_size", "dataset", "gradient_accumulation_steps", "lr", "model", "optimizer", "precision"),
+    *("seed", "sequence_length", "warmup_steps", "weight_decay", "world_size", "zero_stage"),
+)
 COMPARED = ("loss", "eval_loss", "tokens_per_sec", "mfu_percent", "peak_memory_reserved", "goodput_percent")
 FLUSH = 0.1  # seconds until a row is in wandb's file; by default 15
 PATIENCE = 60.0  # seconds that the end of a run waits for what wandb has not uploaded
@@ -86,6 +93,7 @@ class Wandb:
         )
         run = {"project": settings.project_name, "name": folder.name, "dir": str(folder), "id": state.run_id}
         self.run = wandb.init(**run, resume="allow", config=config, settings=options)
+        self.teardown = wandb.teardown
         self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
 
     def place(self) -> tuple[str, str]:
@@ -114,6 +122,7 @@ class Wandb:
             self.run.mark_preempting()  # wandb then calls it preempted, else failed
         try:
             self.run.finish(exit_code=exit_code)
+            self.teardown(exit_code)  # until its process has written the last record: it ends with this one
         except TimeoutError:
             terminal.tell(f"wandb      not all is uploaded after {PATIENCE:.0f} s; later: {self.upload()}")
 
@@ -171,15 +180,15 @@ class Tensorboard:
         self.conclude({"done": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}.get(state, "STATUS_UNKNOWN"))
 
     def conclude(self, status: str) -> None:
-        """Writes the session of the tab HPARAMS: flags, the figures of the last line, `status`."""
+        """Writes the row of the tab HPARAMS: flags, the figures of the last line, `status`."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.plugins.hparams import api_pb2 as api
         from tensorboard.plugins.hparams import metadata
         from tensorboard.plugins.hparams import plugin_data_pb2 as plugin
         from torch.utils.tensorboard import SummaryWriter
 
-        run = self.config["flags"] | {key: self.config[key] for key in ("world_size", "gpu", "commit", "run_id")}
-        flags = {key: value if isinstance(value, int | float) else str(value) for key, value in run.items()}
+        run = self.config["flags"] | {"world_size": self.config["world_size"]}
+        flags = {key: run[key] if isinstance(run[key], int | float) else str(run[key]) for key in DIFFERING}
         kinds = {bool: "DATA_TYPE_BOOL", int: "DATA_TYPE_FLOAT64", float: "DATA_TYPE_FLOAT64", str: "DATA_TYPE_STRING"}
         columns = [api.HParamInfo(name=key, type=kinds[type(value)]) for key, value in flags.items()]
         names = [api.MetricInfo(name=api.MetricName(tag=GROUPS[key])) for key in COMPARED]
@@ -220,7 +229,7 @@ def as_table(config: dict) -> str:
 
 def literal(text: str) -> str:
     """Text that Markdown shows as it is, with its line breaks."""
-    return re.sub(r"([\\`*_{}\[\]()<>#+.!|~-])", r"\\\1", text).replace("\n", "  \n")
+    return re.sub(r"([\\`*_{}\[\]()#+.!|-])", r"\\\1", html.escape(text, quote=False)).replace("\n", "  \n")
 
 
 def as_markdown(story: dict[str, str]) -> str:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pathlib
 import re
+import socket
 import time
 import traceback
 import types
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import checkpoints, models, processes, report
+from harness import checkpoints, heartbeats, models, processes, report
 from harness.settings import parse_args
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
@@ -179,6 +180,21 @@ def measured(slow: int | None, *argv: str) -> None:
     if slow is not None and os.environ["RANK"] == str(slow):
         measuring.Call.__call__ = lambda call: (run(call), run(call))
     program("--measure", *argv)
+
+
+def uneven(*argv: str) -> None:
+    """The program on two nodes of a rank each; rank 1 has another torch, and the fixed kernel takes three times as long
+    on it up to step 6."""
+    from harness import health, preflight
+
+    rank = int(os.environ["RANK"])
+    node, own = f"node-{'ab'[rank]}", preflight.versions()
+    socket.gethostname = lambda: node
+    heartbeats.RANKS[0] = node, os.getpid()
+    preflight.versions = lambda: own | ({"torch": "0.1"} if rank else {})
+    health.SHARE = 1e9  # at every log line
+    health.KernelClock.measure = lambda _, step: (3.0 if rank and step <= 6 else 1.0 + rank / 10, 0)
+    program(*argv)
 
 
 def stalled(how: str, *argv: str) -> None:

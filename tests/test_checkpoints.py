@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import checkpoints, export, processes, samples
+from harness import checkpoints, endings, export, processes, samples
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -200,24 +200,42 @@ def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, fini
 
 
 def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
-    import wandb
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from test_program import wandb_records
+    from test_program import as_dict, read_events, wandb_records
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr(endings, "LISTENERS", [])
+
+    def leave(exit_code):
+        monkeypatch.setattr(endings, "ENDING", threading.Event())
+        endings.announce(exit_code)
+        endings.LISTENERS.clear()
+
     folder, more = tmp_path / "r", words("--log-with all --checkpoint-interval 2 --keep-checkpoints 9 --resume auto")
     run("r", *more, "--no-async-checkpoint", stop_after=4)
+    leave(processes.StopRequest.EXIT_CODE)
     shutil.rmtree(folder / "checkpoints" / "step-00000004")  # the trackers have seen more than the checkpoint
     run("r", *more)
-    wandb.teardown()  # writes its files to the end
-    events = EventAccumulator(str(folder / "train_fsdp")).Reload().Scalars("loss")
-    assert [(event.step, event.value) for event in events] == [
-        (step, pytest.approx(loss, rel=1e-6)) for step, loss, *_ in steps_of(folder)
-    ]
-    runs = [[r.run.run_id for r in wandb_records(f) if r.HasField("run")] for f in folder.rglob("run-*.wandb")]
+    leave(0)
+    steps = steps_of(folder)
+    for name, tag, axis in (("", "train/loss", 0), ("by_tokens", "by_tokens/loss", -1)):
+        events = read_events(folder / "train_fsdp" / name).Scalars(tag)
+        assert [(e.step, e.value) for e in events] == [(s[axis], pytest.approx(s[1], rel=1e-6)) for s in steps]
+    records = [list(wandb_records(file)) for file in sorted(folder.rglob("run-*.wandb"))]
+    runs = [[r.run.run_id for r in those if r.HasField("run")] for those in records]
     manifest = json.loads((folder / "checkpoints" / "step-00000006" / "manifest.json").read_text())
     assert runs == [[manifest["run_id"]]] * 2
+    assert [[r.exit.exit_code for r in those if r.HasField("exit")] for those in records] == [[143], [0]]
+
+    final = metrics_of(folder)[-1]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics_of(folder)[:-1]))
+    run("r", *more)  # killed between the last checkpoint and the last line: nothing to train
+    leave(0)
+    records = list(wandb_records(max(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)))
+    *_, summary = [as_dict(r.summary.update) for r in records if r.HasField("summary") and "perf/" in str(r)]
+    assert summary["perf/step_time_ms"] == pytest.approx(final["step_time_ms"])
+    assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0]
 
 
 def test_a_stopped_run_goes_on_by_its_own_config_alone(run, device, tmp_path):

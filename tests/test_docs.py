@@ -290,8 +290,7 @@ def commands_of(path: pathlib.Path) -> list[Command]:
     """
     text = path.read_text()
     if path.suffix == ".md":
-        code = INLINE.findall(unfenced(path))
-        code = [words for words in code if not re.match("--[^ ]+:|.*…", words)]  # what the program says is no command
+        code = INLINE.findall(re.sub(r"^\| it says \|.*\n(?:\|.*\n)+", "", unfenced(path), flags=re.MULTILINE))
         with_values = [words for words in code if re.match("--.* ", words) and set(FLAG.findall(words)) <= FLAGS]
         for words in with_values:  # some are taken with --plan alone
             code.append(f"train_fsdp.py {words}" + " --plan" * bool(re.search("--plan-gpus|--gpu-hour-usd", words)))
@@ -350,6 +349,8 @@ OTHERS = {
     "torchrun": {"--nproc_per_node", "--max-restarts", "--rdzv_conf", "--rdzv_endpoint", "--signals-to-handle"},
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
     "sbatch": {"--gpus-per-node", "--signal"},
+    "docker": {"--shm-size"},
+    "sky": {"--env"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
@@ -364,7 +365,7 @@ def test_a_flag_is_the_programs_or_of_another_program_that_is_named_here(documen
     assert flags - FLAGS - set.union(*OTHERS.values()) == set()
 
 
-@pytest.mark.parametrize("program", [program for program in OTHERS if program != "sbatch"])
+@pytest.mark.parametrize("program", [program for program in OTHERS if program not in ("sbatch", "docker", "sky")])
 def test_the_other_programs_have_these_flags(program):
     if program in LAUNCHERS:
         assert OTHERS[program] <= LAUNCHERS[program]._option_string_actions.keys()

@@ -12,6 +12,7 @@ from conftest import PROGRAM, ROOT, start
 
 LAYERS = ("tests/*.py", "benchmarks/**/*.py", "train_fsdp.py", "harness/*.py", "utils.py")  # each may import the later
 OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "liger_kernel", "matplotlib", "plotly"}
+OPTIONAL |= {"wandb_workspaces"}
 
 
 def modules_of(root: pathlib.Path) -> dict[str, tuple[int, pathlib.Path]]:

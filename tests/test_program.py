@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import samples
+from harness import samples, trackers
 
 PROMPT = "Once upon a time"
 
@@ -137,36 +137,63 @@ def wandb_records(file):
             parts = b""
 
 
+def as_dict(items) -> dict:
+    """Keys and values of a row or a summary in a .wandb file."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def read_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
 def test_the_run_can_be_read_back_from_wandb(demo):
     _, folder = demo
     (file,) = folder.rglob("run-*.wandb")
     records = list(wandb_records(file))
     run = next(record.run for record in records if record.HasField("run"))
     assert (run.display_name, run.project) == ("first", "tales")
-    changes = [item for record in records if record.HasField("config") for item in record.config.update]
-    settings = {item.key: json.loads(item.value_json) for item in [*run.config.update, *changes]}
-    assert settings["num_steps"] == 12
-    rows = [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.HasField("history")
-    ]
-    logged = [line for line in metrics_of(folder) if not line.get("final")]
-    for key in ("loss", "grad_norm", "learning_rate", "tokens_per_sec", "eval_loss"):
-        expected = [(line["step"], line[key]) for line in logged if key in line]
-        assert [(row["_step"], row[key]) for row in rows if key in row] == expected, key
+    config = {item.key: json.loads(item.value_json) for item in run.config.update if item.key != "_wandb"}
+    assert config == json.loads((folder / "config.json").read_text())
+
+    *logged, final = metrics_of(folder)
+    rows = [as_dict(record.history.item) for record in records if record.HasField("history")]
+    assert [row["_step"] for row in rows] == [line["step"] for line in logged]
+    for row, line in zip(rows, logged, strict=True):
+        figures = {key: value for key, value in row.items() if not key.startswith(("_", "stories", "by_tokens"))}
+        assert figures == trackers.grouped({key: value for key, value in line.items() if key != "samples"})
+        assert [row.get(f"by_tokens/{key}") for key in ("loss", "eval_loss")] == [line["loss"], line.get("eval_loss")]
+    axes = {r.metric.glob_name or r.metric.name: r.metric.step_metric for r in records if r.HasField("metric")}
+    assert axes == {"by_tokens/*": "data/tokens_seen"}
+
+    *_, summary = [as_dict(r.summary.update) for r in records if r.HasField("summary") and "stories" in str(r)]
+    averages = {key: value for key, value in final.items() if key not in ("final", "samples")}
+    assert {key: value for key, value in summary.items() if key != "stories"} == trackers.grouped(averages)
+    (table,) = folder.rglob("stories_summary_*.table.json")
+    told = [[line["step"], *story.values()] for line in (*logged, final) for story in line.get("samples", ())]
+    assert json.loads(table.read_text())["data"] == told
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
 
 
 def test_the_run_can_be_read_back_from_tensorboard(demo):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     _, folder = demo
-    (file,) = (folder / "tales").glob("events.out.tfevents.*")
-    events = EventAccumulator(str(file)).Reload()
-    logged = [line for line in metrics_of(folder) if not line.get("final")]
-    for key in ("loss", "grad_norm", "tokens_per_sec", "eval_loss"):
+    *logged, final = metrics_of(folder)
+    steps, tokens, summary = (read_events(folder / "tales" / name) for name in ("", "by_tokens", "summary"))
+    for key in set(logged[-1]) - {"step"}:
         expected = {line["step"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
-        assert {event.step: event.value for event in events.Scalars(key)} == expected
+        assert {event.step: event.value for event in steps.Scalars(trackers.GROUPS[key])} == expected
+    for key in ("loss", "eval_loss"):
+        expected = {line["tokens_seen"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
+        assert {event.step: event.value for event in tokens.Scalars(f"by_tokens/{key}")} == expected
+    assert [(e.step, e.value) for e in summary.Scalars("perf/step_time_ms")] == [
+        (12, pytest.approx(final["step_time_ms"], rel=1e-6))
+    ]
+    texts = {
+        tag: [event.step for event in steps.Tensors(f"{tag}/text_summary")] for tag in ("config", "stories", "ending")
+    }
+    assert texts == {"config": [0], "stories": [6, 12], "ending": [12]}
+    assert steps.Tensors("ending/text_summary")[0].tensor_proto.string_val == [b"done after step 12, exit code 0"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -57,8 +57,11 @@ def test_a_run_leaves_a_trace_a_table_and_all_its_figures_at_the_endpoint(run, p
     lines = metrics_of(folder)
     assert "tokens_per_sec" not in lines[1]  # step 3 is profiled
     served = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-    gauges = {name: float(value) for name, value in re.findall(r"^training_(\w+) (\S+)$", served, re.MULTILINE)}
-    assert gauges == {key: pytest.approx(value) for key, value in lines[-1].items() if key not in ("final", "samples")}
+    gauges = {
+        name: float(value) for name, value in re.findall(r'^training_(\w+){run="it"} (\S+)$', served, re.MULTILINE)
+    }
+    figures = {key: pytest.approx(value) for key, value in lines[-1].items() if key not in ("final", "samples")}
+    assert gauges | figures == gauges
 
 
 def test_steps_under_the_profiler_are_in_no_speed_figure(clock):  # noqa: F811

@@ -21,7 +21,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import ROOT, train
+from conftest import ROOT, parse, train
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_checkpoints import forge
@@ -448,10 +448,10 @@ def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, checkpoint)
     assert "step-00000002 is damaged (manifest.json cannot be read)" in mistake(*resume)
 
 
-def test_the_metrics_endpoint_answers_on_the_loopback_address_alone():
+def test_the_metrics_endpoint_answers_on_the_loopback_address_alone(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    endpoint.serve_metrics("127.0.0.1", port)
+    endpoint.Endpoint(parse(["--metrics-port", port]), tmp_path).open()
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)

@@ -1,0 +1,406 @@
+"""Preflight: what is looked at once before a run trains, on all ranks together: their versions and GPUs, what others
+hold of these, the links and nodes that a shard group spans, threads, shared memory, the disk. Called by the script.
+Each finding is a line with what to do: an error where the run cannot end well, else a warning. It does not know the
+loop."""
+
+import collections
+import hashlib
+import itertools
+import os
+import pathlib
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness import checkpoints, driver, gpus, host, models, terminal
+from harness.processes import on_main_rank
+from harness.rates import Rates
+from harness.settings import ROOT, Settings, counted
+from harness.versions import versions
+from utils import GIB, UserError
+
+SHARED_MEMORY = "/dev/shm"
+# Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes
+# (NVIDIA/nccl#342), one for each of two channels (NVIDIA/nccl#1518).
+NCCL_SHARED = 2 * 9_637_888
+PREFETCH = {False: 2, True: 16}  # batches that a data worker reads ahead, without and with --streaming
+IN_USE = 2  # batches that the training holds beside them
+TAKEN = GIB  # bytes of a GPU that others may hold before it is said
+FULL = 0.6  # share of a GPU's memory that weights, gradients and optimizer may take before activations
+WORTH = 0.9  # of the traffic or time of a layout, what another must stay below to be named
+NAMES = 4  # ranks that a line names
+
+
+# ---- What a rank says of itself --------------------------------------------------------------------------------------
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """This rank's machine and GPU, below 1 kB when pickled: a thousand ranks each hold all of them."""
+    boot, cuda = pathlib.Path("/proc/sys/kernel/random/boot_id"), device.type == "cuda"
+    node = socket.gethostname(), boot.read_text()[:8] if boot.exists() else ""
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    about = {
+        "node": node,
+        "pid": os.getpid(),
+        "versions": versions() | {"program": checksum()},
+        "threads": torch.get_num_threads(),
+        "cores": host.cores(),
+        "affinity": f"{affinity[0]}-{affinity[-1]}/{len(affinity)}",
+        "shared": free_bytes(SHARED_MEMORY),
+    }
+    if cuda:
+        properties, known = torch.cuda.get_device_properties(device), driver.describe()
+        about["versions"] |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
+        if "driver" in known:
+            about["versions"]["driver"] = known.pop("driver")
+        holders = known.pop("holders", [])
+        about |= {"taken": taken(holders), "holders": [pid for pid, _ in holders][:NAMES]} | known
+        about |= {"gpu": properties.name, "memory": properties.total_memory}
+    return about
+
+
+def checksum() -> str:
+    """Of this program's own files."""
+    digest = hashlib.sha256()
+    for path in (ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").glob("*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def free_bytes(path: str | pathlib.Path) -> int | None:
+    """Of the file system of a path, or of what is there of it; None where nobody knows."""
+    path = pathlib.Path(path).absolute()
+    place = next((place for place in (path, *path.parents) if place.exists()), path)
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None
+
+
+def taken(holders: list[tuple[int, int]]) -> int:
+    """Bytes of this process's GPU that other processes hold: by the driver, else what is neither free nor torch's nor
+    what a context and the first communicator take."""
+    if holders and all(size for _, size in holders):
+        return sum(size for _, size in holders)
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved() + (gpus.CONTEXT_GIB + gpus.NCCL_GIB * (dist.get_world_size() > 1)) * GIB
+    return max(0, int(total - free - own))
+
+
+# ---- The checks: each yields lines, from what all ranks said ---------------------------------------------------------
+
+
+def names(ranks: Iterable[int], described: list[dict]) -> str:
+    """`rank 3 (node-b, pid 411)`, of many the first ones."""
+    ranks = [*ranks]
+    said = [f"rank {rank} ({described[rank]['node'][0]}, pid {described[rank]['pid']})" for rank in ranks[:NAMES]]
+    return ", ".join(said) + f" and {len(ranks) - NAMES} more" * (len(ranks) > NAMES)
+
+
+def amount(size: float) -> str:
+    return f"{size / 1e9:,.3g} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:,.3g} MiB"
+
+
+def group(values: Iterable) -> list[tuple[Any, list[int]]]:
+    """(value, its ranks), what most ranks have first."""
+    ranks = collections.defaultdict(list)
+    for rank, value in enumerate(values):
+        ranks[value].append(rank)
+    return sorted(ranks.items(), key=lambda item: -len(item[1]))
+
+
+def check_versions(described: list[dict]) -> Iterator[str]:
+    for name in dict.fromkeys(name for about in described for name in about["versions"]):
+        (usual, most), *others = group(about["versions"].get(name) for about in described)
+        for version, ranks in others:
+            has = f"{names(ranks, described)}: {name} {version or 'missing'}"
+            usually = f"{usual or 'missing'} on {names(most[:1], described)}" + f" and {len(most) - 1} more" * (
+                len(most) > 1
+            )
+            advice = "start all ranks from the same files" if name == "program" else "install the same on every node"
+            yield f"{has}, but {usually}; {advice}"
+
+
+def check_gpus(described: list[dict]) -> Iterator[str]:
+    """GPUs of another kind, or of more than 2 % other memory."""
+    kinds = [(about.get("gpu"), about.get("memory", 0)) for about in described]
+    (usual, _), *_ = group(kinds)
+    for (name, memory), ranks in group(kinds):
+        if name != usual[0] or abs(memory - usual[1]) > 0.02 * usual[1]:
+            what = f"{names(ranks, described)}: {name} with {memory / GIB:.1f} GiB, the others have {usual[0]} with"
+            yield f"{what} {usual[1] / GIB:.1f}; the slowest sets the pace and the smallest the memory: leave it out"
+
+
+def check_taken(described: list[dict]) -> Iterator[str]:
+    """Memory that others hold: a line for each of the fullest GPUs."""
+    full = [rank for rank, about in enumerate(described) if about.get("taken", 0) > TAKEN]
+    full.sort(key=lambda rank: -described[rank]["taken"])
+    for place, rank in enumerate(full[:NAMES], 1):
+        about, others = described[rank], len(full) - NAMES
+        pids = ", ".join(map(str, about["holders"]))
+        who = f"pid {pids}" if pids else "nvidia-smi on that node may say who"
+        has = f"{about['taken'] / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others"
+        more = f"; {others} more GPUs are like that" * (place == NAMES and others > 0)
+        advice = f"end them, or leave this GPU out by CUDA_VISIBLE_DEVICES{more}"
+        yield f"{names([rank], described)}: {has} ({who}); {advice}"
+
+
+def check_threads(settings: Settings, described: list[dict], computes: bool) -> Iterator[str]:
+    """`computes`: the CPU does the training, or the optimizer's part of it. One thread a rank is the least there is and
+    no mistake; on a GPU a rank needs a core, and one for each data worker."""
+    found: dict[str, list[int]] = {}  # the first rank of each node, by what is said of it
+    for _, ranks in group((about["node"], about["affinity"]) for about in described):
+        cores, workers = described[ranks[0]]["cores"], settings.num_workers
+        threads = sum(described[rank]["threads"] for rank in ranks)
+        if computes and threads > max(cores, len(ranks)):
+            what = (
+                f"{counted(len(ranks), 'rank')} with {threads} threads on {counted(cores, 'core')}, which wait for each"
+            )
+            advice = f"other; leave OMP_NUM_THREADS unset, or set it to {max(1, cores // len(ranks))}"
+            found.setdefault(f"{what} {advice}", []).append(ranks[0])
+        elif not computes and len(ranks) * (1 + workers) > cores:
+            what = f"{counted(len(ranks), 'rank')} and {len(ranks) * workers} data workers on {counted(cores, 'core')}"
+            found.setdefault(f"{what}; give the job more of them, or fewer --num-workers", []).append(ranks[0])
+    yield from (f"{names(firsts, described)}: {what}" for what, firsts in found.items())
+
+
+def batch_bytes(settings: Settings) -> int:
+    """Of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
+    tensors, tokens = 2 + settings.document_mask, settings.batch_size * settings.sequence_length
+    return tensors * -(-8 * tokens // 4096) * 4096
+
+
+def check_shared_memory(settings: Settings, described: list[dict]) -> Iterator[str]:
+    """Of the node that has least for what it needs. Raises UserError where data workers cannot pass on what they read
+    ahead: they would die of SIGBUS."""
+    workers, nodes = settings.num_workers, []
+    for _, ranks in group(about["node"] for about in described):
+        about, batches = described[ranks[0]], len(ranks) * (workers * PREFETCH[settings.streaming] + IN_USE)
+        data = batches * batch_bytes(settings) if workers else 0
+        nccl = len(ranks) * NCCL_SHARED if "gpu" in about and len(ranks) > 1 else 0
+        if about["shared"] is not None:
+            nodes.append((about["shared"] - data - nccl, len(ranks), about, data, nccl))
+    short = sorted((node for node in nodes if node[0] < 0), key=lambda node: node[0])
+    for _, count, about, data, nccl in short[:1]:
+        where = f"{SHARED_MEMORY} of {about['node'][0]}" + f" and {len(short) - 1} more nodes" * (len(short) > 1)
+        where, more = f"{where}: {amount(about['shared'])} free", "give the container more (docker run --shm-size=1g)"
+        if data > about["shared"]:
+            need = f"what {count * workers} data workers read ahead takes {amount(data)}"
+            raise UserError(f"--num-workers {workers}: {where}, {need}; {more}, or --num-workers 0", 1)
+        need = f"{amount(data)} for data workers and {amount(nccl)} for NCCL where GPUs have no other way"
+        yield f"{where}, {counted(count, 'rank')} may need {need}; {more}"
+
+
+# ---- Nodes and links -------------------------------------------------------------------------------------------------
+
+
+class Traffic(NamedTuple):
+    """One kind of collective in an optimizer step, as `Rates.time_of_collective` takes it: `near` of `ranks` are on a
+    node, each rank sends `sent` bytes in `calls` of buffers of `whole` bytes in all."""
+
+    kind: str
+    ranks: int
+    near: int
+    calls: int
+    sent: float
+    whole: float
+
+
+def gathered_bytes(settings: Settings, module: nn.Module, parameters: list[nn.Parameter], in_layers: bool) -> float:
+    """Of an all-gather of these parameters of a module: 1 for those that tensorwise float8 casts before it."""
+    each = 4 if settings.precision == "fp32" else 2
+    count = sum(parameter.numel() for parameter in parameters)
+    if settings.fp8_recipe != "tensorwise" or not in_layers:
+        return each * count
+    linears = (
+        m for m in module.modules() if isinstance(m, nn.Linear) and not (m.in_features % 16 or m.out_features % 16)
+    )
+    return each * count - sum(linear.weight.numel() for linear in linears)
+
+
+def predict_traffic(settings: Settings, model: nn.Module, world: int, per_node: int, replicas: int) -> list[Traffic]:
+    """What each rank sends in an optimizer step, as docs/SHARDING.md derives it; `model` is on the meta device."""
+    layers, shards = models.decoder_layers(model), world // replicas
+    inside = [[*layer.parameters()] for layer in layers]
+    known = {parameter for layer in inside for parameter in layer}
+    root = [parameter for parameter in model.parameters() if parameter not in known]
+    of_layers = sum(gathered_bytes(settings, layer, inside[n], True) for n, layer in enumerate(layers))
+    of_root, groups = gathered_bytes(settings, model, root, False), len(layers) + 1
+    steps, grad = settings.gradient_accumulation_steps, 2 if settings.precision == "bf16-pure" else 4
+    gradients = grad * sum(parameter.numel() for parameter in (*known, *root))
+    once = settings.defer_grad_sync or settings.zero_stage == 1
+    again = settings.zero_stage == 3
+    found, near = [], min(per_node, shards)
+    if shards > 1:
+        gathers = steps * (2 * of_layers + of_root) if again else of_layers + of_root
+        calls = steps * (2 * len(layers) + 1) if again else groups
+        share = (shards - 1) / shards
+        found.append(Traffic("all_gather", shards, near, calls, share * gathers, gathers))
+        times = 1 if once else steps
+        found.append(
+            Traffic("reduce_scatter", shards, near, times * groups, share * times * gradients, times * gradients)
+        )
+    if replicas > 1:
+        near = max(1, per_node // shards)
+        part = gradients / shards
+        found.append(Traffic("all_reduce", replicas, near, groups, 2 * (replicas - 1) / replicas * part, part))
+    return found
+
+
+def between_nodes(traffic: list[Traffic]) -> float:
+    """Bytes that each rank sends over the network: of a ring's hops one in `near` leaves the node."""
+    return sum(entry.sent / entry.near for entry in traffic if entry.near < entry.ranks)
+
+
+def check_nodes(settings: Settings, model: nn.Module, described: list[dict], rates: Rates | None) -> Iterator[str]:
+    """A shard group across nodes, where a plan says that replicas of it send less, or are faster by `rates`."""
+    world, nodes = len(described), {}
+    for about in described:
+        nodes[about["node"]] = nodes.get(about["node"], 0) + 1
+    per_node, replicas = min(nodes.values()), world if settings.zero_stage == 0 else settings.dp_replicate_size
+    shards = world // replicas
+    if shards <= per_node or max(nodes.values()) != per_node:
+        return
+    count, each = sum(parameter.numel() for parameter in model.parameters()), host.bytes_at_rest(settings)
+    there = min(about.get("memory", 0) for about in described)
+
+    def seconds(traffic: list[Traffic]) -> float:
+        return sum(rates.time_of_collective(*entry).seconds for entry in traffic) if rates else 0.0
+
+    def say(traffic: list[Traffic]) -> str:
+        takes = f", collectives take {1000 * seconds(traffic):,.0f} ms by the plan's rates" if rates else ""
+        return f"{gib(between_nodes(traffic))} a step to other nodes{takes}"
+
+    for others in range(len(nodes), replicas, -1):
+        if len(nodes) % others or (there and not settings.cpu_offload and each * count * others / world > FULL * there):
+            continue
+        now, then = (predict_traffic(settings, model, world, per_node, n) for n in (replicas, others))
+        cost = seconds if rates else between_nodes
+        if cost(then) < WORTH * cost(now):
+            plan = f"--plan --plan-gpus {world} --gpus-per-node {per_node} --dp-replicate-size {others}"
+            holds = [gib(each * count * n / world) for n in (others, replicas)]
+            yield (
+                f"--dp-replicate-size {replicas}: a shard group spans {shards // per_node} nodes, and each rank sends "
+                f"{say(now)}; --dp-replicate-size {others} (HSDP) sends {say(then)}, and holds {holds[0]} of "
+                f"weights, gradients and optimizer a rank in place of {holds[1]}; plan it by {plan} and the other flags"
+            )
+        return
+
+
+def check_links(described: list[dict], shards: int) -> Iterator[str]:
+    """A shard group that holds GPUs with NVLink to each other, and others that they reach only through the host."""
+    if any("links" not in about for about in described):
+        return
+    places = {(about["node"], about["index"]): rank for rank, about in enumerate(described)}
+    fabrics: dict[str, int] = {}
+    islands = {rank: {rank} for rank in range(len(described))}  # connected by NVLink
+    for rank, about in enumerate(described):
+        others = [places[about["node"], index] for index in about["links"] if (about["node"], index) in places]
+        others += [fabrics.setdefault(about["fabric"], rank)] if about.get("fabric") else []
+        for other in others:
+            if islands[other] is not islands[rank]:
+                islands[rank] |= islands[other]
+                islands |= dict.fromkeys(islands[other], islands[rank])
+    for first in range(0, len(described), shards):
+        node = [rank for rank, about in enumerate(described) if about["node"] == described[first]["node"]]
+        inside = [rank for rank in node if rank in range(first, first + shards)]
+        parts = sorted({tuple(sorted(islands[rank] & {*node})) for rank in node})
+        if all(islands[rank] >= {*inside} for rank in inside) or all(len(part) == 1 for part in parts):
+            continue
+        size, orders = min(len(part) for part in parts), (parts, [node])
+        linked, now = (",".join(str(described[rank]["index"]) for part in o for rank in part) for o in orders)
+        advice = [f"--dp-replicate-size {len(described) // size}"] * (shards > size)
+        advice += [f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={linked}"] * (linked != now)
+        spans = " | ".join("+".join(map(str, part)) for part in parts)
+        what = f"the shard group of {names([first], described)} leaves NVLink, which connects ranks {spans}"
+        yield f"{what}; with {' and '.join(advice)} a group stays on it" if advice else what
+        return
+
+
+# ---- The disk --------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_bytes(settings: Settings, parameters: int) -> int:
+    """Of one checkpoint: parameters and optimizer states; those of adamw8bit twice, in fp32 and as codes."""
+    weight, states = host.bytes_of_states(settings)
+    return parameters * (weight + states + (2 * weight if settings.optimizer == "adamw8bit" else 0))
+
+
+def check_disk(settings: Settings, parameters: int, folder: pathlib.Path) -> Iterator[str]:
+    """Raises UserError where not even one of the checkpoints, or not the export, has room beside what is there."""
+    each, free, keep = checkpoint_bytes(settings, parameters), free_bytes(folder), settings.keep_checkpoints
+    there = sum(1 for _ in folder.glob("checkpoints/step-*"))
+    left_over = sum(file.stat().st_size for file in folder.glob("checkpoints/.step-*/*"))  # goes before the first save
+    weights = parameters * host.bytes_of_states(settings)[0] if settings.export else 0
+    target = pathlib.Path(settings.export or folder).expanduser()
+    same = weights and device_of(target) == device_of(folder)
+    size = f"a checkpoint takes {amount(each)} ({parameters:,} parameters)"
+    if free is not None:
+        free += left_over
+        have = f"{folder} has {amount(free)} free"
+        wanted = max(0, keep + 1 - there) * each + (weights if same else 0)
+        if settings.checkpoint_interval and each > free:
+            raise UserError(f"--output-dir: {size}, {have}; name another disk, or make room", 1)
+        if settings.checkpoint_interval and wanted > free:
+            more = f" and the export of {amount(weights)}" * bool(same)
+            what = f"{size}, {have}: {keep} that are kept, the next one that is written{more} take {amount(wanted)}"
+            yield f"--output-dir: {what}; make room, or give a smaller --keep-checkpoints"
+        if not settings.checkpoint_interval and each > free:
+            yield f"--output-dir: {size}, {have}: SIGTERM would end this run without saving; make room"
+    room = free_bytes(target) if weights else None
+    if room is not None and weights > room:
+        problem = f"it takes {amount(weights)}, there are {amount(room)} free"
+        raise UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
+
+
+def device_of(path: pathlib.Path) -> int:
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
+
+
+# ---- All of them -----------------------------------------------------------------------------------------------------
+
+
+def plan_rates(settings: Settings, device: torch.device, local_ranks: int) -> Rates | None:
+    """The rates that a plan of this run would use, None where there are none."""
+    if device.type != "cuda":
+        return None
+    try:
+        rates = gpus.choose_rates(settings).with_ranks(local_ranks)
+    except UserError:  # a GPU that is not in the table, or a file that the plan beside the run names
+        return None
+    return rates if rates.assumed else None
+
+
+def check(settings: Settings, config, mesh: DeviceMesh, device: torch.device, folder: pathlib.Path) -> None:
+    """Looks at everything once, before the model is made; every rank calls this. Rank 0 judges and warns; its UserError
+    is every rank's."""
+    described = checkpoints.of_all_ranks(describe(device))
+
+    def look() -> None:
+        model, near = models.on_meta(config), [about["node"] for about in described].count(described[0]["node"])
+        parameters, computes = sum(p.numel() for p in model.parameters()), device.type == "cpu" or settings.cpu_offload
+        checks = [
+            check_versions(described),
+            check_gpus(described),
+            check_taken(described),
+            check_nodes(settings, model, described, plan_rates(settings, device, near)),
+            check_links(described, mesh["shard"].size()),
+            check_threads(settings, described, computes),
+            check_shared_memory(settings, described),
+            check_disk(settings, parameters, folder),
+        ]
+        for warning in itertools.chain(*checks):
+            terminal.tell(f"train_fsdp.py: warning: {warning}")
+
+    on_main_rank(look)

@@ -1,0 +1,426 @@
+"""What would go wrong later is said before a run trains, by rank, with what to do.
+
+No GPU has run these. What ranks say of themselves is made up, but for the CPU's; NVML is NVIDIA's own Python package on
+a library in the place of the driver's, compiled here.
+"""
+
+import json
+import os
+import pathlib
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, forked, parse, start, train, words
+
+import utils
+from harness import gpus, models, preflight
+from utils import GIB, UserError
+
+H100 = {"gpu": "NVIDIA H100 80GB HBM3", "memory": 80 * GIB, "taken": 0, "holders": []}
+CPU = {"threads": 1, "cores": 64, "affinity": "0-63/64", "shared": 10**10}
+
+
+def ranks(count: int, per_node: int, of: dict = H100, **others: dict) -> list[dict]:
+    """What ranks say that are all alike, but for `others`: r3={...} is what rank 3 says otherwise."""
+    found = []
+    for rank in range(count):
+        own = {"node": (f"node-{rank // per_node}", "boot"), "pid": 100 + rank, "versions": {"torch": "2.13.0"}}
+        found.append(own | CPU | of | {"index": rank % per_node} | others.get(f"r{rank}", {}))
+    return found
+
+
+def test_ranks_that_are_alike_and_have_enough_are_warned_of_nothing(tmp_path):
+    settings, described = parse(["--demo"]), ranks(8, 8)
+    model = models.on_meta(models.load_config("demo"))
+    for lines in (
+        preflight.check_versions(described),
+        preflight.check_gpus(described),
+        preflight.check_taken(described),
+        preflight.check_nodes(settings, model, described, None),
+        preflight.check_links(described, 8),
+        preflight.check_threads(settings, described, computes=False),
+        preflight.check_shared_memory(settings, described),
+        preflight.check_disk(settings, 1000, tmp_path),
+    ):
+        assert [*lines] == []
+
+
+def test_what_a_rank_says_of_itself_is_less_than_a_kilobyte(device):
+    own = preflight.describe(device)
+    of_gpu = ranks(1, 1)[0] | {"links": [*range(8)], "fabric": "0123456789abcdef" * 2 + "/32766", "index": 0}
+    of_gpu["versions"] = own["versions"] | {"nccl": "2.28.9", "cuda": "13.0", "driver": "580.95.05"}
+    assert {"node", "pid", "versions", "threads", "cores", "affinity", "shared"} <= own.keys()
+    assert {"python", "torch", "transformers", "program"} <= own["versions"].keys()
+    assert len(pickle.dumps(own | of_gpu | {"node": ("n" * 64, "12345678")})) < 1024
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Versions, GPUs, memory, threads
+
+
+def test_a_rank_with_other_versions_is_named_with_what_the_others_have():
+    other = {"versions": {"torch": "2.11.0", "program": "1"}}
+    lines = [*preflight.check_versions(ranks(4, 2, {"versions": {"torch": "2.13.0", "program": "0"}}, r2=other))]
+    assert lines[0] == (
+        "rank 2 (node-1, pid 102): torch 2.11.0, but 2.13.0 on rank 0 (node-0, pid 100) and 2 more; "
+        "install the same on every node"
+    )
+    assert lines[1].startswith("rank 2 (node-1, pid 102): program 1, but 0 on ")
+    assert len(lines) == 2
+    (line,) = preflight.check_versions(ranks(3, 3, r0={"versions": {"torch": "2.13.0", "torchao": "0.18"}}))
+    assert line.startswith(
+        "rank 0 (node-0, pid 100): torchao 0.18, but missing on rank 1 (node-0, pid 101) and 1 more; "
+    )
+
+
+def test_the_programs_own_checksum_follows_its_files(tmp_path, monkeypatch):
+    for name in ("train_fsdp.py", "utils.py", "harness/host.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.setattr(preflight, "ROOT", tmp_path)
+    before = preflight.checksum()
+    assert before == preflight.checksum()
+    (tmp_path / "harness" / "host.py").write_text("x = 1\n")
+    assert before != preflight.checksum()
+
+
+def test_a_rank_with_another_gpu_or_less_memory_is_named():
+    pcie = {"gpu": "NVIDIA H100 PCIe"}
+    (line,) = preflight.check_gpus(ranks(4, 4, r1=pcie))
+    assert line.startswith("rank 1 (node-0, pid 101): NVIDIA H100 PCIe with 80.0 GiB, the others have NVIDIA H100 80GB")
+    (line,) = preflight.check_gpus(ranks(4, 4, r3={"memory": 40 * GIB}))
+    assert line.startswith("rank 3 (node-0, pid 103): NVIDIA H100 80GB HBM3 with 40.0 GiB, the others have")
+    assert [*preflight.check_gpus(ranks(4, 4, r3={"memory": 79.9 * GIB}))] == []  # a driver's share, not another card
+
+
+def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids():
+    lines = [*preflight.check_taken(ranks(4, 4, r1={"taken": 20 * GIB, "holders": [7, 8]}, r2={"taken": 3 * GIB}))]
+    assert lines[0].startswith("rank 1 (node-0, pid 101): 20.0 of 80.0 GiB of its GPU are held by others (pid 7, 8); ")
+    assert lines[1].startswith("rank 2 (node-0, pid 102): 3.0 of 80.0 GiB of its GPU are held by others (nvidia-smi ")
+    assert len(lines) == 2
+    lines = [*preflight.check_taken(ranks(64, 8, H100 | {"taken": 3 * GIB}))]
+    assert len(lines) == 4 and lines[-1].endswith("; 60 more GPUs are like that")
+
+
+@pytest.mark.parametrize(
+    "computes, count, given, flags, said",
+    [
+        (True, 4, {"threads": 8, "cores": 16}, "", "4 ranks with 32 threads on 16 cores, which wait for each other; "),
+        (True, 4, {"threads": 4, "cores": 16}, "", None),
+        (True, 4, {"threads": 1, "cores": 2}, "", None),  # a rehearsal of four ranks on a laptop
+        (True, 1, {"threads": 4, "cores": 2}, "", "1 rank with 4 threads on 2 cores"),
+        (False, 8, {"threads": 64, "cores": 64}, "--num-workers 1", None),  # of a GPU's rank they wait
+        (False, 8, {"threads": 1, "cores": 8}, "--num-workers 1", "8 ranks and 8 data workers on 8 cores"),
+        (False, 8, {"threads": 1, "cores": 8}, "--num-workers 0", None),
+    ],
+)
+def test_more_threads_than_cores_are_named(computes, count, given, flags, said):
+    lines = [*preflight.check_threads(parse(["--demo", *flags.split()]), ranks(count, 8, CPU | given), computes)]
+    assert [said in line for line in lines] == ([True] if said else [])
+
+
+def test_ranks_that_are_bound_to_cores_of_their_own_do_not_share_them():
+    settings, bound = parse(["--demo"]), {f"r{n}": {"affinity": f"{4 * n}-{4 * n + 3}/4"} for n in range(4)}
+    assert [*preflight.check_threads(settings, ranks(4, 4, CPU | {"threads": 4, "cores": 4}, **bound), True)] == []
+    (line,) = preflight.check_threads(settings, ranks(64, 4, CPU | {"threads": 4, "cores": 4}), True)
+    assert " and 12 more: 4 ranks with 16 threads on 4 cores" in line
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shared memory
+
+
+class Windows(torch.utils.data.Dataset):
+    length = 250_001
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return np.zeros(self.length, np.uint16)
+
+
+@pytest.mark.skipif(not os.path.isdir(preflight.SHARED_MEMORY), reason="no /dev/shm")
+def test_what_data_workers_read_ahead_is_what_they_take_of_shared_memory():
+    settings = parse(["--demo", "--batch-size", 4, "--sequence-length", Windows.length - 1])
+    loader = torch.utils.data.DataLoader(Windows(), 4, num_workers=1, collate_fn=utils.create_collate_fn())
+    before, batches = shutil.disk_usage(preflight.SHARED_MEMORY).used, iter(loader)
+    in_use = next(batches)
+    expected = (preflight.PREFETCH[False] + 1) * preflight.batch_bytes(settings)
+    deadline, found = time.monotonic() + 30, 0
+    while not 0.9 * expected < found < 1.2 * expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = shutil.disk_usage(preflight.SHARED_MEMORY).used - before
+    assert in_use["labels"].shape == (4, Windows.length - 1)
+    assert found == pytest.approx(expected, rel=0.2)  # other processes of this machine use it too
+
+
+def test_too_little_shared_memory_is_an_error_for_data_workers_and_a_warning_for_nccl():
+    docker = {"shared": 64 * 2**20}  # what docker gives
+    few, many = parse(["--demo"]), parse(["--demo", "--batch-size", 64, "--sequence-length", 8192, "--num-workers", 4])
+    assert [*preflight.check_shared_memory(few, ranks(1, 1, H100 | docker))] == []
+    assert [*preflight.check_shared_memory(few, ranks(8, 8, CPU | docker))] == []  # gloo takes none
+    (line,) = preflight.check_shared_memory(few, ranks(8, 8, H100 | docker))
+    assert line.startswith(
+        "/dev/shm of node-0: 67.1 MB free, 8 ranks may need 0.524 MB for data workers and 154 MB for NCCL"
+    )
+    assert "--shm-size" in line
+    with pytest.raises(UserError, match=r"^--num-workers 4: /dev/shm of node-0: 67\.1 MB free, .* takes 671 MB; "):
+        next(preflight.check_shared_memory(many, ranks(8, 8, docker)))
+    (line,) = preflight.check_shared_memory(few, ranks(32, 8, H100 | docker))
+    assert line.startswith("/dev/shm of node-0 and 3 more nodes: ")
+    assert [*preflight.check_shared_memory(parse(["--demo", "--num-workers", 0]), ranks(8, 8, CPU | docker))] == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Nodes and links
+
+LAYOUTS = {
+    "stage 3 in 2 microbatches": "--gradient-accumulation-steps 2",
+    "stage 2 in 2 microbatches": "--zero-stage 2 --gradient-accumulation-steps 2",
+    "stage 1 in 2 microbatches": "--zero-stage 1 --gradient-accumulation-steps 2",
+    "HSDP deferred in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync",
+    "pure bf16": "--precision bf16-pure",
+    "float8": "--precision fp8 --fp8-emulate",
+}
+
+
+def plan_layouts(file: pathlib.Path) -> None:
+    import planranks
+
+    sizes = words("--demo --sequence-length 64 --no-compile --gpus-per-node 4")
+    file.write_text(json.dumps({name: planranks.plan([*sizes, *flags.split()], 8) for name, flags in LAYOUTS.items()}))
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> dict:
+    """Each layout on two nodes of four GPUs, as a plan has it."""
+    file = tmp_path_factory.mktemp("planned") / "planned.json"
+    forked(1, plan_layouts, file)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_traffic_is_that_of_a_plan(planned, name):
+    settings = parse(["--demo", *LAYOUTS[name].split()])
+    model = models.on_meta(models.load_config("demo"))
+    found = preflight.predict_traffic(settings, model, 8, 4, settings.dp_replicate_size)
+    plan = {}
+    for entry in planned[name]["collectives"]:
+        plan[entry["collective"], entry["ranks"], entry["per_node"]] = entry["calls"], entry["gib"]
+    for entry in found:
+        calls, gib = plan.pop(entry[:3])
+        assert entry.calls == calls
+        assert entry.sent / GIB == pytest.approx(gib, rel=0.002)  # FSDP2 pads what does not divide
+    assert all(gib < 1e-4 for _, gib in plan.values())  # the norm of all gradients, and float8's scales
+    between = sum(entry["gib_between_nodes"] for entry in planned[name]["collectives"])
+    assert preflight.between_nodes(found) / GIB == pytest.approx(between, rel=0.002)
+
+
+def nodes(flags: str, described: list[dict], rates=None) -> list[str]:
+    settings = parse(["--model", "llama3.1-8b", "--dataset", "demo", "--sequence-length", 8192, *flags.split()])
+    return [*preflight.check_nodes(settings, models.on_meta(models.load_config("llama3.1-8b")), described, rates)]
+
+
+def test_shards_across_nodes_are_named_with_what_hsdp_would_send_and_hold():
+    (line,) = nodes("--gradient-accumulation-steps 4", ranks(16, 8))
+    assert line.startswith("--dp-replicate-size 1: a shard group spans 2 nodes, and each rank sends ")
+    sent, would = (float(part.split(" GiB a step to other nodes")[0].split()[-1]) for part in line.split(";")[:2])
+    # 4 x 8 bytes a parameter, of embedding and head 4 x 6, in a ring of 16 of which one hop in 8 leaves the node;
+    # 4 bytes in a ring of 2, once
+    parameters, root = 8_030_261_248, 2 * 128_256 * 4096
+    assert sent == pytest.approx(4 * (8 * parameters - 2 * root) * 15 / 16 / 8 / GIB, rel=0.02)
+    assert would == pytest.approx(4 * parameters / 8 / GIB, rel=0.01)
+    assert "holds 15 GiB of weights, gradients and optimizer a rank in place of 7.48 GiB" in line
+    assert "--plan --plan-gpus 16 --gpus-per-node 8 --dp-replicate-size 2 " in line
+
+
+def test_shards_across_nodes_are_not_named_where_replicas_send_as_much_or_do_not_fit():
+    assert nodes("--gradient-accumulation-steps 4", ranks(8, 8)) == []
+    assert nodes("--gradient-accumulation-steps 4 --dp-replicate-size 2", ranks(16, 8)) == []
+    assert nodes("--gradient-accumulation-steps 4 --zero-stage 0", ranks(16, 8)) == []
+    assert nodes("--zero-stage 2", ranks(128, 8)) == []  # 6 bytes a parameter in one ring, 8 x 15 / 16 over 16 replicas
+    small = {"gpu": "L4", "memory": 22 * GIB}
+    assert nodes("--gradient-accumulation-steps 4", ranks(16, 8, small)) == []  # 15 GiB a GPU, before activations
+    assert nodes("--gradient-accumulation-steps 4", ranks(32, 8, small)) == []  # a ring of two nodes sends as much
+
+
+def test_where_a_plans_rates_are_known_they_decide():
+    rates = gpus.find_rates("H100 SXM", {})
+    (line,) = nodes("--gradient-accumulation-steps 4", ranks(1024, 8), rates)
+    now, would = (
+        float(part.split(" ms by the plan's")[0].split()[-1].replace(",", "")) for part in line.split(";")[:2]
+    )
+    assert would < 0.9 * now
+    # eight network cards of 400 Gb/s carry a ring as fast as NVLink does: replicas, each with a card, would be slower
+    assert nodes("", ranks(16, 8), rates) == []
+
+
+def test_a_shard_group_that_leaves_nvlink_is_named():
+    switch = {f"r{n}": {"links": [m for m in range(8) if m != n]} for n in range(8)}
+    assert [*preflight.check_links(ranks(8, 8, **switch), 8)] == []
+    none = {f"r{n}": {"links": []} for n in range(8)}
+    assert [*preflight.check_links(ranks(8, 8, **none), 8)] == []  # PCIe alone: nothing to leave
+    pairs = {f"r{n}": {"links": [n ^ 1]} for n in range(4)}
+    assert [*preflight.check_links(ranks(4, 4, **pairs), 2)] == []
+    (line,) = preflight.check_links(ranks(4, 4, **pairs), 4)
+    assert line == (
+        "the shard group of rank 0 (node-0, pid 100) leaves NVLink, which connects ranks 0+1 | 2+3; "
+        "with --dp-replicate-size 2 a group stays on it"
+    )
+    crossed = {f"r{n}": {"links": [n ^ 2]} for n in range(4)}
+    (line,) = preflight.check_links(ranks(4, 4, **crossed), 2)
+    assert line.endswith(
+        "ranks 0+2 | 1+3; with CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2,1,3 a group stays on it"
+    )
+    (line,) = preflight.check_links(ranks(4, 4, **crossed), 4)
+    assert "--dp-replicate-size 2 and CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2,1,3 " in line
+    cube = {f"r{n}": {"links": [n ^ 1, n ^ 2, n ^ 4]} for n in range(8)}
+    assert [*preflight.check_links(ranks(8, 8, **cube), 8)] == []  # not all pairs, but a way for a ring
+
+
+def test_an_nvlink_domain_of_several_nodes_is_one_island():
+    domain = {f"r{n}": {"links": [n % 4 ^ 1], "fabric": "f/1"} for n in range(8)}
+    assert [*preflight.check_links(ranks(8, 4, **domain), 8)] == []
+
+
+NVML = """
+#include <string.h>
+#define HANDLE(n) ((void *)(long)(n + 1))
+#define NUMBER(d) ((int)(long)d - 1)
+typedef unsigned long long large;
+typedef struct { unsigned pid; large used; unsigned gi, ci; } process;
+typedef struct { unsigned version; unsigned char uuid[16]; int status; unsigned clique; unsigned char state; } fabric;
+int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { strcpy(text, "580.95.05"); return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **d) { *d = HANDLE(1); return strcmp(uuid, "GPU-abc") ? 6 : 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned n, void **d) { *d = HANDLE(n); return 0; }
+int nvmlDeviceGetIndex(void *d, unsigned *n) { *n = NUMBER(d); return 0; }
+int nvmlDeviceGetCount_v2(unsigned *n) { *n = 4; return 0; }
+int nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) {
+    *status = what != 2 || (NUMBER(a) ^ NUMBER(b)) != 1;
+    return 0;
+}
+int nvmlDeviceGetGpuFabricInfoV(void *d, fabric *info) {
+    info->uuid[0] = 0xab;
+    info->clique = 7;
+    info->state = 3;
+    return 0;
+}
+int nvmlDeviceGetCurrentClocksEventReasons(void *d, large *reasons) { *reasons = 0x44; return 0; }
+int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *count, process *found) {
+    if (*count < 2) { *count = 2; return 7; }
+    *count = 2;
+    found[0] = (process){OWN, 1000, -1, -1};
+    found[1] = (process){4321, 5000000000, -1, -1};
+    return 0;
+}
+"""
+ASK = """
+import ctypes, json, os, sys, types
+loaded = ctypes.CDLL
+ctypes.CDLL = lambda name, *args, **options: loaded(sys.argv[1] if "nvidia-ml" in str(name) else name, *args, **options)
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(uuid="abc")
+from harness import driver
+os.getpid = lambda: 77
+print(json.dumps([driver.describe(), driver.slowdown()]))
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_nvidias_package_is_asked_as_it_wants_to_be_with_a_library_in_the_drivers_place(tmp_path):
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    (tmp_path / "nvml.c").write_text(NVML.replace("OWN", "77"))
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, tmp_path / "nvml.c"], check=True)
+    answer = start([sys.executable, "-W", "ignore", "-c", ASK, library])
+    assert answer.returncode == 0, answer.stderr
+    described, slowdown = json.loads(answer.stdout)
+    assert described == {
+        "driver": "580.95.05",
+        "index": 1,
+        "links": [0],
+        "fabric": "ab" + 15 * "00" + "/7",
+        "holders": [[4321, 5000000000]],
+    }
+    assert slowdown == 0x40  # not the power cap's bit
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The disk
+
+
+@pytest.mark.parametrize(
+    "flags, each",
+    [("", 12), ("--optimizer adamw-bf16", 8), ("--precision bf16-pure", 6), ("--optimizer adamw8bit", 14)],
+)
+def test_a_checkpoint_is_as_large_as_is_said(device, tmp_path, arguments, flags, each):
+    given = [*arguments, *flags.split(), "--num-steps", 1, "--checkpoint-interval", 1]
+    given += ["--precision", "bf16"] * ("precision" not in flags)
+    assert train(given, device) == 0
+    (saved,) = (tmp_path / "out" / "r" / "checkpoints").iterdir()
+    size = sum(path.stat().st_size for path in saved.iterdir())
+    settings = parse(given)
+    parameters = models.count_parameters(models.load_config(settings.model))
+    assert preflight.checkpoint_bytes(settings, parameters) == each * parameters
+    assert size == pytest.approx(each * parameters, rel=0.15)  # a small model: names and offsets count too
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 768 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_run_whose_checkpoint_has_no_room_ends_before_it_trains(small_disk, mistake):
+    said = mistake("--output-dir", small_disk, "--checkpoint-interval", 1, exit_code=1)
+    assert said.startswith("--output-dir: a checkpoint takes 3.1 MB (")
+    assert f"{small_disk / 'r'} has 0.7" in said and said.endswith(" MB free; name another disk, or make room")
+    assert not any(small_disk.glob("r/*.jsonl"))
+    said = mistake("--export", small_disk / "export", exit_code=1)
+    assert said.startswith("--export ") and "free; name another disk" in said
+
+
+def test_room_for_fewer_checkpoints_than_are_kept_is_a_warning(tmp_path, monkeypatch):
+    parameters = 10**9  # 12 GB
+    for free, there, flags, lines in (
+        (40e9, 0, "--checkpoint-interval 5", 0),
+        (30e9, 0, "--checkpoint-interval 5", 1),
+        (30e9, 1, "--checkpoint-interval 5", 0),  # a resumed run: one of them is there already
+        (30e9, 0, "--checkpoint-interval 5 --keep-checkpoints 1", 0),
+        (26e9, 0, "--checkpoint-interval 5 --keep-checkpoints 1 --export {}/e", 1),
+        (11e9, 0, "", 1),  # SIGTERM
+        (13e9, 0, "", 0),
+    ):
+        monkeypatch.setattr(preflight, "free_bytes", lambda _, free=free: free)
+        folder = tmp_path / str(there)
+        for number in range(there):
+            (folder / "checkpoints" / f"step-{number}").mkdir(parents=True, exist_ok=True)
+        settings = parse(["--model", "demo", "--dataset", "demo", *flags.format(tmp_path).split()])
+        found = [*preflight.check_disk(settings, parameters, folder)]
+        assert len(found) == lines, (free, there, flags, found)
+
+
+def test_what_a_killed_run_left_half_written_counts_as_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "free_bytes", lambda _: 40_000)
+    settings = parse(["--model", "demo", "--dataset", "demo", "--checkpoint-interval", 5])
+    with pytest.raises(UserError, match=r"^--output-dir: a checkpoint takes 0\.06 MB"):
+        next(preflight.check_disk(settings, 5000, tmp_path))
+    half = tmp_path / "checkpoints" / ".step-00000005.writing"
+    half.mkdir(parents=True)
+    (half / "__0_0.distcp").write_bytes(bytes(30_000))
+    assert "make room, or give a smaller --keep-checkpoints" in next(preflight.check_disk(settings, 5000, tmp_path))

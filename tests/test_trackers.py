@@ -1,0 +1,239 @@
+"""wandb and tensorboard: every figure has its place, every row is there at once, and every way to end is told."""
+
+import concurrent.futures
+import html
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from subprocess import DEVNULL
+
+import pytest
+import torch
+from conftest import PROGRAM, metrics_of, parse, words
+from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.plugins.hparams import api_pb2, metadata
+from test_program import as_dict, read_events, wandb_records
+from test_tracker import FLOPS, TOKENS
+
+import utils
+from harness import endings, own_plan, report, trackers
+from utils import UserError
+
+TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
+CONFIG = {"flags": {**vars(parse([])), "betas": [0.9, 0.95]}}
+CONFIG |= {"versions": {"torch": "2.13.0"}, "world_size": 1, "gpu": None, "commit": None, "run_id": "abc", "starts": []}
+
+
+def written(folder) -> list:
+    """The records in the newest .wandb file of a run."""
+    return list(wandb_records(max(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)))
+
+
+def rows(folder) -> list[dict]:
+    return [as_dict(record.history.item) for record in written(folder) if record.HasField("history")]
+
+
+def exit_codes(folder) -> list[int]:
+    return [record.exit.exit_code for record in written(folder) if record.HasField("exit")]
+
+
+def status(logdir) -> str:
+    """What the tab HPARAMS says of a run's end."""
+    content = read_events(logdir / "summary").PluginTagToContent(metadata.PLUGIN_NAME)
+    if metadata.SESSION_END_INFO_TAG not in content:
+        return "STATUS_RUNNING"
+    ended = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
+    return api_pb2.Status.Name(ended.status)
+
+
+def line(step: int, **more) -> dict:
+    return {"step": step, "loss": 5.0 / step, "tokens_seen": 64 * step} | more
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Groups
+
+
+def test_every_figure_of_metrics_jsonl_has_its_group(monkeypatch, device):
+    clock = utils.PerformanceTracker(warmup_steps=0, num_gpus=2, peak_tflops=100)
+    keys = {"loss", "eval_loss", "grad_norm", "learning_rate", "tokens_seen", *clock.step(TOKENS, FLOPS)}
+    stats = dict.fromkeys(("active_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak"), 1)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    keys |= {*report.memory_figures(types.SimpleNamespace(type="cuda"))}
+    monkeypatch.setattr(report.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(report.dist, "all_reduce", lambda values, operation: None)
+    state = types.SimpleNamespace(productive_seconds=lambda: 1, elapsed=2)
+    keys |= {*report.figures_of_all_ranks(clock.summary(), state, device, waited_ms=0.0)}
+    plan = {"memory_gib": {"total": 1, "reserved": 2}, "step_time_ms": 3}
+    monkeypatch.setattr(own_plan, "read_plan", lambda process, patience: (plan, ""))
+    keys |= {*own_plan.predicted_figures(types.SimpleNamespace(poll=lambda: 0))}
+    assert keys == {*trackers.GROUPS}
+    assert {name.partition("/")[0] for name in trackers.GROUPS.values()} <= {*words("train eval perf memory data plan")}
+
+
+def test_a_figure_without_a_group_is_shown_all_the_same():
+    assert trackers.grouped({"step": 3, "loss": 1.5, "new": 2}) == {"train/loss": 1.5, "other/new": 2}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One run's trackers, in this process
+
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """`begin(log_with, step)`: the trackers of a run in tmp_path, from a step on."""
+    for name, value in {"MODE": "offline", "SILENT": "true", "DATA_DIR": str(tmp_path / "data")}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setattr(endings, "LISTENERS", [])
+    monkeypatch.setattr(trackers, "say", print)
+
+    def start(log_with, step=0):
+        state = types.SimpleNamespace(step=step, tokens=64 * step, run_id="abc")
+        return trackers.Trackers(parse(["--log-with", log_with]), tmp_path, state, CONFIG)
+
+    return start
+
+
+def end(exit_code, monkeypatch) -> None:
+    monkeypatch.setattr(endings, "ENDING", threading.Event())
+    endings.announce(exit_code)
+    endings.LISTENERS.clear()
+
+
+def test_a_row_is_in_the_files_before_the_run_ends_so_that_a_kill_leaves_it(begin, tmp_path, monkeypatch):
+    shown = begin("all")
+    story = {"prompt": "Once", "text": "Once there was"}
+    for step in (1, 2):
+        shown.log(line(step, grad_norm=float("nan")), [story])
+    assert [event.step for event in read_events(tmp_path / "train_fsdp").Scalars("train/loss")] == [1, 2]
+    deadline = time.monotonic() + 30
+    while len(rows(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen = [(row["_step"], row["train/loss"], str(row["train/grad_norm"])) for row in rows(tmp_path)]
+    assert seen == [(1, 5.0, "nan"), (2, 2.5, "nan")]
+    tables = [json.loads(file.read_text()) for file in tmp_path.rglob("*.table.json")]
+    assert sorted(row for table in tables for row in table["data"]) == [[1, *story.values()], [2, *story.values()]]
+    assert {(*table["columns"],) for table in tables} == {("step", "prompt", "text")}
+    assert (exit_codes(tmp_path), status(tmp_path / "train_fsdp")) == ([], "STATUS_RUNNING")
+    end(1, monkeypatch)
+    assert (exit_codes(tmp_path), status(tmp_path / "train_fsdp")) == ([1], "STATUS_FAILURE")
+
+
+def test_a_stopped_run_that_goes_on_is_shown_as_it_ended_last(begin, tmp_path, monkeypatch):
+    seen = []
+    for step, exit_code in ((0, 143), (4, 0)):
+        shown = begin("tensorboard", step)
+        for number in (1, 2, 3):
+            shown.log(line(step + number), [])
+        seen.append(status(tmp_path / "train_fsdp"))
+        shown.summarize(line(step + 3, step_time_ms=7.0))
+        end(exit_code, monkeypatch)
+        seen.append(status(tmp_path / "train_fsdp"))
+    assert seen == ["STATUS_RUNNING", "STATUS_UNKNOWN", "STATUS_RUNNING", "STATUS_SUCCESS"]
+    assert [(e.step, e.value) for e in read_events(tmp_path / "train_fsdp" / "summary").Scalars("train/loss")] == [
+        (7, pytest.approx(5 / 7))
+    ]
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(begin, tmp_path, monkeypatch, capsys):
+    shown = begin("tensorboard")
+    told = []
+    other = types.SimpleNamespace(name="wandb", log=lambda metrics, stories: told.append(metrics["step"]))
+    shown.open.append(other)
+    monkeypatch.setattr(
+        shown.open[0].steps, "flush", lambda: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    for step in (1, 2):
+        shown.log(line(step), [])
+    said = "failed     tensorboard, from step 1 on: No space left on device; the run goes on without it\n"
+    assert (capsys.readouterr().out, told, shown.open) == (said, [1, 2], [other])
+
+
+def test_a_tracker_that_does_not_start_is_one_line_that_says_how_to_do_without(begin, monkeypatch):
+    import wandb
+
+    def no_network(**options):
+        raise wandb.errors.CommError("Run initialization has timed out after 90.0 sec.\nand more")
+
+    monkeypatch.setattr(wandb, "init", no_network)
+    with pytest.raises(UserError) as refused:
+        begin("wandb")
+    assert refused.value.exit_code == 1
+    why = "wandb does not start (Run initialization has timed out after 90.0 sec.)"
+    assert str(refused.value) == f"--log-with wandb: {why}; --log-with none leaves it out"
+
+
+@pytest.mark.parametrize(
+    "text", ["a <b>bold</b> *fox* said: [x](http://y)", "1. one\n# two\n- `three` | ~4~ &lt; 5", "_a_"]
+)
+def test_a_story_is_shown_as_it_was_written(text):
+    page = markdown_to_safe_html(trackers.literal(text))
+    assert html.unescape(re.sub(r"<br ?/?>|</?p>", "", page)).strip() == text
+
+
+def test_the_configuration_is_a_table_with_a_row_for_each_value():
+    config = CONFIG | {"flags": {"lr": 3e-4, "eval_split": None, "betas": [0.9, 0.95], "model": "a|b"}}
+    page = markdown_to_safe_html(trackers.as_table(config))
+    cells = [re.sub("<[^>]*>", "", cell) for cell in re.findall("<td>(.*?)</td>", page)]
+    assert dict(zip(cells[::2], cells[1::2], strict=True)) == {
+        "flags.lr": "0.0003",
+        "flags.eval_split": "null",
+        "flags.betas": "[0.9, 0.95]",
+        "flags.model": '"a|b"',
+        "versions.torch": '"2.13.0"',
+        "world_size": "1",
+        "gpu": "null",
+        "commit": "null",
+        "run_id": '"abc"',
+        "starts": "[]",
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The program's endings
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """{ending: (exit code, the run's folder)} of the real program."""
+    folder = tmp_path_factory.mktemp("endings")
+    ways = {
+        "nan": "--num-steps 30 --lr 1e30 --max-grad-norm 1e30 --warmup-steps 0",
+        "gate": "--num-steps 3 --perf-warmup-steps 1 --peak-tflops 100 --min-mfu 60",
+        "signal": "--num-steps 100000 --checkpoint-interval 0",
+    }
+
+    def run(name: str) -> int:
+        command = [sys.executable, PROGRAM, *words(f"{TINY} {ways[name]} --log-with all --run-name {name}")]
+        environment, lines = os.environ | {"WANDB_MODE": "offline"}, folder / name / "metrics.jsonl"
+        with subprocess.Popen(
+            [*command, "--output-dir", folder], env=environment, stdout=DEVNULL, stderr=DEVNULL
+        ) as it:
+            while name == "signal" and it.poll() is None:
+                if lines.exists() and len(lines.read_text().splitlines()) > 1:
+                    it.send_signal(signal.SIGTERM)
+                    break
+                time.sleep(0.1)
+            return it.wait(200)
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return {name: (code, folder / name) for name, code in zip(ways, threads.map(run, ways), strict=True)}
+
+
+@pytest.mark.parametrize(
+    "ending, code, shown, preempted",
+    [("nan", 1, "STATUS_FAILURE", 0), ("gate", 3, "STATUS_FAILURE", 0), ("signal", 143, "STATUS_UNKNOWN", 1)],
+)
+def test_trackers_hear_how_the_program_ends(ended, ending, code, shown, preempted):
+    exit_code, folder = ended[ending]
+    assert (exit_code, exit_codes(folder), status(folder / "train_fsdp")) == (code, [code], shown)
+    assert len([record for record in written(folder) if record.HasField("preempting")]) == preempted
+    logged = [line["step"] for line in metrics_of(folder) if "final" not in line]
+    assert [row["_step"] for row in rows(folder)] == logged
+    assert [event.step for event in read_events(folder / "train_fsdp").Scalars("train/loss")] == logged
