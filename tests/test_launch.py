@@ -248,6 +248,12 @@ def test_prometheus_reads_the_port_that_is_served():
         assert [each["containerPort"] for each in pod_of(file)["containers"][0]["ports"]] == [port]
         assert settings_of(file).metrics_host == "0.0.0.0"
     assert f":{port}" in (LAUNCH / "prometheus.yml").read_text()
+    (monitor,) = documents("podmonitor.yaml")
+    assert (
+        monitor["spec"]["selector"]["matchLabels"]["job-name"] == document("kubernetes.yaml", "Job")["metadata"]["name"]
+    )
+    names = [each["name"] for each in pod_of("kubernetes.yaml")["containers"][0]["ports"]]
+    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == names
 
 
 def test_an_eviction_is_no_failure_and_no_pod_joins_a_world_that_is_ending():
