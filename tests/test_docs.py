@@ -233,7 +233,7 @@ def test_a_shell_block_runs_and_prints_lines_like_those_that_are_shown(workplace
     printed(block.document)  # may have written what a command reads
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     options = {"HF_HUB_OFFLINE": "1", "PATH": path, "HOME": str(workplace)}
-    process = start(["bash", "-euo", "pipefail", "-c", block.code], cwd=workplace, timeout=120, **options)
+    process = start(["bash", "-euo", "pipefail", "-c", block.code], cwd=workplace, **options)
     assert process.returncode == 0, process.stderr[-3000:]
     printed = {figures_aside(line) for line in (process.stdout + process.stderr).splitlines()}
     assert [line for line in block.shown.splitlines() if figures_aside(line) not in printed] == []
