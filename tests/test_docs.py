@@ -346,10 +346,19 @@ def test_no_example_of_a_metrics_port_is_an_exporters_or_torchruns():
 
 
 OTHERS = {
-    "torchrun": {"--nproc_per_node", "--max-restarts", "--rdzv_conf", "--rdzv_endpoint", "--signals-to-handle"},
+    "torchrun": {
+        "--nnodes",
+        "--nproc_per_node",
+        "--max-restarts",
+        "--rdzv_conf",
+        "--standalone",
+        "--rdzv_endpoint",
+        "--signals-to-handle",
+    },
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
     "sbatch": {"--gpus-per-node", "--signal"},
-    "docker": {"--shm-size"},
+    "docker": {"--ipc", "--shm-size"},
+    "pip": {"--no-deps"},
     "sky": {"--env"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/faults.py": {"--sequences"},
@@ -365,7 +374,9 @@ def test_a_flag_is_the_programs_or_of_another_program_that_is_named_here(documen
     assert flags - FLAGS - set.union(*OTHERS.values()) == set()
 
 
-@pytest.mark.parametrize("program", [program for program in OTHERS if program not in ("sbatch", "docker", "sky")])
+@pytest.mark.parametrize(
+    "program", [program for program in OTHERS if program not in ("sbatch", "docker", "pip", "sky")]
+)
 def test_the_other_programs_have_these_flags(program):
     if program in LAUNCHERS:
         assert OTHERS[program] <= LAUNCHERS[program]._option_string_actions.keys()

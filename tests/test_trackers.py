@@ -169,6 +169,21 @@ def test_a_tracker_that_does_not_start_is_one_line_that_says_how_to_do_without(b
     assert str(refused.value) == f"--log-with wandb: {why}; --log-with none leaves it out"
 
 
+def test_a_server_that_is_not_reached_is_one_line_before_anything_begins(mistake, monkeypatch):
+    import wandb
+
+    def no_network(**options):
+        raise wandb.errors.AuthenticationError("Failed to authenticate with http://127.0.0.1:9: no route.\nand more")
+
+    monkeypatch.setattr(wandb, "setup", lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="online")))
+    monkeypatch.setattr(wandb, "login", no_network)
+    said = mistake("--log-with", "wandb", exit_code=1)
+    assert said.startswith(
+        "--log-with wandb: no login to wandb (Failed to authenticate with http://127.0.0.1:9: no route.)"
+    )
+    assert "WANDB_MODE=offline" in said
+
+
 @pytest.mark.parametrize(
     "text", ["a <b>bold</b> *fox* said: [x](http://y)", "1. one\n# two\n- `three` | ~4~ &lt; 5", "_a_"]
 )
