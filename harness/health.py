@@ -19,8 +19,8 @@ BATCHES = (
     5  # of which the fastest counts: what is disturbed now and then reaches its speed in one, what is sick in none
 )
 TIMES = 3  # measurements running until something is said
-# By how much a rank may be slower than the median. Healthy GPUs of one kind differ by 8 % (Sinha et al., Not All GPUs
-# Are Created Equal, SC 2022), and one that throttles loses a quarter and more; the cores of a CPU others use too.
+# By how much a rank may be slower than the median. GPUs of one kind differ by 8 % on average, outliers take up to 1.5
+# times the median (Sinha et al., Not All GPUs Are Created Equal, SC 2022); the cores of a CPU others use too.
 TOLERANCE = {"cuda": 0.2, "cpu": 0.5}
 # Side of the square matrices, their dtype, and products in a batch: 2 ms on an H100, 25 ms on one core
 KERNEL = {"cuda": (4096, torch.bfloat16, 8), "cpu": (384, torch.float32, 20)}
