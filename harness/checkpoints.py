@@ -342,6 +342,8 @@ def remove_leftovers(folder: pathlib.Path) -> None:
     start tries again."""
     for leftover in folder.glob("checkpoints/.step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / ".config.json.writing").unlink(missing_ok=True)
 
 
 def sync(path: pathlib.Path) -> None:
