@@ -1,6 +1,7 @@
 """Checkpoints: what must survive a restart, how all ranks save it, how it is checked, found again and loaded. Called by
 the script. It does not know how a model is built or trained, only its parameters, buffers and optimizer."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
