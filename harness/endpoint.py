@@ -21,7 +21,7 @@ from utils import UserError
 STATES = ("running", "done", "stopped", "failed")
 PATIENCE = {0: 60.0, 143: 20.0, 130: 2.0}  # seconds by exit code; after SIGTERM a scheduler kills 30 s later
 FAILED_PATIENCE = 4.0  # seconds; every rank of a failed job is down within 10
-SCRAPER = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"  # a header of Prometheus and its kin, not of curl or a browser
+SCRAPER = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"  # a header of Prometheus and its kin
 
 
 class Endpoint:
@@ -34,7 +34,8 @@ class Endpoint:
         self.settings, self.run, self.state, self.steps = settings, folder.name, STATES[0], 0
         self.figures: dict[str, float] = {}
         self.labels: dict[str, str] = {}
-        self.scrapers: dict[tuple[str, str], tuple[float, float]] = {}  # when the last scrape began, time between two
+        self.visitors: dict[tuple[str, str], float] = {}  # (address, program): when it looked last
+        self.scrapers: dict[tuple[str, str], tuple[float, float]] = {}  # when the last began, time between two
         self.scraped = threading.Condition()
 
     def open(self) -> None:
@@ -71,16 +72,18 @@ class Endpoint:
         endings.LISTENERS.append(self.end)
 
     def watch(self, server: WSGIServer) -> None:
-        """Remembers who scrapes and how often; a scrape counts when its answer was sent."""
+        """Remembers who scrapes and how often; a scrape counts when its answer was sent. Whoever looks for the first
+        time and does not say that it is a scraper may be a person."""
         answer = server.get_app()
 
         def application(environ, start_response) -> Iterator[bytes]:
             began = time.monotonic()
             yield from answer(environ, start_response)
-            if SCRAPER in environ:
-                who = environ["REMOTE_ADDR"], environ.get("HTTP_USER_AGENT", "")
-                with self.scraped:
-                    last, _ = self.scrapers.get(who, (began, 0.0))
+            who = environ["REMOTE_ADDR"], environ.get("HTTP_USER_AGENT", "")
+            with self.scraped:
+                last = self.visitors.get(who, began)
+                self.visitors[who] = began
+                if SCRAPER in environ or last < began:
                     self.scrapers[who] = began, began - last
                     self.scraped.notify_all()
 

@@ -107,6 +107,8 @@ class Heartbeats(threading.Thread):
         while True:
             time.sleep(self.interval)
             slept, now = time.monotonic() - now, time.monotonic()
+            if endings.ENDING.is_set():  # what this rank still waits for, such as an upload, has its own patience
+                return
             if self.launched and os.getppid() != launcher:
                 self.launched = False
                 self.stop.request("the end of its launcher")

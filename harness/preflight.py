@@ -171,7 +171,8 @@ def check_threads(settings: Settings, described: list[dict], computes: bool) -> 
         elif not computes and len(ranks) * (1 + workers) > cores:
             what = f"{counted(len(ranks), 'rank')} and {len(ranks) * workers} data workers on {counted(cores, 'core')}"
             found.setdefault(f"{what}; give the job more of them, or fewer --num-workers", []).append(ranks[0])
-    yield from (f"{names(firsts, described)}: {what}" for what, firsts in found.items())
+    for what, firsts in found.items():
+        yield f"{names(firsts, described)}: {what}"
 
 
 def batch_bytes(settings: Settings) -> int:

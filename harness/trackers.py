@@ -64,7 +64,12 @@ def choose_trackers(log_with: str) -> list[str]:
     if "wandb" in names:
         import wandb
 
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+        try:
+            ready = wandb.setup().settings.mode != "online" or wandb.login(prompt=False)
+        except Exception as error:  # the server is not reached, or does not know the key
+            advice = "WANDB_MODE=offline keeps the run in its folder, for `wandb sync`"
+            raise UserError(f"--log-with {log_with}: no login to wandb ({first_line(error)}); {advice}", 1) from error
+        if not ready:
             advice = "run `wandb login`, or set WANDB_MODE=offline"
             raise UserError(f"--log-with {log_with}: not logged in to wandb; {advice}")
     return names

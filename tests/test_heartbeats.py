@@ -7,14 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import types
 
 import multirank
 import psutil
 import pytest
 from conftest import PROGRAM, ROOT, forking, start, torchrun_command, words
 
-from harness import heartbeats
+from harness import endings, heartbeats
 
 SIZES = words("--sequence-length 32 --batch-size 2 --precision fp32 --num-workers 0 --log-interval 1 --no-compile")
 STALLS = {
@@ -173,3 +175,10 @@ def test_a_store_that_cannot_be_reached_is_named():
     waiting, error = refused(1, "127.0.0.1", taken).splitlines()
     assert waiting.startswith("train_fsdp.py: waiting for rank 0 at MASTER_ADDR 127.0.0.1")
     assert error.endswith("rank 0's store does not answer (Connection refused)")
+
+
+def test_a_rank_that_ends_is_not_ended_for_what_it_still_waits_for(monkeypatch):
+    """An upload at the end may take longer than ranks wait for each other."""
+    monkeypatch.setattr(endings, "ENDING", threading.Event())
+    endings.ENDING.set()
+    heartbeats.Heartbeats.run(types.SimpleNamespace(interval=0.0))  # which knows of no launcher, clock or store

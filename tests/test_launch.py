@@ -248,6 +248,12 @@ def test_prometheus_reads_the_port_that_is_served():
         assert [each["containerPort"] for each in pod_of(file)["containers"][0]["ports"]] == [port]
         assert settings_of(file).metrics_host == "0.0.0.0"
     assert f":{port}" in (LAUNCH / "prometheus.yml").read_text()
+    (monitor,) = documents("podmonitor.yaml")
+    assert (
+        monitor["spec"]["selector"]["matchLabels"]["job-name"] == document("kubernetes.yaml", "Job")["metadata"]["name"]
+    )
+    names = [each["name"] for each in pod_of("kubernetes.yaml")["containers"][0]["ports"]]
+    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == names
 
 
 def test_an_eviction_is_no_failure_and_no_pod_joins_a_world_that_is_ending():
@@ -271,6 +277,7 @@ def test_the_program_runs_from_what_the_image_has(tmp_path):
     for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
         copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copied(ROOT / name, tmp_path / name)
+    assert start([sys.executable, "train_fsdp.py", "--version"], cwd=tmp_path).stdout.startswith("train_fsdp ")
     flags = "--demo --num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0"
     process = start([sys.executable, "train_fsdp.py", *flags.split(), "--sample-tokens", 2], cwd=tmp_path)
     assert process.returncode == 0, process.stderr

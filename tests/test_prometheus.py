@@ -238,15 +238,16 @@ def test_the_end_is_over_as_soon_as_it_was_read_by_all_who_scrape(tmp_path, monk
     served.open()
     first, second = (SCRAPE | {"User-Agent": name} for name in ("first", "second"))
     url = f"http://127.0.0.1:{port}/metrics"
-    for reader in (first, second):
+    third = {"User-Agent": "an agent that comes twice"}
+    for reader in (first, second, third, third):
         fetch(url, reader)
     fetch(url)  # a person
-    assert endings.LISTENERS.count(served.end) == 1 and len(served.scrapers) == 2
+    assert endings.LISTENERS.count(served.end) == 1 and len(served.scrapers) == 3
     ending = threading.Thread(target=served.end, args=(0,), daemon=True)
     ending.start()
     while served.state == "running":
         time.sleep(0.01)
-    for reader in (None, first):
+    for reader in (None, first, third):
         assert 'training_state{run="r",training_state="done"} 1.0' in fetch(url, reader)
         assert ending.is_alive()
     fetch(url, second)
