@@ -318,7 +318,7 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
                     time.sleep(0.01)
 
         checkpoints.TrainState.count = counted
-    report.describe_run = lambda settings: {}  # which asks git, the slowest part of a start here
+    report.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
 

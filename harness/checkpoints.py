@@ -1,6 +1,7 @@
 """Checkpoints: what must survive a restart, how all ranks save it, how it is checked, found again and loaded. Called by
 the script. It does not know how a model is built or trained, only its parameters, buffers and optimizer."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -342,6 +343,8 @@ def remove_leftovers(folder: pathlib.Path) -> None:
     start tries again."""
     for leftover in folder.glob("checkpoints/.step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / ".config.json.writing").unlink(missing_ok=True)
 
 
 def sync(path: pathlib.Path) -> None:
