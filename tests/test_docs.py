@@ -302,7 +302,8 @@ def commands_of(path: pathlib.Path) -> list[Command]:
     return list(dict.fromkeys(found))
 
 
-COMMANDS = [command for path in [*DOCUMENTS, *sorted((ROOT / "launch").iterdir())] for command in commands_of(path)]
+LAUNCH = sorted(path for path in (ROOT / "launch").iterdir() if path.is_file())
+COMMANDS = [command for path in [*DOCUMENTS, *LAUNCH] for command in commands_of(path)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.file}: {command.launcher} {command.flags}")

@@ -277,6 +277,7 @@ def test_the_program_runs_from_what_the_image_has(tmp_path):
     for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
         copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copied(ROOT / name, tmp_path / name)
+    assert start([sys.executable, "train_fsdp.py", "--version"], cwd=tmp_path).stdout.startswith("train_fsdp ")
     flags = "--demo --num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0"
     process = start([sys.executable, "train_fsdp.py", *flags.split(), "--sample-tokens", 2], cwd=tmp_path)
     assert process.returncode == 0, process.stderr

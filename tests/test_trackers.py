@@ -22,7 +22,7 @@ from test_program import as_dict, read_events, wandb_records
 from test_tracker import FLOPS, TOKENS
 
 import utils
-from harness import endings, own_plan, report, trackers
+from harness import endings, health, own_plan, report, trackers
 from utils import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
@@ -70,6 +70,7 @@ def test_every_figure_of_metrics_jsonl_has_its_group(monkeypatch, device):
     monkeypatch.setattr(report.dist, "all_reduce", lambda values, operation: None)
     state = types.SimpleNamespace(productive_seconds=lambda: 1, elapsed=2)
     keys |= {*report.figures_of_all_ranks(clock.summary(), state, device, waited_ms=0.0)}
+    keys |= {*health.KernelClock(device).judge([1.0, 1.0], [0, 0], step=1, step_ms=100.0)}
     plan = {"memory_gib": {"total": 1, "reserved": 2}, "step_time_ms": 3}
     monkeypatch.setattr(own_plan, "read_plan", lambda process, patience: (plan, ""))
     keys |= {*own_plan.predicted_figures(types.SimpleNamespace(poll=lambda: 0))}

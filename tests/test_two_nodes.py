@@ -12,7 +12,7 @@ from conftest import PROGRAM, losses_of, metrics_of, train
 
 pytestmark = pytest.mark.skipif(bool(why := nodes.missing()), reason=why)
 
-STEPS = 150
+STEPS = 400
 LAUNCHER = ["--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_id=r", "--rdzv_backend=c10d"]
 LAUNCHER += ["--rdzv_endpoint=node1:29500"]
 
@@ -37,7 +37,7 @@ def wait_until(condition, launched: list[subprocess.Popen], seconds: float = 200
 
 def test_a_run_on_two_nodes_survives_a_killed_rank_and_a_killed_launcher(device, arguments, tmp_path):
     common = [*arguments, "--num-steps", STEPS, "--log-interval", 1, "--lr", "1e-3"]
-    flags = [*common, "--checkpoint-interval", 10, "--resume", "auto", "--dp-replicate-size", 2]
+    flags = [*common, "--checkpoint-interval", 20, "--resume", "auto", "--dp-replicate-size", 2]
     folder, log = tmp_path / "out" / "r", tmp_path / "log"
 
     def starts() -> int:
