@@ -361,6 +361,7 @@ OTHERS = {
     "docker": {"--ipc", "--shm-size"},
     "pip": {"--no-deps"},
     "sky": {"--env"},
+    "tensorboard": {"--logdir"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
@@ -376,7 +377,7 @@ def test_a_flag_is_the_programs_or_of_another_program_that_is_named_here(documen
 
 
 @pytest.mark.parametrize(
-    "program", [program for program in OTHERS if program not in ("sbatch", "docker", "pip", "sky")]
+    "program", [program for program in OTHERS if program not in ("sbatch", "docker", "pip", "sky", "tensorboard")]
 )
 def test_the_other_programs_have_these_flags(program):
     if program in LAUNCHERS:
