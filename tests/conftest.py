@@ -224,9 +224,9 @@ def pytest_cmdline_main(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Tests that share something costly stay together: those of a file, and all that look at `observed`."""
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         group = "observed" if "observed" in item.fixturenames else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
 
