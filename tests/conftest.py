@@ -33,6 +33,7 @@ import multirank
 import pytest
 import torch
 import torch.multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import processes
@@ -106,7 +107,7 @@ def forked(ranks: int, function, *arguments, timeout: float = 300) -> str:
             while not world.join(timeout=1, grace_period=0):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no end within {timeout} s")
-        except (torch.multiprocessing.ProcessException, TimeoutError) as error:
+        except (ProcessExitedException, ProcessRaisedException, TimeoutError) as error:
             raise RuntimeError(f"{output.read()[-6000:]}\n{error}") from None
         return output.read()
 
