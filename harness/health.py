@@ -15,9 +15,8 @@ from harness import driver, heartbeats
 from harness.processes import columns, say
 
 SHARE = 0.001  # of the time of training that the kernel may take; where steps are short it is not timed at each line
-BATCHES = (
-    5  # of which the fastest counts: what is disturbed now and then reaches its speed in one, what is sick in none
-)
+# Of which the fastest counts: what is disturbed now and then reaches its speed in one, what is sick in none
+BATCHES = 5
 TIMES = 3  # measurements running until something is said
 # By how much a rank may be slower than the median. GPUs of one kind differ by 8 % on average, outliers take up to 1.5
 # times the median (Sinha et al., Not All GPUs Are Created Equal, SC 2022); the cores of a CPU others use too.

@@ -373,9 +373,7 @@ def figures_of_all_ranks(
     if "step_time_ms" in speed:
         worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
     if worst:
-        own = torch.zeros(
-            3, world, dtype=torch.float64
-        )  # each rank's in its place, so that the largest is what it says
+        own = torch.zeros(3, world, dtype=torch.float64)  # each rank's in its place: the largest is what it says
         own[0, rank] = max(0.0, speed.get("step_time_ms", 0.0) - (waited_ms or 0.0))
         if clock and "step_time_ms" in speed:
             with state.tracker.excluded():
