@@ -87,7 +87,7 @@ def describe_fastest(result: dict) -> dict[str, str]:
     faster = f"{best['tokens_per_sec'] / result['tokens_per_sec'] - 1:+.0%}, ".replace("%", " %") * result["fits"]
     fitting = (result.get("fits_with") or {}).get("flags")
     lines = {} if result["fits"] or fitting == best["flags"] else {"fits with": fitting}
-    host = f" and {best['host_gib']:,.0f} GiB of the host's memory for each" * (best["host_gib"] > 0)
+    host = f" and {best['host_gib']:,.0f} GiB of the host's memory for each" if best["host_gib"] else ""
     lines["fastest"] = f"{best['flags']}: {faster}{figures(best)}, {best['reserved_gib']:.1f} GiB a GPU{host}"
     others = [row for row in result["configurations"] if row["fits"] and "optimizer" in row["changes"]]
     other = max(others, key=lambda row: row["tokens_per_sec"], default=best)

@@ -93,7 +93,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
         "gpus": world,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops or None,
-        "memory_gib": memory | {"total": total, "reserved": reserved, "host": on_host.sum() / utils.GIB},
+        "memory_gib": memory | {"total": total, "reserved": reserved, "host": float(on_host.sum()) / utils.GIB},
         "held_by_streams_gib": held,
         "at_peak_gib": dict(zip(KINDS, (peak / utils.GIB).tolist(), strict=True)),
         "peak_at": at[-2] if len(at) == 3 else at[-1],

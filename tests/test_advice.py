@@ -204,6 +204,11 @@ def test_the_advised_command_does_what_the_plan_says_of_it(small):
     assert {row["gpus"] for row in found["scaling"] if "fastest" in row} == {2, 16}
 
 
+def test_a_plan_as_text_names_the_faster_flags_that_it_found():
+    said = plan(DEMO + "--plan-gpus 2 --activation-checkpointing full --plan-seconds 4")
+    assert re.search(r"^fastest +--.*: \+\d+ %, [\d,]+ tokens/s", said, re.MULTILINE)
+
+
 def test_a_plan_that_is_not_to_search_plans_once(monkeypatch):
     planned, predict = [], planning.predict
     monkeypatch.setattr(planning, "predict", lambda *args: planned.append(args[0]) or predict(*args))
