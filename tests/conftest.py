@@ -213,26 +213,6 @@ def train(arguments: list, device, stop: Stop | None = None) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Two tests beside each other, of which most wait: for ranks, for a run, for its end
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config):
-    several = len(config.args) > 1 or pathlib.Path(config.args[0]).is_dir()
-    main = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput") and "gpu" not in sys.argv
-    if several and main and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist = 2, "loadgroup"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Tests that share something costly stay together: those of a file, and all that look at `observed`."""
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        group = "observed" if "observed" in item.fixturenames else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # What ends with a mistake of the user
 
 SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32")
