@@ -95,7 +95,7 @@ from harness.processes import (
     start_processes,
     stop_processes,
 )
-from harness.terminal import progress
+from harness.terminal import command, progress
 from harness.waiting import Waiting
 from utils import UserError
 
@@ -470,7 +470,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     settings = resolve(settings, config, found and found[1])
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, models.count_parameters(config), mesh["shard"].size())
-    preflight.check(settings, config, mesh, device, folder)
+    preflight.check(settings, config, mesh, device, folder, found[1]["step"] if found else 0)
     train_set, eval_set = load_data(settings, tokenizer, config, accelerator)
     identity = checkpoints.describe_identity(settings, config, tokenizer, train_set)
     changed = checkpoints.compare(settings, identity, found[1]) if found else ""
@@ -588,11 +588,12 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
 
 
 def leave_early(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> int:
-    """The last line of a run that a signal ended."""
+    """The last lines of a run that a signal ended."""
     reporter.end(None)
-    who = stop.name or "a signal to another rank"
-    saved = f", saved in {saver.folder}; --resume auto --run-name {job.folder.name} goes on"
-    say(f"stopped    by {who} after step {job.state.step}" + saved * (not saver.failures))
+    who, saved = stop.name or "a signal to another rank", not saver.failures
+    lines = {"stopped": f"by {who} after step {job.state.step}" + f", saved in {saver.folder}" * saved}
+    lines |= {"go on": command(job.settings, job.folder)} if saved else {}
+    say(columns(lines | ({"report": str(reporter.page)} if reporter.page else {})))
     return 1 if saver.failures or reporter.failed else StopRequest.EXIT_CODE
 
 
@@ -601,13 +602,14 @@ def nothing_to_train(job: Job) -> int:
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
+        report.record_start(job.folder, job.state.step)
     metrics = on_main_rank(lambda: report.finish_metrics(job.settings, job.folder, job.state))
-    if dist.get_rank() == 0:
-        report.write_page(job.folder)
+    page = report.write_page(job.folder) if dist.get_rank() == 0 else None
     if stories := job.sample():
         say_story(report.describe_stories(stories))
     if job.settings.export:
         export(job.settings, job.state, job.tokenizer)
+    say(report.next_commands(job.settings, job.folder, job.tokenizer is not None, page))
     on_main_rank(lambda: report.check_gates(job.settings, metrics))
     return 0
 

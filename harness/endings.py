@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 STOPPED = (130, 143)  # by Ctrl-C, by SIGTERM or SIGUSR1
 LISTENERS: list[Callable[[int], None]] = []  # each called with the exit code, at most once, in a thread of its own
-ENDING = threading.Event()
-HURRY = threading.Event()  # by Ctrl-C: listeners are awaited no longer
+ENDING: list[tuple[int, threading.Thread]] = []  # who ends this process, and with what; the first one's word stands
+HURRY = threading.Event()  # by Ctrl-C, or a signal to a run that is done: listeners are awaited no longer
 
 
 def state_of(exit_code: int) -> str:
@@ -18,11 +18,13 @@ def state_of(exit_code: int) -> str:
 
 
 def announce(exit_code: int, patience: float | None = None) -> None:
-    """Tells every listener how this process ends and waits for them, `patience` seconds at most; only the first call
-    does. What a listener raises changes no ending."""
-    if ENDING.is_set():
+    """Tells every listener how this process ends and waits for them, `patience` seconds at most. What a listener raises
+    changes no ending. Only the first caller returns, to leave with its exit code: no other thread may be faster."""
+    own = exit_code, threading.current_thread()
+    ENDING.append(own)
+    hold()
+    if ENDING[0] is not own:
         return
-    ENDING.set()
 
     def tell(listener: Callable[[int], None]) -> None:
         with contextlib.suppress(Exception):
@@ -35,3 +37,9 @@ def announce(exit_code: int, patience: float | None = None) -> None:
     for thread in threads:
         while thread.is_alive() and not HURRY.is_set() and (until is None or time.monotonic() < until):
             thread.join(0.1)
+
+
+def hold() -> None:
+    """Waits for the end where another thread ends this process: nothing is to be logged or saved any more."""
+    if ENDING and ENDING[0][1] is not threading.current_thread():
+        threading.Event().wait()

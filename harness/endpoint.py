@@ -4,6 +4,7 @@ is alerted by it."""
 
 import contextlib
 import pathlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -65,6 +66,8 @@ class Endpoint:
         registry.register(self)
         try:
             server, _ = start_http_server(port, host, registry)
+        except (socket.gaierror, UnicodeError) as error:
+            raise UserError(f"--metrics-host {host}: no such address; 0.0.0.0 listens on all of this host") from error
         except OSError as error:
             where = f"{host}:{port} ({error.strerror})"
             raise UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
@@ -88,6 +91,7 @@ class Endpoint:
                     self.scraped.notify_all()
 
         server.set_app(application)
+        server.handle_error = lambda *_: None  # somebody hung up
 
     def identify(self, run: dict) -> None:
         """What stands in config.json about this start, once it is known."""

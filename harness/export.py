@@ -95,8 +95,13 @@ def generation_config(settings: Settings, model, tokenizer) -> tuple[dict, str]:
     config, why = model.generation_config.to_diff_dict(), ""
     if pretrained := settings.init == "pretrained":
         try:
-            config = read_generation_config(settings.model)
-        except (OSError, ValueError, utils.UserError) as error:
+            source = read_generation_config(settings.model)
+            GenerationConfig.from_dict(source)  # as whoever loads the export does
+            ends = source.get("eos_token_id")
+            if not all(isinstance(end, int) for end in (ends if isinstance(ends, list) else [ends or 0])):
+                raise ValueError("its eos_token_id is no token id")
+            config = source
+        except Exception as error:  # whatever stands in that file
             why = utils.first_line(error)
     elif tokenizer:
         config |= {name: getattr(tokenizer, name) for name in SPECIAL}
@@ -127,7 +132,7 @@ def save_tokenizer(tokenizer, folder: pathlib.Path) -> None:
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def export(settings: Settings, state: TrainState, tokenizer) -> None:

@@ -56,7 +56,7 @@ def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dat
     text, run = path.read_text(encoding="utf-8-sig"), path.suffix == ".json"
     try:
         content = json.loads(text) if run else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no {'JSON' if run else 'TOML'} ({error})") from error
     pairs = flags_of_run(content, fields) if run else flattened(content)
     for key, value in pairs:

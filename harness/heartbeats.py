@@ -45,6 +45,7 @@ HERE = Here()
 
 def at(phase: str, step: int | None = None) -> None:
     """Says that this rank enters a phase; every rank calls this. Reading the first batch belongs to the preparation."""
+    endings.hold()
     phase = HERE.phase if (HERE.phase, phase) == ("preparation", "data") else phase
     HERE.phase, HERE.step, HERE.since = phase, HERE.step if step is None else step, time.monotonic()
     HERE.moves += 1
@@ -107,7 +108,7 @@ class Heartbeats(threading.Thread):
         while True:
             time.sleep(self.interval)
             slept, now = time.monotonic() - now, time.monotonic()
-            if endings.ENDING.is_set():  # what this rank still waits for, such as an upload, has its own patience
+            if endings.ENDING:  # what this rank still waits for, such as an upload, has its own patience
                 return
             if self.launched and os.getppid() != launcher:
                 self.launched = False

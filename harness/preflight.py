@@ -383,9 +383,9 @@ def plan_rates(settings: Settings, device: torch.device, local_ranks: int) -> Ra
     return rates if rates.assumed else None
 
 
-def check(settings: Settings, config, mesh: DeviceMesh, device: torch.device, folder: pathlib.Path) -> None:
+def check(settings: Settings, config, mesh: DeviceMesh, device: torch.device, folder: pathlib.Path, step: int) -> None:
     """Looks at everything once, before the model is made; every rank calls this. Rank 0 judges and warns; its UserError
-    is every rank's."""
+    is every rank's. `step` is that of the checkpoint from which the run goes on: a run that is done saves nothing."""
     described = checkpoints.of_all_ranks(describe(device))
 
     def look() -> None:
@@ -399,7 +399,7 @@ def check(settings: Settings, config, mesh: DeviceMesh, device: torch.device, fo
             check_links(described, mesh["shard"].size()),
             check_threads(settings, described, computes),
             check_shared_memory(settings, described),
-            check_disk(settings, parameters, folder),
+            check_disk(settings, parameters, folder) if step < settings.num_steps else (),
         ]
         for warning in itertools.chain(*checks):
             terminal.tell(f"train_fsdp.py: warning: {warning}")

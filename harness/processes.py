@@ -103,8 +103,8 @@ def stop_processes(stop: "StopRequest | None" = None) -> None:
         stop.round.wait()
     dist.barrier()
     dist.destroy_process_group()
-    for number in StopRequest.SIGNALS:  # torchrun sends them to the ranks that leave a moment after the first
-        signal.signal(number, signal.SIG_IGN)
+    if stop:
+        stop.leaving = True  # torchrun sends SIGTERM to the ranks that leave a moment after the first
 
 
 def leave(exit_code: int) -> None:
@@ -129,7 +129,7 @@ class StopRequest:
     SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
 
     def __init__(self, settings: Settings | None = None):
-        self.settings, self.name, self.can_save = settings, "", False
+        self.settings, self.name, self.can_save, self.leaving = settings, "", False, False
         self.group, self.round, self.flag = None, None, torch.tensor(0)
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -142,9 +142,11 @@ class StopRequest:
         first = float("inf")
         while True:
             number, now = os.read(read_end, 1)[0], time.monotonic()
-            if endings.ENDING.is_set():  # SIGTERM is torchrun's then, as another rank has failed too
-                if number == signal.SIGINT:
+            if endings.ENDING:  # of a run that is not done SIGTERM is torchrun's, as another rank has left too
+                if number == signal.SIGINT or (number in self.SIGNALS and endings.ENDING[0][0] == 0):
                     endings.HURRY.set()
+                continue
+            if self.leaving and number in self.SIGNALS:
                 continue
             if number == signal.SIGINT:
                 here = heartbeats.HERE.step, heartbeats.HERE.phase, heartbeats.HERE.folder
@@ -161,7 +163,10 @@ class StopRequest:
         """Asks for a save and an end because of `name`; called in any thread."""
         if not self.can_save:
             if terminal.is_first_rank():
-                terminal.tell(f"train_fsdp.py: {name} outside training, nothing to save")
+                folder = heartbeats.HERE.folder
+                newest = folder and max((folder / "checkpoints").glob("step-*"), default=None)
+                kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
+                terminal.tell(f"train_fsdp.py: {name} outside training, nothing to save{kept}")
             terminal.leave("", self.EXIT_CODE)
         self.name = name
 

@@ -290,10 +290,20 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
 def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
     """The starts of the run in `folder` so far and this one, from `step` on: each with its time, that step, how many
     logged steps after it are done again, and the ranks."""
-    starts = page.read_config(folder).get("starts", [])
+    starts = page.read_config(folder).get("starts")
+    starts = starts if isinstance(starts, list) else []
     reached = max((line["step"] for line in whole_lines(folder / "metrics.jsonl")), default=step)
     now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
     return [*starts, now | {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}]
+
+
+def record_start(folder: pathlib.Path, step: int) -> None:
+    """A start with nothing to train, in config.json with how it ends; where that cannot be written it is left out."""
+    with contextlib.suppress(OSError):
+        if run := page.read_config(folder):
+            run["starts"] = describe_starts(folder, step)
+            write_config(folder, run)
+            endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
 
 
 def write_config(folder: pathlib.Path, run: dict, **ending) -> None:

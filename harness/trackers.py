@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
@@ -70,9 +71,14 @@ def choose_trackers(log_with: str) -> list[str]:
             advice = "WANDB_MODE=offline keeps the run in its folder, for `wandb sync`"
             raise UserError(f"--log-with {log_with}: no login to wandb ({first_line(error)}); {advice}", 1) from error
         if not ready:
-            advice = "run `wandb login`, or set WANDB_MODE=offline"
+            advice = f"run `{program('wandb')} login`, or set WANDB_MODE=offline"
             raise UserError(f"--log-with {log_with}: not logged in to wandb; {advice}")
     return names
+
+
+def program(name: str) -> str:
+    """A tracker's command as it can be typed here: it may be beside the interpreter alone."""
+    return name if shutil.which(name) else shlex.quote(os.path.relpath(pathlib.Path(sys.executable).with_name(name)))
 
 
 def grouped(metrics: dict) -> dict[str, float]:
@@ -105,7 +111,10 @@ class Wandb:
         return "wandb", self.run.url or f"offline; later: {self.upload()}"
 
     def upload(self) -> str:
-        return shlex.join(["wandb", "sync", str(pathlib.Path(self.run.dir).parent)])
+        """The command that uploads what lies in the run's folder, of its earlier starts too."""
+        folder = pathlib.Path(self.run.dir).parent
+        parts = folder.with_name(folder.name.partition("run-")[0] + "run-")  # [offline-]run-TIME-ID
+        return f"{program('wandb')} sync {shlex.quote(str(parts))}*"
 
     def log(self, metrics: dict, stories: list[dict[str, str]]) -> None:
         row = grouped(metrics) | by_tokens(metrics)
@@ -144,6 +153,7 @@ class Tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self.logdir, self.config = folder, folder / settings.project_name, config
+        threading.excepthook = without_writers(threading.excepthook)
         self.last = {"step": state.step}  # the figures of the last line
         self.conclude("STATUS_RUNNING")
         # what was written after the checkpoint that this start goes on from is hidden
@@ -153,9 +163,7 @@ class Tensorboard:
         self.steps.flush()
 
     def place(self) -> tuple[str, str]:
-        beside = os.path.relpath(pathlib.Path(sys.executable).with_name("tensorboard"))
-        program = "tensorboard" if shutil.which("tensorboard") else beside
-        return "watch", shlex.join([program, "--logdir", str(self.folder)])
+        return "watch", f"{program('tensorboard')} --logdir {shlex.quote(str(self.folder))}"
 
     def log(self, metrics: dict, stories: list[dict[str, str]]) -> None:
         self.last = metrics
@@ -178,7 +186,7 @@ class Tensorboard:
 
     def finish(self, exit_code: int) -> None:
         state = endings.state_of(exit_code)
-        ending = f"{state} after step {self.last['step']:,}, exit code {exit_code}"
+        ending = f"{state}, exit code {exit_code}; the last row is of step {self.last['step']:,}"
         self.steps.add_text("ending", ending, self.last["step"])
         self.steps.close()
         self.tokens.close()
@@ -217,6 +225,11 @@ class Tensorboard:
                 writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, metadata=about)]))
             for name, value in grouped(self.last).items():
                 writer.add_scalar(name, value, self.last["step"])
+
+
+def without_writers(hook: Callable) -> Callable:
+    """threading.excepthook without tensorboard's writers, whose errors the next call raises as well."""
+    return lambda args: None if type(args.thread).__name__ == "_AsyncWriterThread" else hook(args)
 
 
 def as_table(config: dict) -> str:
@@ -270,9 +283,13 @@ class Trackers:
 
     def summarize(self, metrics: dict) -> None:
         """What is to stand in the overview of runs that are done: `metrics` is the last line."""
-        lines = whole_lines(self.file)
-        stories = [(line["step"], s["prompt"], s["text"]) for line in lines for s in line.get("samples", ())]
-        self._each(metrics, lambda tracker: tracker.summarize(metrics, stories))
+
+        def tell(tracker):
+            lines = whole_lines(self.file)
+            stories = [(line["step"], s["prompt"], s["text"]) for line in lines for s in line.get("samples", ())]
+            tracker.summarize(metrics, stories)
+
+        self._each(metrics, tell)
 
     def _each(self, metrics: dict, tell: Callable) -> None:
         for tracker in [*self.open]:

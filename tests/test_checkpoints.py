@@ -208,7 +208,7 @@ def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
     monkeypatch.setattr(endings, "LISTENERS", [])
 
     def leave(exit_code):
-        monkeypatch.setattr(endings, "ENDING", threading.Event())
+        monkeypatch.setattr(endings, "ENDING", [])
         endings.announce(exit_code)
         endings.LISTENERS.clear()
 

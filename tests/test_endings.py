@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from harness import endings
+from harness import endings, heartbeats
 
 
 @pytest.fixture(autouse=True)
 def listeners(monkeypatch):
     monkeypatch.setattr(endings, "LISTENERS", [])
-    monkeypatch.setattr(endings, "ENDING", threading.Event())
+    monkeypatch.setattr(endings, "ENDING", [])
     return endings.LISTENERS
 
 
@@ -21,6 +21,23 @@ def test_every_listener_hears_the_exit_code_once(listeners):
     endings.announce(143)
     endings.announce(1)
     assert sorted(heard) == [("first", 143), ("second", 143)]
+
+
+def test_no_other_thread_leaves_or_goes_on_before_the_first_one_has_left(listeners):
+    listening, heard = threading.Event(), []
+    listeners.append(lambda code: (listening.wait(), heard.append(code)))
+    first = threading.Thread(target=endings.announce, args=(130,), daemon=True)
+    first.start()
+    while not endings.ENDING:
+        time.sleep(0.01)
+    others = [(endings.announce, (0,)), (heartbeats.at, ("forward", 7)), (endings.announce, (1, 0.1))]
+    others = [threading.Thread(target=call, args=arguments, daemon=True) for call, arguments in others]
+    for other in others:
+        other.start()
+    listening.set()
+    first.join(30)
+    assert heard == [130]
+    assert all(other.is_alive() for other in others)
 
 
 def test_one_that_fails_or_hangs_keeps_nobody(listeners):

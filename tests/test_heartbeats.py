@@ -179,6 +179,5 @@ def test_a_store_that_cannot_be_reached_is_named():
 
 def test_a_rank_that_ends_is_not_ended_for_what_it_still_waits_for(monkeypatch):
     """An upload at the end may take longer than ranks wait for each other."""
-    monkeypatch.setattr(endings, "ENDING", threading.Event())
-    endings.ENDING.set()
+    monkeypatch.setattr(endings, "ENDING", [(0, threading.current_thread())])
     heartbeats.Heartbeats.run(types.SimpleNamespace(interval=0.0))  # which knows of no launcher, clock or store

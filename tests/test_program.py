@@ -195,7 +195,9 @@ def test_the_run_can_be_read_back_from_tensorboard(demo):
         tag: [event.step for event in steps.Tensors(f"{tag}/text_summary")] for tag in ("config", "stories", "ending")
     }
     assert texts == {"config": [0], "stories": [6, 12], "ending": [12]}
-    assert steps.Tensors("ending/text_summary")[0].tensor_proto.string_val == [b"done after step 12, exit code 0"]
+    assert steps.Tensors("ending/text_summary")[0].tensor_proto.string_val == [
+        b"done, exit code 0; the last row is of step 12"
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

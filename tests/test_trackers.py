@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 from subprocess import DEVNULL
@@ -102,7 +101,7 @@ def begin(tmp_path, monkeypatch):
 
 
 def end(exit_code, monkeypatch) -> None:
-    monkeypatch.setattr(endings, "ENDING", threading.Event())
+    monkeypatch.setattr(endings, "ENDING", [])
     endings.announce(exit_code)
     endings.LISTENERS.clear()
 
