@@ -119,7 +119,16 @@ def test_habits_in_a_config_as_old_models_have_them_become_a_generation_config(d
     AutoConfig.from_pretrained(tmp_path / "export").save_pretrained(tmp_path / "again")
 
 
-@pytest.mark.parametrize("content, why", [("{", "Expecting"), ("[1]", "no JSON object")])
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        ("{", "Expecting"),
+        ("[1]", "no JSON object"),
+        ("[" * 200_000, "recursion"),
+        ('{"max_new_tokens": 0}', "greater than 0"),
+        ('{"eos_token_id": "2"}', "no token id"),
+    ],
+)
 def test_habits_that_cannot_be_read_are_said_and_cost_no_export(device, source, tmp_path, capsys, content, why):
     shutil.copytree(source, tmp_path / "broken")
     (tmp_path / "broken" / "generation_config.json").write_text(content)
