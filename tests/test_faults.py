@@ -155,7 +155,7 @@ def test_exit_codes_are_the_documented_ones(in_a_fork, tmp_path):
     found = in_a_fork(endings, tmp_path / "runs")
     assert {what: code for what, (code, _) in found.items()} == {what: code for what, (code, _) in expected.items()}
     starts = json.loads((tmp_path / "runs" / "out" / "r" / "config.json").read_text())["starts"]
-    assert [start.get("exit_code") for start in starts] == [0, 3, 143, 143, 1, None, 1]  # the disk was full for one
+    assert [start.get("exit_code") for start in starts] == [0, 0, 3, 3, 143, 143, 1, None, 1]  # one: a full disk
     for what, (code, output) in found.items():
         assert expected[what][1] in output
         assert output.count("train_fsdp.py: error: ") == (code in (1, 2, 3))
