@@ -49,7 +49,7 @@ def test_a_run_on_two_nodes_survives_a_killed_rank_and_a_killed_launcher(device,
 
     with nodes.two_nodes(tmp_path) as two, log.open("a") as output:
         launched = [launch(node, flags, output) for node in two]
-        wait_until(lambda: steps() > 10, launched)
+        wait_until(lambda: any(folder.glob("checkpoints/step-*")), launched)
         torchrun_of(launched[1]).children()[0].kill()
         wait_until(lambda: starts() >= 1 and steps() > 30, launched)
         before = steps()
