@@ -14,11 +14,13 @@ import signal
 import sys
 import warnings
 
-from harness import versions
+from harness import console, versions
 
+if __name__ == "__main__":
+    console.never_fail()
 versions.refuse_old_python()  # which could not read the next import
 
-from harness.settings import PROFILED_STEPS, Settings, parse_args, warn
+from harness.settings import PROFILED_STEPS, Settings, one_line, parse_args, warn
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = parse_args()
@@ -31,6 +33,7 @@ if __name__ == "__main__":  # before the heavy imports, which take seconds, warn
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all
         warnings.filterwarnings("ignore")
         os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is 30 lines of warnings otherwise
         for noisy in ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9, which the new one would override
@@ -71,13 +74,14 @@ from harness import (
     preflight,
     report,
     samples,
+    saved,
     streaming,
     trackers,
 )
 from harness.advice import as_flags, memory_savers
 from harness.checkpoints import TrainState
-from harness.collectives import leave_out_copies
-from harness.corpora import load_data
+from harness.collectives import leave_out_copies, make_replicas_equal
+from harness.corpora import load_data, opening
 from harness.endpoint import Endpoint
 from harness.export import export, step_of_export
 from harness.health import KernelClock
@@ -89,7 +93,9 @@ from harness.processes import (
     columns,
     fail,
     leave,
+    limit_waiting,
     on_main_rank,
+    open_store,
     say,
     say_story,
     start_processes,
@@ -114,6 +120,10 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     settings = dataclasses.replace(settings, sequence_length=sequence_length)
     attention, fused_loss = models.choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, compile=compiled, attention=attention, fused_loss=fused_loss)
+    models.check_float8(settings)
+    if settings.num_workers is None:  # cached windows take no work, and a process more takes a core that computes
+        workers = 1 if torch.cuda.is_available() or settings.streaming else 0
+        settings = dataclasses.replace(settings, num_workers=workers)
     if settings.batch_size == "auto" and not settings.plan:  # a plan looks for it itself
         batch_size = on_main_rank(lambda: own_plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=batch_size)
@@ -131,7 +141,9 @@ def build_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
         raise UserError(f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks")
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    limit_waiting(*mesh.get_all_groups())
+    return mesh
 
 
 def reshards_early(settings: Settings) -> bool:
@@ -145,7 +157,8 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     """Builds the model sharded: on the meta device first, then one decoder layer after the other made real and cut.
 
     No rank ever holds more than one whole layer beside its shards (and, for a moment, embedding and head). Every rank
-    draws the same random numbers in the same order, so the weights do not depend on world size or sharding.
+    draws the same random numbers in the same order, so the weights do not depend on world size or sharding; replicas
+    are made equal even where their GPUs draw others.
     """
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     dtype = torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
@@ -157,7 +170,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     if settings.init == "pretrained" and read_weights:
         weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
     if settings.precision == "fp8":
-        convert_to_fp8 = models.fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.plan)
+        convert_to_fp8 = models.fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.compile)
     if settings.activation_memory_budget is not None:
         torch._functorch.config.activation_memory_budget = settings.activation_memory_budget
     if settings.fused_loss:
@@ -199,6 +212,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     # in between.
     shard(model, reshard_after_forward=False)
     leave_out_copies(model, mesh)
+    make_replicas_equal(model, mesh)
     # The optimizer comes after this: made before, it would hold the whole parameters, and states of their size.
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
@@ -276,7 +290,7 @@ def training_batches(settings: Settings, dataset, state: TrainState, device) -> 
         source = {
             "dataset": dataset,
             "batch_sampler": samples.GlobalOrderSampler(len(dataset), *share),
-            "collate_fn": utils.create_collate_fn(dataset.end_of_text),
+            "collate_fn": utils.create_collate_fn(dataset.end_of_text, shift_labels=False),
         }
     cuda, ahead = device.type == "cuda", None
     workers = {"num_workers": settings.num_workers, "worker_init_fn": ignore_signals}
@@ -308,7 +322,7 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
     """
     rank, per_round = dist.get_rank(), settings.batch_size * dist.get_world_size()
     windows = min(len(dataset), settings.eval_steps * per_round or len(dataset))
-    collate = utils.create_collate_fn(dataset.end_of_text)
+    collate = utils.create_collate_fn(dataset.end_of_text, shift_labels=False)
     for first in range(rank * settings.batch_size, ceil(windows / per_round) * per_round, per_round):
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index % windows] for index in indices])
@@ -332,8 +346,8 @@ def evaluating(model: nn.Module):
             module.reshard()
 
 
-def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device) -> float:
-    """Mean loss over every token of the held-out windows."""
+def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device) -> tuple[float, int]:
+    """(mean loss over every token of the held-out windows, how many tokens these are)."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     heartbeats.at("evaluation")
     with evaluating(model):
@@ -343,7 +357,7 @@ def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device
             loss = model(**batch, use_cache=False).loss
             total += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+    return (total[0] / total[1]).item(), int(total[1].item())
 
 
 def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:
@@ -420,7 +434,7 @@ def first_not_finite(metrics: dict, losses: list[float]) -> tuple[int, str] | No
 
 def give_up(job: "Job", step: int, what: str) -> None:
     """Ends a run whose numbers are no numbers any more; what was saved before stays."""
-    newest = max((job.folder / "checkpoints").glob("step-*"), default=None)
+    newest = saved.newest(job.folder)
     kept = f"the newest checkpoint is {newest.name}, from before" if newest else "nothing was saved"
     if job.resumed and step == job.first_step:
         kept = f"the run went on from {job.resumed}: remove that folder, and --resume auto goes on from the one before"
@@ -439,6 +453,7 @@ class Job:
     endpoint: Endpoint
     tokenizer: Any
     prompts: list[str]
+    beginning: str  # of a story, for the summary: the first words of the text
     train_set: Any
     eval_set: Any
     identity: dict  # what a resumed run must have in common with it
@@ -446,10 +461,14 @@ class Job:
     state: TrainState
     resumed: pathlib.Path | None  # the checkpoint that it goes on from
     first_step: int
+    changed: str  # which flags are not those of that checkpoint, in words
 
     def sample(self) -> list[dict[str, str]]:
         """A continuation of each prompt."""
         return [sample(self.settings, text, self.state.model, self.tokenizer, self.device) for text in self.prompts]
+
+    def first_prompt(self) -> str:
+        return self.prompts[0] if self.prompts else self.beginning
 
 
 def prepare(settings: Settings, device: torch.device) -> Job:
@@ -470,8 +489,11 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     settings = resolve(settings, config, found and found[1])
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, models.count_parameters(config), mesh["shard"].size())
-    preflight.check(settings, config, mesh, device, folder, found[1]["step"] if found else 0)
-    train_set, eval_set = load_data(settings, tokenizer, config, accelerator)
+    settings = preflight.check(settings, config, mesh, device, folder, found[1]["step"] if found else 0)
+    train_set, eval_set = load_data(settings, tokenizer, config, accelerator, found and found[1])
+    beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
+    if settings.demo and settings.dataset != "demo" and not prompts and beginning:
+        prompts = [beginning]  # the demo's own is of other stories
     identity = checkpoints.describe_identity(settings, config, tokenizer, train_set)
     changed = checkpoints.compare(settings, identity, found[1]) if found else ""
 
@@ -487,15 +509,23 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, world, peak or 0)
     state = TrainState(model, optimizer, scheduler, tracker)
     if found:
-        state.load(*found)
+        state.load(*found, *on_main_rank(lambda: saved.find_origin(folder, *found)))
         if not state.finite():
             advice = "remove that folder, and --resume auto goes on from the one before"
             raise UserError(f"--resume {found[0]}: it holds values that are infinite or NaN; {advice}", exit_code=1)
     say(report.describe_setup(settings, model, mesh, train_set, counted, peak, verified))
     if found:
         say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
-    data, start = (tokenizer, prompts, train_set, eval_set), (found and found[0], state.step + 1)
-    return Job(settings, device, folder, accelerator, endpoint, *data, identity, flops, state, *start)
+    if state.branched_from:
+        say(columns({"branched": report.describe_origin(state.branched_from)}))
+    data, start = (tokenizer, prompts, beginning, train_set, eval_set), (found and found[0], state.step + 1)
+    return Job(settings, device, folder, accelerator, endpoint, *data, identity, flops, state, *start, changed)
+
+
+def keep_objects() -> None:
+    """What is here now stays: later collections do not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
@@ -506,7 +536,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
     first = state.step + max(settings.perf_warmup_steps, 1) + 1
     profiled = range(first, first + PROFILED_STEPS) if settings.profile else range(0)
     waiting, clock = Waiting(state.model), KernelClock(job.device)
-    unread_losses, metrics, broken, stopped = [], {}, None, False
+    unread_losses, metrics, broken, stopped, evaluated = [], {}, None, False, False
     with contextlib.ExitStack() as trace:
         while state.step < settings.num_steps and not stopped:
             if state.step + 1 in profiled[:1]:
@@ -525,10 +555,14 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
             if step in profiled[-1:]:
                 trace.close()
             reporter.count_step()
+            if step == job.first_step:
+                with tracker.excluded():
+                    keep_objects()  # what the compiler made, more than all that was there before
             speed = {} if step in profiled else tracker.step(tokens, job.flops_per_token, synchronize=logs)
             stop.can_save = True
             stopped = stop.agreed() and not last
-            saves = stopped or (settings.checkpoint_interval and (last or step % settings.checkpoint_interval == 0))
+            falls_due = settings.checkpoint_interval and step % settings.checkpoint_interval == 0
+            saves = stopped or falls_due or (last and settings.keeps_last())
             if saves or logs:
                 losses, norm = read_losses(unread_losses), grad_norm.item()
                 metrics = {"step": step, "loss": losses[-1], "grad_norm": norm}
@@ -542,9 +576,12 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
                 stories = []
                 if evaluates and not broken:
                     with tracker.excluded():
-                        metrics["eval_loss"] = evaluate(settings, state.model, job.eval_set, job.device)
+                        metrics["eval_loss"], _ = evaluate(settings, state.model, job.eval_set, job.device)
                         if not last:
                             stories = job.sample()
+                        if not evaluated:
+                            keep_objects()  # the compiler again, for passes without gradients
+                            evaluated = True
                     broken = first_not_finite(metrics, losses)
                 heartbeats.at("log")
                 reporter.log(metrics, tracker.get_print_message(metrics), stories)
@@ -553,6 +590,8 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
             if broken:
                 saver.finish()
                 give_up(job, *broken)
+            if step == job.first_step and not saves:
+                saver.prepare(state)
             if saves:
                 heartbeats.at("save")
                 with tracker.excluded():
@@ -571,18 +610,21 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
         metrics |= own_plan.predicted_figures(planned)
     stories = job.sample()
     reporter.end(metrics, stories)
-    say(report.summarize(metrics, job.folder, state.elapsed))
+    say(report.summarize(metrics, job.folder, state))
     if stories:
         say_story("\n" + report.describe_stories(stories))
     if settings.memory_snapshot:
         report.dump_memory(job.folder)
     if settings.export:
         export(settings, state, job.tokenizer)
-    say(report.next_commands(settings, job.folder, job.tokenizer is not None, reporter.page))
+    say(report.next_commands(settings, job.folder, job.first_prompt(), reporter.page))
     if saver.failures:
-        raise UserError(f"--checkpoint-interval: {saver.failures} checkpoints could not be saved, see above", 1)
+        flag = "--checkpoint-interval" if settings.checkpoint_interval else "--final-checkpoint"
+        raise UserError(f"{flag}: {saver.failures} checkpoints could not be saved, see above", 1)
     if reporter.failed or reporter.moved:
-        raise UserError(f"--output-dir: {job.folder / 'metrics.jsonl'} could not be written, see above", 1)
+        waiting = len(reporter.file.waiting)
+        lost = f"{waiting} lines are lost" if waiting else "see above"
+        raise UserError(f"--output-dir: {job.folder / 'metrics.jsonl'} could not be written, {lost}", 1)
     on_main_rank(lambda: report.check_gates(settings, metrics))
     return 0
 
@@ -602,33 +644,40 @@ def nothing_to_train(job: Job) -> int:
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(job.folder)
-        report.record_start(job.folder, job.state.step)
+        report.record_start(job.folder, job.state)
     metrics = on_main_rank(lambda: report.finish_metrics(job.settings, job.folder, job.state))
     page = report.write_page(job.folder) if dist.get_rank() == 0 else None
     if stories := job.sample():
         say_story(report.describe_stories(stories))
     if job.settings.export:
         export(job.settings, job.state, job.tokenizer)
-    say(report.next_commands(job.settings, job.folder, job.tokenizer is not None, page))
+    say(report.next_commands(job.settings, job.folder, job.first_prompt(), page))
     on_main_rank(lambda: report.check_gates(job.settings, metrics))
     return 0
 
 
-def without_training(settings: Settings, device: torch.device) -> int:
-    """--num-steps 0: from a checkpoint, or from --init pretrained, to --export and stories; no data, no optimizer."""
+def without_training(settings: Settings, device: torch.device, stdout) -> int:
+    """--num-steps 0: from a checkpoint, or from --init pretrained, to a held-out loss, stories, --export."""
     if settings.export:
         on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
     config = on_main_rank(lambda: models.load_config(settings.model))
     tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
     prompts = on_main_rank(lambda: models.read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, pathlib.Path())
-    settings = resolve(settings, config)
+    settings, held_out = resolve(settings, config), None
+    if settings.eval_interval:
+        same = found and found[1]["flags"]["dataset"] == settings.dataset  # then by the rules of its run
+        accelerator = Accelerator(cpu=device.type == "cpu")
+        _, held_out = load_data(settings, tokenizer, config, accelerator, found[1] if same else None)
     if found:
         checkpoints.compare(settings, checkpoints.describe_identity(settings, config), found[1])
     state = TrainState(build_model(settings, config, mesh, read_weights=not found))
     if found:
         state.load(*found)
         say(f"loaded     {found[0]}, step {found[1]['step']:,}")
+    if held_out:
+        loss, tokens = evaluate(settings, state.model, held_out, device)
+        report.say_evaluation(settings, loss, tokens, found and found[1]["step"], stdout)
     for prompt in prompts:
         say_story("\n" + report.describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
@@ -639,7 +688,8 @@ def without_training(settings: Settings, device: torch.device) -> int:
 def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
     if settings.num_steps == 0:
-        return without_training(settings, device)
+        with report.only_json_on_stdout(settings) as stdout:
+            return without_training(settings, device, stdout)
     if exported := on_main_rank(lambda: step_of_export(settings)):
         say(f"done       nothing to do: {settings.export} holds this run after step {exported:,}")
         return 0
@@ -647,13 +697,12 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)
     with contextlib.ExitStack() as cleanup:
-        reporter = report.Report(job.settings, job.accelerator, job.endpoint, job.folder, job.state)
+        reporter = report.Report(job.settings, job.accelerator, job.endpoint, job.folder, job.state, job.changed)
         cleanup.callback(reporter.close)
         saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         planned = cleanup.enter_context(own_plan.beside(job.settings, device))
-        gc.collect()
-        gc.freeze()  # what is here now stays; cycles are collected at log lines, as a collection in the middle of a
-        gc.disable()  # step stops one rank while all wait for it
+        keep_objects()
+        gc.disable()  # cycles are collected at log lines: in the middle of a step one rank stops and all wait for it
         cleanup.callback(gc.enable)
         metrics, stopped = train(job, reporter, saver, stop)
         return leave_early(job, reporter, saver, stop) if stopped else finish(job, reporter, saver, planned, metrics)
@@ -674,20 +723,22 @@ def main(settings: Settings) -> None:
             StopRequest(settings)  # for Ctrl-C
             return measure(settings, RECIPE)
         stop = StopRequest(settings)
-        device = start_processes(settings.timeout_minutes)
-        watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, stop)
+        store = open_store(settings.timeout_minutes)
+        watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, store)
+        device = start_processes(settings.timeout_minutes, store)
+        watch.meet()
         exit_code = run(settings, device, stop)
         stop_processes(stop)
         leave(exit_code)
     except UserError as error:
-        fail(f"train_fsdp.py: error: {error}", error.exit_code)
+        fail(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code, as_json=settings.json)
     except torch.cuda.OutOfMemoryError as error:
         savers = ", ".join(as_flags(changes) for changes in memory_savers(settings)[:3])
-        fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {savers}.", 1)
+        fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {savers}.", 1, as_json=settings.json)
     except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
         if gone := watch and watch.explain(error):
-            fail(f"train_fsdp.py: error: {gone}", 1, patience=0)
-        fail(traceback.format_exc(), 1)
+            fail(f"train_fsdp.py: error: {gone}", 1, patience=0, as_json=settings.json)
+        fail(traceback.format_exc(), 1, as_json=settings.json)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import codecs
 import contextlib
 import copy
 import csv
+import fnmatch
 import functools
 import glob
 import hashlib
@@ -58,7 +59,8 @@ class NoSplitError(UserError):
 
 # ---- Data: documents are tokenized once into one flat, memory-mapped token array and read back as windows ------------
 
-DATA_SUFFIXES = (".jsonl", ".txt", ".md", ".parquet")  # compressed too: .jsonl.gz, .txt.zst
+DATA_SUFFIXES = (".jsonl", ".txt", ".md", ".parquet")  # in any case, and compressed: .TXT, .jsonl.gz
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: what Arrow calls it
 SPLITS = {"train": "train(ing)?", "validation": "valid(ation)?|val|dev", "test": "test(ing)?|eval(uation)?"}
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text file, as in the original TinyStories files
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
@@ -96,19 +98,113 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
 
 def kind_of(path) -> str:
     """The one of DATA_SUFFIXES that a data file has, whether compressed or not; empty for other files."""
-    return next((suffix for suffix in DATA_SUFFIXES if re.sub(r"\.(gz|zst)$", "", str(path)).endswith(suffix)), "")
+    name, packed = os.path.splitext(str(path).lower())
+    if packed not in COMPRESSIONS:
+        name += packed
+    return next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), "")
+
+
+def place_of(path) -> tuple:
+    """What two names of the same file or folder have in common."""
+    status = os.stat(path)
+    return (status.st_dev, status.st_ino) if status.st_ino else (os.path.realpath(path),)
+
+
+def walk(top: pathlib.Path, left_out: dict[pathlib.Path, str]) -> Iterator[tuple[pathlib.Path, list[str]]]:
+    """(folder, the names in it) of a folder and all below it, without hidden ones. Each real folder comes once, by a
+    path without links where there is one; `left_out` gets the others, and those that cannot be read, with the reason.
+    """
+    folders, links, entered = [top], [], {}
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(links.index(min(links)))
+        try:
+            place = place_of(folder)
+            if place in entered:
+                left_out[folder] = f"the same as {os.path.relpath(entered[place], top)}"
+                continue
+            entered[place] = folder
+            names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        except OSError as error:
+            left_out[folder] = error.strerror
+            continue
+        for path in filter(os.path.isdir, (folder / name for name in names)):
+            (links if path.is_symlink() else folders).append(path)
+        yield folder, names
+
+
+def match(folder: pathlib.Path, parts: list[str]) -> Iterator[pathlib.Path]:
+    """What the parts of a pattern match in a folder, as `glob` does, but ** enters each real folder once: a link to a
+    folder above would never end."""
+    if not parts:
+        yield folder
+        return
+    first, *rest = parts
+    if first == "**":
+        for below, _ in walk(folder, {}):
+            yield from match(below, rest or ["*"])
+    elif glob.has_magic(first):
+        with contextlib.suppress(OSError):
+            names = sorted(fnmatch.filter(os.listdir(folder), first))
+            for name in names:
+                if first.startswith(".") or not name.startswith("."):
+                    yield from match(folder / name, rest)
+    elif os.path.lexists(folder / first):
+        yield from match(folder / first, rest)
+
+
+def find_files(dataset: str) -> tuple[list[pathlib.Path], list[str]]:
+    """The data files of a local file, folder or pattern, each real file once, and what else is there and is not read,
+    in words. Hidden files are not looked at. None of either when `dataset` is a hub id."""
+    top, left_out = pathlib.Path(dataset), {}
+    is_pattern = glob.has_magic(dataset) and not os.path.exists(dataset)
+    if is_pattern:
+        found = list(match(pathlib.Path(top.anchor), list(top.relative_to(top.anchor).parts)))
+        if "**" not in top.parts:
+            left_out |= dict.fromkeys(filter(os.path.isdir, found), "a folder")
+        found = [path for path in found if not os.path.isdir(path)]
+    elif os.path.isdir(top):
+        found = [folder / name for folder, names in walk(top, left_out) for name in names]
+        found = [path for path in found if not os.path.isdir(path)]
+    else:
+        found = [top] if os.path.exists(top) else []
+    files: dict[tuple, pathlib.Path] = {}
+    for path in sorted(found, key=lambda path: (path.is_symlink(), path)):
+        if not kind_of(path) or (path != top and path.name.lower() == "readme.md"):
+            left_out[path] = ""
+        elif not os.path.exists(path):
+            left_out[path] = "a broken link" if path.is_symlink() else "cannot be read"
+        elif not os.path.isfile(path):
+            left_out[path] = "no regular file"
+        elif (first := files.setdefault(place_of(path), path)) != path:
+            left_out[path] = f"the same as {os.path.relpath(first, top) if os.path.isdir(top) else first}"
+    named = []
+    for path, why in sorted(left_out.items()):
+        name = os.path.relpath(path, top) if os.path.isdir(top) else str(path)
+        name = name if name.isprintable() else ascii(name)
+        named.append(f"{name} ({why})" if why else name)
+    return sorted(files.values()), named
+
+
+def shortened(names: list[str], count: int = 5) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
 
 
 def local_files(dataset: str) -> list[pathlib.Path]:
-    """The data files of a local file, folder or pattern, without hidden ones; none when `dataset` is a hub id."""
-    path, pattern = pathlib.Path(dataset), glob.has_magic(dataset) and not os.path.exists(dataset)
-    below = [*glob.iglob("**/*", root_dir=path, recursive=True)] if path.is_dir() else [""] * path.exists()
-    found = [*map(pathlib.Path, glob.iglob(dataset, recursive=True))] if pattern else [path / name for name in below]
-    files = sorted(f for f in found if kind_of(f) and f.is_file() and (f == path or f.name != "README.md"))
-    if path.exists() and not files:
-        raise UserError(f"--dataset {dataset}: needs {'/'.join(DATA_SUFFIXES)} files, which may be .gz or .zst")
-    if not files and (kind_of(path) or pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1):
-        raise UserError(f"--dataset {dataset}: no such {'files' if pattern else 'file or folder'}")
+    """The data files of a local file, folder or pattern; none when `dataset` is a hub id. A UserError where a path or a
+    pattern leads to none."""
+    files, left_out = find_files(dataset)
+    is_pattern, exists = glob.has_magic(dataset), os.path.exists(dataset)
+    if not files and (exists or left_out):
+        seen = f"there is only {shortened(left_out)}" if left_out else "it is empty"
+        if not os.path.isdir(dataset) and exists:
+            seen = "convert it"
+        suffixes, packed = "/".join(DATA_SUFFIXES), "/".join(COMPRESSIONS)
+        raise UserError(f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}")
+    looks_local = kind_of(dataset) or is_pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1
+    if not files and looks_local:
+        raise UserError(f"--dataset {dataset}: no such {'files' if is_pattern else 'file or folder'}")
     return files
 
 
@@ -169,14 +265,25 @@ def load_documents(dataset: str, split: str, subset: str | None = None, streamin
         raise kind(f"--dataset {dataset}, split {split!r}: cannot be read ({said})") from error
 
 
-def choose_field(source: Any, names: list[str], text_field: str) -> str:
+Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
+DEFAULT_FIELD = ("input_ids", "text")
+
+
+def names_of(text_field: Field) -> tuple[str, ...]:
+    return (text_field,) if isinstance(text_field, str) else text_field
+
+
+def choose_field(source: Any, names: list[str], text_field: Field) -> str:
     """The column that is trained on."""
-    if field := next((name for name in ("input_ids", text_field) if name in names), None):
+    wanted = names_of(text_field)
+    if field := next((name for name in wanted if name in names), None):
         return field
-    raise UserError(f"--text-field {text_field}: no such field in {source} (fields: {', '.join(names)})")
+    raise UserError(f"--text-field {wanted[-1]}: no such field in {source} (fields: {', '.join(names)})")
 
 
-def hub_records(rows, source: str, text_field: str, counts: Counter, whole: bool = False) -> Iterator[tuple[Any, str]]:
+def hub_records(
+    rows, source: str, text_field: Field, counts: Counter, whole: bool = False
+) -> Iterator[tuple[Any, str]]:
     """(value, its field) of each row of a `datasets.Dataset` or `IterableDataset`; `counts` gets how many are read."""
     for table in rows.with_format("arrow").iter(1000):
         field = choose_field(source, table.column_names, text_field)
@@ -185,7 +292,7 @@ def hub_records(rows, source: str, text_field: str, counts: Counter, whole: bool
         yield from ((value, field) for value in values)
 
 
-def file_records(file: pathlib.Path, text_field: str, counts: Counter, whole=False) -> Iterator[tuple[Any, str]]:
+def file_records(file: pathlib.Path, text_field: Field, counts: Counter, whole=False) -> Iterator[tuple[Any, str]]:
     """(value, its field) of each record of a local file: of a .jsonl the lines, of a text file the parts between marks.
     `counts` gets how many bytes are read. What cannot be read is an UnreadableError."""
     kind, before, rest = kind_of(file), counts["read"], ""
@@ -214,7 +321,7 @@ def file_records(file: pathlib.Path, text_field: str, counts: Counter, whole=Fal
 
 def open_text(file: pathlib.Path, raw) -> io.TextIOWrapper:
     """The text of an open data file, unpacked; bytes that are not UTF-8 are marked, line ends are newlines."""
-    if codec := {".gz": "gzip", ".zst": "zstd"}.get(file.suffix):
+    if codec := COMPRESSIONS.get(file.suffix.lower()):
         import pyarrow
 
         raw = pyarrow.input_stream(raw, compression=codec)
@@ -224,29 +331,38 @@ def open_text(file: pathlib.Path, raw) -> io.TextIOWrapper:
 def values_of(column, whole: bool) -> list:
     """The values of an Arrow column: token ids as arrays, or one array if `whole`; text marked where it is not UTF-8,
     which Arrow does not check."""
-    if re.search("list<.*: u?int", str(column.type)):
-        column = column.combine_chunks() if hasattr(column, "chunks") else column
-        if not (column.null_count or (ids := column.flatten()).null_count):
-            ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))[:-1]
-            return np.split(ids.to_numpy(zero_copy_only=False), [] if whole else ends)
+    import pyarrow.compute
+    from pyarrow import types
+
+    column = column.combine_chunks() if hasattr(column, "chunks") else column
+    kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    if any(is_kind(column.type) for is_kind in kinds) and types.is_integer(column.type.value_type):
+        ids = column.flatten()
+        if not (column.null_count or ids.null_count):
+            ids = ids.to_numpy(zero_copy_only=False)
+            if 0 <= ids.min(initial=0) <= ids.max(initial=0) < 2**32:  # else each row is looked at by itself
+                ends = np.cumsum(pyarrow.compute.list_value_length(column).to_numpy(zero_copy_only=False))[:-1]
+                return np.split(ids, [] if whole else ends)
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
         return [value and value.decode(errors="mark") for value in column.cast("binary").to_pylist()]
 
 
-def read_record(value: Any, field: str, text_field: str = "text") -> str | list[int] | np.ndarray | None:
+def read_record(value: Any, field: str, text_field: Field = DEFAULT_FIELD) -> str | list[int] | np.ndarray | None:
     """The text or token ids of a record, or None for a bad one, which has neither.
 
     `field` is the column of `value`, or the kind of its file, .jsonl for a line of one, .txt for a document.
     """
     if field == ".jsonl":
+        if not value.strip():
+            return []  # a blank line is no document
         try:
-            record = json.loads(value) if value.strip() else {"input_ids": []}  # a blank line is no document
+            record = json.loads(value)
         except (ValueError, RecursionError):
             return None
         record = record if isinstance(record, dict) else {}
-        field = "input_ids" if "input_ids" in record else text_field
+        field = next((name for name in names_of(text_field) if name in record), names_of(text_field)[-1])
         value = record.get(field)
     if isinstance(value, np.ndarray):
         return value
@@ -259,7 +375,7 @@ def read_record(value: Any, field: str, text_field: str = "text") -> str | list[
     return value if good else None
 
 
-def read_documents(records: Iterator, source: Any, text_field: str, skip_bad: bool, counts: Counter) -> Iterator:
+def read_documents(records: Iterator, source: Any, text_field: Field, skip_bad: bool, counts: Counter) -> Iterator:
     """The documents in `records` of `source`, texts or token ids. `counts` gets the numbers of empty ones and of bad
     records that `skip_bad` left out; else the first of these is an UnreadableError."""
     for value, field in records:
@@ -414,12 +530,12 @@ def get_dataset(
     seq_len: int,
     accelerator=None,
     dataset: str = "roneneldan/TinyStories",
-    split: str = "train[:5%]",
+    split: str | None = None,
     vocab_size: int | None = None,
     cache_dir: str | os.PathLike | None = None,
     skip_bad_records: bool = False,
     check_whole: bool = False,
-    text_field: str = "text",
+    text_field: Field = DEFAULT_FIELD,
     subset: str | None = None,
     progress: Callable[[Counter, int], None] = lambda counts, total: None,
 ) -> PackedDataset:
@@ -432,9 +548,11 @@ def get_dataset(
     Args:
         tokenizer: of transformers; its `eos_token` goes after each document.
         accelerator: the run's `Accelerator`, or None for one process.
-        dataset: hub id, with its `subset` if it has several, or a local file, folder or pattern (`local_files`).
+        dataset: hub id, with its `subset` if it has several, or a local file, folder or pattern (`find_files`).
+        split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
+        text_field: column of the text, or of token ids where it is `input_ids`; of several the first that is there.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is an UnreadableError.
         check_whole: compare a cache with its checksum even if it has not changed since that was last done.
         progress: is told while tokenizing the counts so far (documents, tokens, read) and what "read" will reach.
@@ -460,7 +578,8 @@ def get_dataset(
         hub = None if files else load_documents(dataset, split, subset)
         content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files] or hub._fingerprint
         vocabulary = (vocabulary_of(tokenizer), end_of_text, vocab_size)
-        identity = json.dumps([2, dataset, split, content, text_field, *vocabulary])
+        fields = [text_field] if isinstance(text_field, str) else text_field[-1]  # tokens of another column
+        identity = json.dumps([2, dataset, split, content, fields, *vocabulary])
         path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
         check = functools.partial(check_cache, path, skip_bad_records, check_whole)
         counts, wrong = check()
@@ -478,14 +597,20 @@ def get_dataset(
                 raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
         return path, counts
 
-    def prepare() -> tuple[pathlib.Path, int, int | None, dict]:
+    def prepare() -> tuple:
         files = local_files(dataset)
-        name, bounds = parse_split(split) if files else (split, [])
+        part = split
+        if part is None:
+            part = "train" if files else "train[:5%]"
+        name, bounds = parse_split(part) if files else (part, [])
         path, counts = cached(files and files_of_split(dataset, name, files), name)
         tokens = np.memmap(path, token_dtype(vocab_size), mode="r")
-        return path, *(cut_positions(bounds, tokens, end_of_text) if bounds else (0, None)), counts
+        first, last = cut_positions(bounds, tokens, end_of_text) if bounds else (0, None)
+        return path, first, last, counts, part
 
-    path, first, last, counts = from_main_process(prepare, accelerator is None or accelerator.is_local_main_process)
+    path, first, last, counts, split = from_main_process(
+        prepare, accelerator is None or accelerator.is_local_main_process
+    )
     packed = pack(np.memmap(path, token_dtype(vocab_size), mode="r")[first:last], seq_len, dataset, split)
     packed.path, packed.counts = path, counts
     return packed
@@ -500,22 +625,27 @@ def pack(tokens: np.ndarray, seq_len: int, dataset: str, split: str) -> PackedDa
     return packed
 
 
-def create_collate_fn(end_of_text: int | None = None) -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]:
-    """Makes a batch of windows: `input_ids` and `labels`, both int64 of shape (batch, seq_len).
+def create_collate_fn(
+    end_of_text: int | None = None, shift_labels: bool = True
+) -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]:
+    """Makes a batch of windows: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
 
-    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`. With `end_of_text` there
-    are `position_ids` too, which begin again at 0 after each such token.
+    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`. A plain transformers
+    model would shift `labels` once more; it takes `shift_labels` as they are, but for families that ignore them:
+    prophetnet. With `end_of_text` there are `position_ids` too, which begin again at 0 after each such token.
     """
 
     def collate(windows: list[np.ndarray]) -> dict[str, torch.Tensor]:
         tokens = np.stack(windows).astype(np.int64)
         batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+        if shift_labels:
+            batch["shift_labels"] = batch["labels"]
         if end_of_text is not None:
             positions = np.arange(tokens.shape[1] - 1)
             starts = np.zeros_like(batch["input_ids"])  # of the document that each token belongs to
             starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, positions[1:], 0)
             batch["position_ids"] = positions - np.maximum.accumulate(starts, axis=1)
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()}
+        return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}  # one row would share its memory
 
     return collate
 

@@ -4,6 +4,7 @@
     python benchmarks/bench.py gpu --only ladder       the published settings, then one change after another
     python benchmarks/bench.py gpu --only memory       memory against speed; likewise scale, loss, ranks
     python benchmarks/bench.py compare                 against the programs in benchmarks/peers
+    python benchmarks/bench.py compare --cpu           the same with the demo model on a CPU: what is level there
     python benchmarks/bench.py plot                    the plots again, from the JSON files
     python benchmarks/bench.py gpu --only ladder --rehearse     the same path with the demo model on the CPU
 
@@ -51,6 +52,7 @@ class Config:
     ranks: int = 0  # 0: as many as the suite has
     same_loss_as: str = ""  # the configuration with whose last loss its own must agree, or it did other work
     cold: bool = False  # the compiler's cache is empty
+    env: dict = field(default_factory=dict)  # variables that are set for it
 
     def words(self) -> list[str]:
         words = self.program.split()
@@ -257,11 +259,58 @@ def peers() -> tuple:
     return "the same model, batch and tokens in other programs", "tokens_per_sec_per_gpu", pairs, configs
 
 
+def peers_cpu(ranks: int, tokens: int, env: dict) -> tuple:
+    """The same weights, windows, optimizer and number of steps in every program, fp32, without a compiler. With one
+    process the losses must agree; with two the peers print one rank's loss, train_fsdp.py that of both."""
+    size = {"batch_size": tokens // 256 // ranks, "num_steps": 32768 // tokens + 12, "perf_warmup_steps": 4}
+    options = SAME | TOKENS | size | {"sequence_length": 256, "precision": "fp32", "compile": False}
+    plain = {"tokenizer": "assets/demo", "init": "pretrained", "lr_scheduler": "constant", "precision": "fp32"}
+    ours = DEMO | SAME | size | plain
+    fabric = "benchmarks/peers/lightning_fabric.py"
+    configs, first = {}, ""
+    if ranks == 1:
+        first = "bare loop"
+        bare = SAME | TOKENS | size | {"warmup_steps": 4}
+        bare.pop("perf_warmup_steps")
+        configs[first] = Config(BARE, bare)
+    configs["Trainer"] = Config("benchmarks/peers/hf_trainer.py", options)
+    configs["accelerate"] = Config("benchmarks/peers/accelerate_fsdp2.py", options)
+    configs["Fabric"] = Config(fabric, options | {"strategy": "ddp"})
+    if ranks > 1:
+        configs["Fabric, FSDP2"] = Config(fabric, options | {"strategy": "fsdp2"})
+    configs["bare fully_shard"] = Config("benchmarks/peers/fully_shard_loop.py", options)
+    others = list(configs)
+    configs["train_fsdp.py"] = Config("train_fsdp.py", ours)
+    if ranks > 1:
+        configs["train_fsdp.py, stage 0"] = Config("train_fsdp.py", ours | {"zero_stage": 0})
+    for label, config in configs.items():
+        config.ranks, config.env = ranks, env | {"CUDA_VISIBLE_DEVICES": ""}
+        config.same_loss_as = "" if label == first else first
+    pairs = {f"train_fsdp.py / {other}": ("train_fsdp.py", other, "at least 1") for other in others}
+    if ranks > 1:
+        pairs["stage 0 / accelerate"] = ("train_fsdp.py, stage 0", "accelerate", "at least 1")
+    who = "one process" if ranks == 1 else f"{ranks} ranks"
+    threads = "one thread each" if env or ranks > 1 else "a thread a core"
+    return f"demo model, {who}, {threads}, {tokens:,} tokens a step", "steps_per_sec", pairs, configs
+
+
+def compare_cpu() -> dict[str, tuple]:
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    parts = {}
+    for tokens in (2048, 8192):
+        parts[f"process-{tokens}"] = peers_cpu(1, tokens, {})
+        parts[f"thread-{tokens}"] = peers_cpu(1, tokens, one_thread)
+        parts[f"ranks-{tokens}"] = peers_cpu(2, tokens, one_thread)
+    return parts
+
+
 def parts_of(suite: str, available: int) -> dict[str, tuple]:
     if suite == "cpu":
         return {"harness": harness(), "start": start(), "data": data(), "compile": compiling(), "loss": loss_cpu()}
     if suite == "compare":
         return {"peers": peers()}
+    if suite == "compare-cpu":
+        return compare_cpu()
     parts = {"ladder": ladder(), "memory": memory(), "scale": scale(), "loss": loss_gpu()}
     return parts | ({"ranks": ranks(available)} if available > 1 else {})
 
@@ -278,7 +327,7 @@ def prepare(work: pathlib.Path) -> None:
     """What the bare loop and the part `compile` read: the demo's tokens and first weights (a step with a learning rate
     that changes nothing exports them), and its model with 4 and with 16 layers."""
     first = {"num_steps": 1, "lr": 1e-30, "precision": "fp32", "export": "WORK/start"}
-    execute(Config("train_fsdp.py", DEMO | first), work, 1, 300)
+    execute(Config("train_fsdp.py", DEMO | first), work, 1, 900)
     os.link(next((work / "cache").glob("tokens-*.bin")), work / "tokens.bin")
     demo = json.loads((ROOT / "assets/demo/config.json").read_text())
     for layers in (4, 16):
@@ -300,10 +349,11 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
     with tempfile.TemporaryDirectory(dir=work) as fresh, tempfile.TemporaryFile("w+") as errors:
         words = [word.replace("FRESH", f"{fresh}/fresh").replace("WORK", str(work)) for word in config.words()]
         if config.program == "train_fsdp.py":
-            words += ["--output-dir", fresh, "--run-name", "run"]
+            words += ["--output-dir", fresh, "--run-name", "run", "--no-final-checkpoint"]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if rehearse else {})
         env |= {"TORCHINDUCTOR_CACHE_DIR": f"{fresh}/compiled"} if config.cold else {}
+        env |= config.env
         pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
         began, used = time.perf_counter(), cpu_seconds()
         process = subprocess.Popen(
@@ -517,17 +567,24 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="ranks [all GPUs of this machine, or 1]")
     parser.add_argument("--out", type=pathlib.Path, help="folder of JSON and plots [benchmarks/results]")
     parser.add_argument("--rehearse", action="store_true", help="the demo model on the CPU, to a temporary folder")
+    parser.add_argument("--cpu", action="store_true", help="compare: the demo model on the CPU")
     parser.add_argument("--no-plots", action="store_true", help="figures only; later: bench.py plot")
     args = parser.parse_args()
     args.deadline = time.monotonic() + 60 * args.minutes
-    args.gpus = args.gpus or (1 if args.suite == "cpu" else max(1, torch.cuda.device_count()))
+    if args.cpu:
+        if args.suite != "compare":
+            parser.error(f"--cpu: is for compare; {args.suite} needs no such flag")
+        args.suite = "compare-cpu"
+    on_cpu = args.suite in ("cpu", "compare-cpu")
+    args.gpus = args.gpus or (1 if on_cpu else max(1, torch.cuda.device_count()))
     if "/" not in args.only:
         args.only += "/*"
     out = args.out or (pathlib.Path(tempfile.mkdtemp(prefix="rehearsal-")) if args.rehearse else RESULTS)
     if args.rehearse and out.resolve().is_relative_to(RESULTS):
         parser.error(f"--rehearse: its figures do not belong in {RESULTS}; give another --out")
     if args.suite in ("gpu", "compare") and not (torch.cuda.is_available() or args.rehearse):
-        parser.error(f"{args.suite}: there is no GPU; --rehearse runs it with the demo model on the CPU")
+        more = ", --cpu measures it there" if args.suite == "compare" else ""
+        parser.error(f"{args.suite}: there is no GPU; --rehearse runs it with the demo model on the CPU{more}")
     out.mkdir(parents=True, exist_ok=True)
     if args.suite != "plot":
         run_suite(args, out / f"{args.suite}.json")

@@ -49,7 +49,7 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
     tests = ["-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-s", "-rs", "-p", "no:cacheprovider"]
     measured = ["smollm3-3b", "--sequence-length", "8192"] if not rehearse else ["demo", "--sequence-length", "64"]
     measure = ["train_fsdp.py", "--measure", "--model", *measured, "--zero-stage", "2", "--cache-dir", "OUT"]
-    found = [Step("tests", 3, tests), Step("rates", 2, measure)]
+    found = [Step("tests", 3, tests, ("pytest",)), Step("rates", 2, measure)]
     for suite, part in (
         ("gpu", "ladder"),
         ("compare", "peers"),
@@ -166,11 +166,13 @@ def main() -> None:
         (out / f".{STATE}").replace(out / STATE)
 
     found = steps(1 if args.rehearse else max(1, bench.torch.cuda.device_count()), args.rehearse)
-    for step in found:
+    chosen = [step for step in found if any(fnmatch.fnmatch(step.name, pattern) for pattern in args.only.split(","))]
+    lacking = dict.fromkeys(package for step in chosen for package in step.needs if not find_spec(package))
+    if lacking:
+        print(f"not installed: {', '.join(lacking)}; what needs it is left out", flush=True)
+    for step in chosen:
         before = state.get(step.name, {"state": "left", "tries": 0})
         left, tries = deadline - time.monotonic(), before.get("tries", 0)
-        if not any(fnmatch.fnmatch(step.name, pattern) for pattern in args.only.split(",")):
-            continue
         if before["state"] in ("done", "failed") or tries >= TRIES:
             continue
         if missing := [package for package in step.needs if not find_spec(package)]:

@@ -202,7 +202,7 @@ class Watch:
             def work():
                 if kind == "w":
                     watch.durable[path] = 0
-                return io.BufferedWriter(Raw(path, kind))
+                return io.BufferedWriter(Raw(path, kind)) if buffering else Raw(path, kind)
 
             buffer = watch.perform("open w", path, work)
             return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding, errors, newline)

@@ -24,10 +24,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import utils
-from harness import heartbeats
-from harness.folders import place_of
+from harness import heartbeats, saved
 from harness.processes import say
-from harness.settings import MANIFEST, Settings, checkpoint_folder, no_checkpoint
+from harness.saved import MANIFEST, open_file, place_of, seal
+from harness.settings import Settings, checkpoint_folder, no_checkpoint
 from harness.staging import Stager, like, local_part
 from utils import UserError
 
@@ -54,11 +54,12 @@ class SafeReader(dcp.FileSystemReader):
                     raise pickle.UnpicklingError(f"the index names {module}.{name}")
                 return super().find_class(module, name)
 
-        with open(pathlib.Path(self.path, ".metadata"), "rb") as file:
+        with open_file(pathlib.Path(self.path, ".metadata")) as file:
             metadata = Records(file).load()
-        for record in metadata.storage_data.values():
-            if pathlib.PurePath(record.relative_path).name != record.relative_path:
-                raise pickle.UnpicklingError(f"the index names {record.relative_path}, outside the checkpoint")
+        for name in {record.relative_path for record in metadata.storage_data.values()}:
+            if pathlib.PurePath(name).name != name:
+                raise pickle.UnpicklingError(f"the index names {name}, outside the checkpoint")
+            open_file(pathlib.Path(self.path, name)).close()
         metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -106,8 +107,10 @@ class TrainState:
     elapsed_before: float = 0.0  # seconds from there to the start of this process
     productive_before: float = 0.0  # `productive_seconds` of the processes before
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
+    branched_from: dict | None = None  # as `saved.find_origin` has it, where the run began with another's checkpoint
 
-    NUMBERS = ("step", "samples", "position", "tokens", "started", "run_id")
+    POSITION = ("step", "samples", "position", "tokens")
+    NUMBERS = (*POSITION, "started", "run_id", "branched_from")
 
     def count(self, samples: int, tokens: int) -> None:
         """One more step of a global batch of `samples` with `tokens`."""
@@ -167,8 +170,9 @@ class TrainState:
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer.{name}.{key}", state, local_part(state)
 
-    def load(self, path: pathlib.Path, numbers: dict) -> None:
-        """Takes over a checkpoint that was saved on any number of ranks, in any stage."""
+    def load(self, path: pathlib.Path, numbers: dict, origin: dict | None = None, run_id: str | None = None) -> None:
+        """Takes over a checkpoint that was saved on any number of ranks, in any stage. With `origin` it is another
+        run's, and this one gets `run_id`, if it has one, and begins its own clock and averages."""
         reader, tensors = SafeReader(path), self.tensors()
         own = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
         try:
@@ -185,18 +189,27 @@ class TrainState:
         for name, tensor in tensors.items():
             if name.startswith("rng."):
                 (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
-        self.take(numbers)
+        if origin:
+            self.branched_from, self.run_id = origin, run_id or self.run_id
+            self.take_position(numbers)
+        else:
+            self.take(numbers)
 
     def take(self, numbers: dict) -> None:
         """Takes over what a manifest has."""
-        for name in self.NUMBERS:
-            setattr(self, name, numbers[name])
+        self.take_position(numbers)
+        self.started, self.run_id, self.branched_from = (numbers.get(name) for name in self.NUMBERS[-3:])
         since_then = PROCESS_STARTED - self.started  # by clocks that may have been set, or be another machine's
         self.elapsed_before = max(since_then, numbers.get("elapsed", 0.0))
         if self.tracker:
             self.productive_before = numbers.get("productive", 0.0)
             if numbers["world_size"] == dist.get_world_size():
                 self.tracker.total |= numbers["tracker"]
+
+    def take_position(self, numbers: dict) -> None:
+        """Takes over where a manifest's run was."""
+        for name in self.POSITION:
+            setattr(self, name, numbers[name])
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
             self.scheduler.step()
@@ -216,13 +229,8 @@ def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def seal(manifest: dict) -> str:
-    """Checksum of a manifest by its own content."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 class Checkpoints:
@@ -243,8 +251,9 @@ class Checkpoints:
         self.settings, self.folder, self.device, self.sync_log = settings, folder / "checkpoints", device, sync_log
         self.place = place_of(folder)
         self.run = identity | {"world_size": dist.get_world_size(), "flags": dataclasses.asdict(settings)}
+        self.run["folder"] = str(folder.resolve())
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
-        self.stager = Stager(pinned=device.type == "cuda")
+        self.stager = Stager(device)
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
@@ -253,7 +262,7 @@ class Checkpoints:
     def save(self, state: TrainState, wait: bool = False) -> None:
         """Saves `state`; returns after the copy, or with `wait` when all is on disk. Every rank calls this."""
         start = time.perf_counter()
-        wait = wait or not self.settings.async_checkpoint
+        wait = wait or not self.settings.saves_beside()
         if wait:
             self.finish()
         busy = torch.tensor(int(self.thread is not None and self.thread.is_alive()), device=self.device)
@@ -261,12 +270,21 @@ class Checkpoints:
         if busy.item():
             say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
             return
-        staged = self.stager.stage(state.tensors())
+        # what is waited for is written from where it is: there need be no memory for a copy of all
+        staged = state.tensors() if wait else self.stager.stage(state.tensors())
+        utils.wait_for_device()
         stall = None if wait else time.perf_counter() - start
         self.thread = threading.Thread(target=self._write, args=(staged, state.numbers() | self.run, stall))
         self.thread.start()
         if wait:
             self.finish()
+
+    def prepare(self, state: TrainState) -> None:
+        """Begins to pin the memory from which a later save is written beside the training; called after the first step.
+        Where each save is waited for, no memory is needed."""
+        left = self.settings.num_steps - state.step
+        if self.device.type == "cuda" and self.settings.saves_beside() and self.settings.checkpoint_interval < left:
+            self.stager.prepare(state.tensors())
 
     def finish(self) -> None:
         """Waits for the save that is under way."""
@@ -290,13 +308,13 @@ class Checkpoints:
         start, rank = time.perf_counter(), dist.get_rank()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a new thread has GPU 0
-        final = self.folder / f"step-{manifest['step']:08d}"
+        final = self.folder / saved.name_of(manifest["step"])
         temporary = self.folder / f".{final.name}.writing"
 
         def prepare():
             if place_of(self.folder.parent) != self.place:
                 raise OSError(f"{self.folder.parent} was moved away; move it back")
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
 
@@ -317,7 +335,7 @@ class Checkpoints:
             sync(temporary)
             temporary.rename(final)
             sync(self.folder)
-            older = sorted(path for path in self.folder.glob("step-*") if path.name < final.name)
+            older = [path for path in saved.complete(self.folder.parent) if path.name < final.name]
             for path in older[: max(0, len(older) - self.settings.keep_checkpoints + 1)]:
                 path.rename(path.with_name(f".{path.name}.deleting"))
             remove_leftovers(self.folder.parent)
@@ -341,10 +359,19 @@ class Checkpoints:
 def remove_leftovers(folder: pathlib.Path) -> None:
     """Removes what was being written or deleted when a run was killed; what cannot be removed now, a later save or
     start tries again."""
-    for leftover in folder.glob("checkpoints/.step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in saved.leftovers(folder):
+        remove(leftover)
     with contextlib.suppress(OSError):
         (folder / ".config.json.writing").unlink(missing_ok=True)
+
+
+def remove(path: pathlib.Path) -> None:
+    """Removes a folder with all that is in it, or a file or link; what cannot be removed stays."""
+    if path.is_symlink() or not path.is_dir():
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(path: pathlib.Path) -> None:
@@ -365,19 +392,19 @@ def damage(path: pathlib.Path) -> tuple[dict, str]:
     """(manifest, what is wrong with this checkpoint, empty if nothing). Every rank reads its share of the files."""
     manifest, wrong = {}, ""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest.pop("sha256") != seal(manifest):
-            wrong = f"{MANIFEST} has changed"
+        manifest = saved.read_manifest(path)
         for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
             if pathlib.PurePath(name).name != name:
-                raise ValueError(f"{name} is outside the checkpoint")
+                raise TypeError(f"{name} is outside the checkpoint")
             if not wrong and (path / name).stat().st_size != size:
                 wrong = f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
             if not wrong and sha256(path / name) != checksum:
                 wrong = f"{name} has changed"
     except OSError as error:
         wrong = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except ValueError as error:
+        wrong = str(error)
+    except (TypeError, KeyError, AttributeError):
         wrong = f"{MANIFEST} cannot be read"
     return manifest, next(filter(None, of_all_ranks(wrong)), "")
 
@@ -388,7 +415,7 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
     if resume == "none":
         return None
     auto = resume == "auto"
-    paths = sorted((folder / "checkpoints").glob("step-*"), reverse=True) if auto else [checkpoint_folder(resume)]
+    paths = saved.by_name(folder)[::-1] if auto else [checkpoint_folder(resume)]
     if not auto and (problem := no_checkpoint(resume)):
         raise UserError(f"--resume {resume}: {problem}")
     for path in of_all_ranks(paths)[0]:  # all look at the same ones, so that they stay together
@@ -398,7 +425,19 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
         if not auto:
             raise UserError(f"--resume {resume}: {path.name} is damaged ({wrong}); choose another, or auto")
         say(f"skipped    {path.name} is damaged: {wrong}")
-    return None
+    origin = of_all_ranks(saved.read_origin(folder))[0]
+    return find_branch_point(folder, origin) if origin else None
+
+
+def find_branch_point(folder: pathlib.Path, origin: dict) -> tuple[pathlib.Path, dict]:
+    """The checkpoint at which the run in `folder` branched off, and its manifest: a run that has saved nothing since
+    goes on from there, not from nothing."""
+    path = pathlib.Path(origin["checkpoint"])
+    manifest, wrong = damage(path)
+    if wrong or any(manifest[key] != origin[key] for key in ("run_id", "step")):
+        what = f"it branched off at {path}, saved nothing since, and that is not there any more"
+        raise UserError(f"--resume auto: {folder}: {what}; remove the folder, or choose another --run-name")
+    return path, manifest
 
 
 def describe_identity(settings: Settings, config, tokenizer=None, train_set=None) -> dict:
@@ -412,15 +451,17 @@ def describe_identity(settings: Settings, config, tokenizer=None, train_set=None
             "dataset": train_set.fingerprint(),
             "sequence_length": settings.sequence_length,
             "seed": settings.seed,
-        }
+        } | getattr(train_set, "rules", {})
     return json.loads(json.dumps(identity, default=str))
 
 
 # The flags that say what the tokens and the tokenizer are, of which a manifest has checksums.
+HELD_OUT_BY = ("eval_interval", "eval_split")
 SAID_BY = {
-    "dataset": ("dataset", "dataset_config", "dataset_split", "text_field", "skip_bad_records", "eval_interval"),
+    "dataset": ("dataset", "dataset_config", "dataset_split", "text_field", "skip_bad_records", *HELD_OUT_BY),
     "tokenizer": ("tokenizer", "model", "dataset"),
 }
+SAID_BY |= {"held_out": SAID_BY["dataset"], "corpus": SAID_BY["dataset"]}  # corpus: of a stream, its files
 
 
 def compare(settings: Settings, identity: dict, manifest: dict) -> str:
@@ -429,6 +470,8 @@ def compare(settings: Settings, identity: dict, manifest: dict) -> str:
     defaults = dataclasses.asdict(Settings())  # of flags newer than it
     saved = defaults | manifest["flags"] | manifest
     for key, now in (identity | {"optimizer": settings.optimizer}).items():
+        if key not in saved:  # newer than the checkpoint, which did not compare it
+            continue
         before, flag = saved[key], f"--{key.replace('_', '-')}"
         if before != now:
             if isinstance(now, dict):
@@ -442,8 +485,9 @@ def compare(settings: Settings, identity: dict, manifest: dict) -> str:
                     del pairs["eval_interval"]
                 name = next((name for name, (before, now) in pairs.items() if before != now), "")
                 if not name:
-                    what = f"{settings.dataset} is not" if key == "dataset" else "its vocabulary is not"
-                    raise UserError(f"{flag}: {what} what it was at the checkpoint; {other}")
+                    if key == "tokenizer":
+                        raise UserError(f"{flag}: its vocabulary is not what it was at the checkpoint; {other}")
+                    raise UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {other}")
                 flag, (before, now) = f"--{name.replace('_', '-')}", pairs[name]
             raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {other}")
     told = (

@@ -1,29 +1,33 @@
-"""Collectives: what FSDP2 is given for all-gathers and reduce-scatters in place of its own. Called by the script while
-it shards a model, and by the clock around them (waiting.py). It does not know when they are called."""
+"""Collectives: what FSDP2 does with a group's parameters and gradients where that is not left to it: no copies on a
+rank that shards with nobody, and replicas that begin equal. Called by the script while it shards a model, and by the
+clock around collectives (waiting.py). Independent of when they are called.
 
-from collections.abc import Callable
+What it takes from FSDP2 beside the public functions is the same in torch 2.11 and 2.13; nothing else reaches into it.
+"""
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from harness import optimizers
 
 
-class Collective:
-    """A collective as FSDPModule.set_custom_all_gather and set_custom_reduce_scatter want it."""
-
-    def __init__(self, call: Callable):
-        self.call = call
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group, **options):
-        return self.call(output_tensor, input_tensor, group=group, **options)
+def groups(model: nn.Module) -> Iterator:
+    """The group of parameters of each `fully_shard`; a module without parameters of its own has none."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group:
+                yield group
 
 
-class OneBuffer(Collective):
+class OneBuffer(DefaultReduceScatter):
     """The reduce-scatter of one rank: input and output are one tensor.
 
     FSDP2 asks for the input, a layer's gradients, then for the output, and copies one into the other, which for one
@@ -42,17 +46,58 @@ class OneBuffer(Collective):
         return tensor
 
 
-def all_gather() -> Collective:
-    return Collective(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)  # torch 2.13, older
+class WholeParameter(FSDPParam):
+    """A parameter that its rank shares with nobody. FSDP2 would cast it into a new tensor and copy that into the one
+    that computes. Here what computes is the parameter itself or, in another precision, its cast and nothing between."""
+
+    @property
+    def computes_itself(self) -> bool:
+        whole = self._sharded_param_data
+        return self.param_dtype is None and whole.untyped_storage().nbytes() == whole.nbytes
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        return [self._sharded_param_data]  # not cast yet: FSDP2 copies it into the output, which casts
+
+    def init_all_gather_outputs(self, numels, dtypes, world_size, device, **options) -> None:
+        if self.computes_itself:
+            self.all_gather_outputs = [self._sharded_param_data]  # and copying it onto itself is nothing
+        else:
+            super().init_all_gather_outputs(
+                numels, [self.param_dtype or self.orig_dtype], world_size, device, **options
+            )
+
+    def free_unsharded_param(self) -> None:
+        if not self.computes_itself:
+            super().free_unsharded_param()
 
 
-def reduce_scatter(mesh: DeviceMesh) -> Collective:
-    kind = OneBuffer if mesh.get_group("shard").size() == 1 else Collective
-    return kind(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
+all_gather, reduce_scatter = DefaultAllGather(), DefaultReduceScatter()  # FSDP2's own, which is torch's by each name
 
 
 def leave_out_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Where each rank holds all of every parameter, gradients are not copied after the backward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(reduce_scatter(mesh))
+    """Where each rank holds all of every parameter, neither parameters nor reduced gradients are copied. Everywhere
+    else FSDP2 does as it does by itself, and so it does with parameters on the host and with float8 weights."""
+    if mesh["shard"].size() > 1:
+        return
+    for group in groups(model):
+        group._reduce_scatter_comm = OneBuffer()
+        for parameter in group.fsdp_params:
+            casts_itself = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+            if not (parameter.offload_to_cpu or casts_itself):
+                parameter.__class__ = WholeParameter
+
+
+@torch.no_grad()
+def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gives all replicas the parameters of the first one. They drew the same random numbers only if their GPUs are of
+    one kind: on a GPU with another number of multiprocessors the same seed draws others, and nothing later mends it."""
+    if "replicate" not in mesh.mesh_dim_names:
+        return
+    group = mesh.get_group("replicate")
+    for parameter in model.parameters():
+        shard = optimizers.local(parameter)
+        if shard.numel():  # the same on all replicas
+            sent = shard.to(mesh.device_type)  # from the host with --cpu-offload
+            dist.broadcast(sent, group=group, group_src=0)
+            shard.copy_(sent)

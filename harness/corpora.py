@@ -15,21 +15,22 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
+from harness import held_out as held
 from harness import models, samples, streaming, terminal
+from harness.commands import given
 from harness.faults import name_fault
 from harness.processes import on_main_rank, say
-from harness.settings import ASSETS, Settings, counted
+from harness.settings import ASSETS, Settings, counted, is_local
 from utils import NoSplitError, UnreadableError, UserError
 
-HELD_OUT = 5  # percent of a corpus without a split for evaluation
 
-
-def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
+def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, manifest: dict | None = None):
     """The training windows, with what the header says of them in `header`, and, where evaluation is asked for, the
     held-out ones, else None.
 
-    Held out is what --eval-split says; where it is not given the split `validation`, and where there is none the last 5
-    % of the documents that would be trained on.
+    Held out is what --eval-split says; where it is not given the split `validation`, and where there is none some of
+    the documents that would be trained on, by the rule in `held_out`. `manifest` is that of the checkpoint that the
+    run goes on from: what it says of data was decided by its rules, and where it lacks a field by those before it.
     """
     vocab_size = config.get_text_config().vocab_size
     if settings.dataset == "synthetic":
@@ -46,24 +47,35 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
     models.answer_from_cache_without_network(source)
     corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
     corpus |= {"skip_bad_records": settings.skip_bad_records, "accelerator": accelerator}
-    corpus |= {"text_field": settings.text_field, "subset": settings.dataset_config}
+    ids_first = "text_field" not in given(settings.argv)  # a field that is asked for wins over token ids
+    if manifest is not None:
+        ids_first = manifest.get("ids_first", True)
+    field = ("input_ids", settings.text_field) if ids_first else settings.text_field
+    corpus |= {"text_field": field, "subset": settings.dataset_config}
     load = functools.partial(cached, settings, corpus)
     if settings.streaming:
         load = functools.partial(streaming.stream_dataset, **corpus, seed=settings.seed)
-    train, held_out, named = load(split=settings.dataset_split), None, ""
+    train, held_out, named, rule = load(split=settings.dataset_split), None, "", None
     if settings.eval_interval:
         try:
             held_out, named = load(split=settings.eval_split or "validation"), settings.eval_split or "validation"
         except NoSplitError:
             if settings.eval_split:
                 raise
-            train, held_out = hold_out(train, source, tokenizer.eos_token_id)
-            named = f"the last {HELD_OUT} % of it"
+            rule = held.RULE
+            if manifest is not None:
+                rule = manifest.get("held_out", held.OLD_RULE) or held.RULE
+            train, held_out, named = hold_out(train, source, tokenizer.eos_token_id, rule)
         if settings.streaming:
             windows = settings.eval_steps * settings.batch_size * dist.get_world_size()
             held_out = on_main_rank(lambda: held_out.head(windows))
     train.header = describe(settings, train, held_out, named)
-    if not settings.streaming:
+    if is_local(source) and dist.get_rank() == 0:
+        train.header |= describe_files(source)
+    train.rules = {"held_out": rule, "ids_first": ids_first}
+    if settings.streaming:
+        train.rules["corpus"] = train.content
+    if not settings.streaming and settings.num_steps:
         needed = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
         if len(train) < needed:
             windows = f"{len(train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
@@ -74,6 +86,15 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator):
         for packed in filter(None, (train, held_out)):
             packed.end_of_text = tokenizer.eos_token_id
     return train, held_out
+
+
+def opening(dataset, tokenizer) -> str:
+    """The first words of a text that was read, for a story to begin with; empty where there are none."""
+    if tokenizer is None or not isinstance(dataset, utils.PackedDataset):
+        return ""
+    text = tokenizer.decode(dataset[0][:12], skip_special_tokens=True)
+    words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()
+    return " ".join(words[:-1] or words)  # the last one may be cut
 
 
 def describe(settings: Settings, train, held_out, named: str) -> dict[str, str]:
@@ -92,7 +113,8 @@ def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_wh
             where = {"cache_dir": cache_dir, "check_whole": check_whole}
             packed = utils.get_dataset(**corpus, **where, split=split, progress=tell)
     except UnreadableError as error:
-        fault = functools.partial(name_fault, error, corpus["dataset"], split, corpus.get("text_field", "text"))
+        field = corpus.get("text_field", utils.DEFAULT_FIELD)
+        fault = functools.partial(name_fault, error, corpus["dataset"], split, field)
         raise utils.from_main_process(fault, not dist.is_initialized() or dist.get_rank() == 0) from error
     remove_leftovers(packed.path.parent)
     counts, done = packed.counts, ""
@@ -109,13 +131,28 @@ def cached(settings: Settings, corpus: dict, split: str) -> utils.PackedDataset:
     return packed
 
 
-def hold_out(train, source: str, end_of_text: int | None):
-    """(a corpus without the last of its documents, these), by HELD_OUT; of few documents the last of the tokens."""
+def describe_files(source: str) -> dict[str, str]:
+    """The line of the header about what lies beside the data files of a folder or pattern and is not read."""
+    files, left_out = utils.find_files(source)
+    read = f"{len(files):,} of {len(files) + len(left_out):,} (left out: {utils.shortened(left_out)})"
+    return {"files": read} if left_out else {}
+
+
+def hold_out(train, source: str, end_of_text: int | None, rule: str):
+    """(a corpus without what is held out by a rule of `held_out`, this, its name in the header)."""
     if isinstance(train, streaming.StreamedDataset):
-        return train.hold_out(HELD_OUT)
-    (cut,) = on_main_rank(lambda: utils.cut_positions([f"{100 - HELD_OUT}%"], train.tokens, end_of_text))
-    held_out = utils.pack(train.tokens[cut:], train.seq_len, source, f"last {HELD_OUT} %")
-    return utils.pack(train.tokens[:cut], train.seq_len, source, "train"), held_out
+        kept, held_out = train.hold_out(rule)
+        return kept, held_out, f"{rule} documents of it" if rule == held.RULE else f"{rule} of it"
+    tokens, pack = train.tokens, functools.partial(utils.pack, seq_len=train.seq_len, dataset=source)
+    if rule == held.RULE:
+        if parts := on_main_rank(lambda: held.divide(tokens, end_of_text)):
+            kept, held_out = (held.Stretches(tokens, *part) for part in parts)
+            return pack(kept, split="train"), pack(held_out, split=rule), f"{rule} documents of it"
+        cut = len(tokens) * (100 - held.PERCENT) // 100
+    else:
+        (cut,) = on_main_rank(lambda: utils.cut_positions([f"{100 - held.PERCENT}%"], tokens, end_of_text))
+    kept, held_out = pack(tokens[:cut], split="train"), pack(tokens[cut:], split=held.OLD_RULE)
+    return kept, held_out, f"{held.OLD_RULE} of it"
 
 
 @contextlib.contextmanager

@@ -1,11 +1,12 @@
 """Driver: what NVIDIA's driver says of this process's GPU, by its library NVML: NVLink, who else holds memory, why the
 clocks are low. Called by `preflight` and `health`. Where there is no such driver, or the package nvidia-ml-py is not
-installed, it says nothing. It does not know what is made of it."""
+installed, or where it does not answer, it says nothing. Independent of what is made of it."""
 
-import contextlib
 import ctypes
 import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,20 +19,26 @@ SLOWDOWNS = {
 }
 
 
+def ask(question: Callable[[], Any], otherwise: Any = None) -> Any:
+    """What the driver answers, else `otherwise`. Drivers, their library and its package come in any versions together:
+    a name may be missing, a library not load, a question not be supported. A diagnosis never ends a run."""
+    try:
+        return question()
+    except Exception:
+        return otherwise
+
+
 @functools.cache
 def find():
-    """(pynvml, the handle of this process's GPU), or None."""
-    if not torch.cuda.is_available():
-        return None
-    try:
+    """(pynvml, the handle of this process's GPU), or None: ROCm, WSL, a part of a GPU (MIG), no package."""
+
+    def connect():
         import pynvml
-    except ImportError:
-        return None
-    try:
+
         pynvml.nvmlInit()
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-    except pynvml.NVMLError:  # ROCm, WSL, a part of a GPU (MIG)
-        return None
+
+    return ask(connect) if torch.cuda.is_available() else None
 
 
 def describe() -> dict:
@@ -42,16 +49,10 @@ def describe() -> dict:
     if not (found := find()):
         return {}
     nvml, gpu = found
-    known = {}
-
-    def ask(name: str, question):
-        with contextlib.suppress(nvml.NVMLError):  # not supported here
-            known[name] = question()
 
     def linked() -> list[int]:
-        others = {
-            n: nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount()) if n != known["index"]
-        }
+        own = nvml.nvmlDeviceGetIndex(gpu)
+        others = {n: nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount()) if n != own}
         status = {n: nvml.nvmlDeviceGetP2PStatus(gpu, o, nvml.NVML_P2P_CAPS_INDEX_NVLINK) for n, o in others.items()}
         return [n for n in others if status[n] == nvml.NVML_P2P_STATUS_OK]
 
@@ -68,13 +69,15 @@ def describe() -> dict:
         own = processes.pop(os.getpid(), None)
         return [*processes.items()] if own is not None else []
 
-    ask("driver", nvml.nvmlSystemGetDriverVersion)
-    ask("index", lambda: nvml.nvmlDeviceGetIndex(gpu))
-    if "index" in known:
-        ask("links", linked)
-    ask("fabric", fabric)
-    ask("holders", holders)
-    return known
+    questions = {
+        "driver": lambda: nvml.nvmlSystemGetDriverVersion(),
+        "index": lambda: nvml.nvmlDeviceGetIndex(gpu),
+        "links": linked,
+        "fabric": fabric,
+        "holders": holders,
+    }
+    answers = {name: ask(question) for name, question in questions.items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}
 
 
 def slowdown() -> int:
@@ -82,10 +85,7 @@ def slowdown() -> int:
     if not (found := find()):
         return 0
     nvml, gpu = found
-    try:
-        return nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & sum(SLOWDOWNS)
-    except nvml.NVMLError:
-        return 0
+    return ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & sum(SLOWDOWNS), 0)
 
 
 def name_slowdown(bits: int) -> str:

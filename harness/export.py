@@ -2,6 +2,7 @@
 script at the end of a run. It does not know what the weights were trained for."""
 
 import copy
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 import utils
-from harness import heartbeats
+from harness import heartbeats, saved
 from harness.checkpoints import TrainState, persistent_tensors
+from harness.commands import given
 from harness.folders import name_of
 from harness.models import read_generation_config
 from harness.processes import say
@@ -24,6 +26,16 @@ from harness.settings import Settings
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Flags that a run may be given anew without other weights; any other one, a new one too, shapes them.
+SHAPES_NO_WEIGHT = (
+    "demo config cache_dir num_workers num_steps eval_steps sample_prompt sample_prompts sample_tokens "
+    "checkpoint_interval keep_checkpoints async_checkpoint final_checkpoint resume export timeout_minutes output_dir "
+    "run_name log_with project_name log_interval metrics_port metrics_host perf_warmup_steps peak_tflops min_mfu "
+    "max_memory_gib profile memory_snapshot plan plan_gpus plan_gpu gpus_per_node plan_rates plan_seconds gpu_hour_usd "
+    "json html measure own_plan argv lacks_disk lacks_memory "
+    "gradient_accumulation_steps"  # which follows from given_accumulation and ranks
+)
+DECIDED_LATER = "sequence_length batch_size attention compile fused_loss warmup_steps"  # where they are not given
 FOREIGN_CODE = ("auto_map", "_auto_class")  # they speak of code that was not run here and is not exported
 
 
@@ -34,18 +46,29 @@ def step_of_export(settings: Settings) -> int:
     if not settings.export or settings.resume != "auto" or not os.path.lexists(final):
         return 0
     run, step = origin_of(final)
-    try:
-        folder = pathlib.Path(settings.output_dir, name_of(settings)).expanduser()
-        config = json.loads((folder / "config.json").read_text())
-        same = ("model", "init", "tokenizer", "dataset", "seed", "optimizer", "precision")
-        own = run and config["run_id"] == run and all(config["flags"][key] == getattr(settings, key) for key in same)
-        own = own and settings.sequence_length in (None, config["flags"]["sequence_length"])  # None: not decided yet
-    except (OSError, ValueError, KeyError, TypeError):
-        own = False
-    if own and step >= settings.num_steps:
-        return step
-    what = f"holds this run after step {step}, --num-steps is {settings.num_steps}" if own else "exists already"
-    raise utils.UserError(f"--export: {settings.export} {what}; choose another folder or remove it")
+    folder = pathlib.Path(settings.output_dir, name_of(settings)).expanduser()
+    config = saved.read_config(folder)
+    own = run and config.get("run_id") == run and saved.is_same_run(folder, run, config.get("folder"))
+    if not (own and same_weights(settings, config.get("flags"))):
+        raise utils.UserError(f"--export: {settings.export} exists already; choose another folder or remove it")
+    newest = saved.newest(folder)
+    reached = max(settings.num_steps, saved.step_of(newest) if newest else 0)
+    if step < reached:
+        what = f"holds this run after step {step}, which is to be at step {reached}"
+        raise utils.UserError(f"--export: {settings.export} {what}; choose another folder or remove it")
+    return step
+
+
+def same_weights(settings: Settings, flags) -> bool:
+    """Whether the flags of config.json that shape weights are those of `settings`, in which what is left open is not
+    decided yet. The step is compared by itself."""
+    if not isinstance(flags, dict):
+        return False
+    open_still = {name for name in DECIDED_LATER.split() if name not in given(settings.argv)}
+    now = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+    saved_flags = dataclasses.asdict(Settings()) | flags  # of flags newer than it the defaults
+    left_out = {*SHAPES_NO_WEIGHT.split(), *open_still}
+    return all(saved_flags[name] == now[name] for name in now if name not in left_out)
 
 
 def origin_of(folder: pathlib.Path) -> tuple[str, int]:
@@ -56,9 +79,10 @@ def origin_of(folder: pathlib.Path) -> tuple[str, int]:
     try:
         index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
         if index.exists():
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = set(saved.read_json(index)["weight_map"].values())
         origins = set()
         for name in names:
+            saved.open_file(folder / name).close()
             with safe_open(folder / name, "pt") as file:  # which compares the file's size with its header
                 origins.add((file.metadata()["run_id"], int(file.metadata()["step"])))
         return origins.pop() if len(origins) == 1 and (folder / "config.json").exists() else ("", 0)
@@ -120,7 +144,7 @@ def save_tokenizer(tokenizer, folder: pathlib.Path) -> None:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     for name in ("is_local", "local_files_only"):  # how it was loaded here
         config.pop(name, None)
     if config.get("tokenizer_class") == "TokenizersBackend":
@@ -142,11 +166,10 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure; each file's header has
     run id and step. Every rank calls this; where it cannot be written, a UserError says so and nothing is left of it.
     """
-    path = settings.export
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    model, origin = state.model, {"run_id": state.run_id, "step": str(state.step)}
+    path, model, origin = settings.export, state.model, {"run_id": state.run_id, "step": str(state.step)}
     if not state.finite():
         raise utils.UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
     main, final = dist.get_rank() == 0, pathlib.Path(path).expanduser()

@@ -1,28 +1,35 @@
 """Faults in a corpus: the file and line of what cannot be read, what stands there and how often, found by reading local
 files once more. Called where reading failed, for a token cache as for a stream. It does not know how they read."""
 
+import codecs
 import collections
+import contextlib
 import errno
-import glob
 import json
 import os
 import pathlib
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import utils
+from harness.settings import is_local
 
 DISK = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)]
+MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}  # before UTF-16, which begins as they do
+MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 COUNT_SECONDS = 60  # after which a large corpus is not searched for more
 
 
-def name_fault(error: Exception, dataset: str, split: str, text_field: str = "text") -> utils.UserError:
+def name_fault(
+    error: Exception, dataset: str, split: str, text_field: utils.Field = utils.DEFAULT_FIELD
+) -> utils.UserError:
     """What to say of data that cannot be read: of an `UnreadableError`, or of what a library raised while reading."""
     source, record = f"--dataset {dataset}, split {split!r}", getattr(error, "record", None)
-    said, of_a_file = utils.first_line(error), os.path.exists(dataset) or glob.has_magic(dataset)
-    if of_a_file and isinstance(error, utils.UnreadableError) and not record:
+    said = utils.first_line(error)
+    if is_local(dataset) and isinstance(error, utils.UnreadableError) and not record:
         return utils.UserError(str(error))
     files = utils.local_files(dataset)
     if not files and (why := next((why for why in DISK if why in said), "")):
@@ -35,7 +42,7 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: str = "te
         cause = re.sub(r".*?cannot be read \((.*)\)$", r"\1", said)
         problem = f"not a local file or folder, and not to be had from the hub ({cause})"
         return utils.UserError(f"--dataset {dataset}: {problem}; {hint}")
-    first, unit, here, counts, deadline = "", "line", "", [], time.monotonic() + COUNT_SECONDS
+    first, convert, unit, here, counts, deadline = "", "", "line", "", [], time.monotonic() + COUNT_SECONDS
     of_split = utils.files_of_split(dataset, utils.parse_split(split)[0], files) if files else ()
     for file in of_split:
         bad = read = 0
@@ -45,7 +52,11 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: str = "te
                 read += 1
                 if utils.read_record(value, field, text_field) is None:
                     bad += 1
-                    first = first or f"--dataset {file}, {unit} {number}: {describe(value, field, text_field)}"
+                    if not first:
+                        first = f"--dataset {file}, {unit} {number}: {describe(value, field, text_field)}"
+                        if isinstance(value, str) and utils.NOT_UTF8 in value and unit == "line":
+                            encoding, convert = guess_encoding(file)
+                            first += encoding
                 if time.monotonic() > deadline:
                     break
         except utils.UserError as fault:
@@ -57,12 +68,13 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: str = "te
     if not record:
         return utils.UserError(f"{first or source}{counted}: cannot be read ({said})")
     problem = first or f"{source}: {describe(*record, text_field)}"
-    advice = "mend them" + ", or leave bad records out with --skip-bad-records" * (not bad or bad < read)
+    mend = f"convert it: {convert}" if convert else "mend them"
+    advice = mend + ", or leave bad records out with --skip-bad-records" * (not bad or bad < read)
     advice = "name the field with --text-field, or " * ("no field" in problem) + advice
     return utils.UserError(f"{problem}{counted}; {advice}")
 
 
-def records_of(file: pathlib.Path, text_field: str) -> Iterator[tuple[Any, str]]:
+def records_of(file: pathlib.Path, text_field: utils.Field) -> Iterator[tuple[Any, str]]:
     """The rows or lines of a local file as `utils.read_record` takes them."""
     if utils.kind_of(file) in (".txt", ".md"):
         with file.open("rb") as raw:
@@ -72,7 +84,34 @@ def records_of(file: pathlib.Path, text_field: str) -> Iterator[tuple[Any, str]]
         yield from utils.file_records(file, text_field, collections.Counter())
 
 
-def describe(value: Any, field: str, text_field: str) -> str:
+def guess_encoding(file: pathlib.Path) -> tuple[str, str]:
+    """(in which encoding a text file that is not UTF-8 may be, in words, the command that converts it); nothing where
+    it cannot be told, or where a part of it is UTF-8."""
+    start = b""
+    with file.open("rb") as raw:
+        text = utils.open_text(file, raw)
+        with contextlib.suppress(OSError):  # a packed file that is cut further on
+            start = text.buffer.read(2**24)
+    for mark, name in MARKS.items():
+        if start.startswith(mark):
+            return f", by its mark {name}", convert_command(file, name)
+    with contextlib.suppress(UnicodeDecodeError):  # a few bytes are no character there
+        start.decode("windows-1252")
+        if start and start.decode(errors="ignore").isascii():
+            return ", perhaps Windows-1252", convert_command(file, "WINDOWS-1252")
+    return "", ""
+
+
+def convert_command(file: pathlib.Path, encoding: str) -> str:
+    old, new = shlex.quote(str(file)), shlex.quote(f"{file}.new")
+    command = f"iconv -f {encoding} -t UTF-8"
+    if packer := utils.COMPRESSIONS.get(file.suffix.lower()):
+        packer = {"bz2": "bzip2"}.get(packer, packer)
+        return f"{packer} -dc {old} | {command} | {packer} > {new} && mv {new} {old}"
+    return f"{command} {old} > {new} && mv {new} {old}"
+
+
+def describe(value: Any, field: str, text_field: utils.Field) -> str:
     """What a bad record holds, in words."""
     if isinstance(value, str) and utils.NOT_UTF8 in value:
         return "bytes that are not UTF-8"
@@ -84,10 +123,11 @@ def describe(value: Any, field: str, text_field: str) -> str:
         except (ValueError, RecursionError) as error:
             return f"broken JSON, {error}".replace("line 1 ", "")
         fields = record if isinstance(record, dict) else {}
-        field = "input_ids" if "input_ids" in fields else text_field
+        names = utils.names_of(text_field)
+        field = next((name for name in names if name in fields), names[-1])
         if field not in fields:
             fields = f", only {', '.join(fields)}" if len(fields) > 1 else ""
-            return f"no field {text_field!r} in {excerpt(record)}{fields}"
+            return f"no field {field!r} in {excerpt(record)}{fields}"
         value = fields[field]
     if isinstance(value, str):
         return f"{excerpt(value)} with half a surrogate pair"

@@ -34,6 +34,14 @@ ELSEWHERE = {  # what other trainers call these flags
 }
 
 
+class Collect(argparse.Action):
+    """A flag that may stand there several times, each with a value that counts; a default goes with the first."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        before, default = getattr(namespace, self.dest), parser.get_default(self.dest)
+        setattr(namespace, self.dest, (value,) if before is default else (*before, value))
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """What a mistyped name may have meant, as the end of an error; empty where nothing known is near."""
     name, known = name.lower().replace("_", "-"), sorted(known)
@@ -55,7 +63,7 @@ def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dat
     path, words = pathlib.Path(file).expanduser(), {}
     text, run = path.read_text(encoding="utf-8-sig"), path.suffix == ".json"
     try:
-        content = json.loads(text) if run else tomllib.loads(text)
+        content = json.loads(text, object_pairs_hook=each_once) if run else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no {'JSON' if run else 'TOML'} ({error})") from error
     pairs = flags_of_run(content, fields) if run else flattened(content)
@@ -67,9 +75,24 @@ def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dat
     return [word for part in words.values() for word in part]
 
 
-def flattened(table: dict) -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        yield from flattened(value) if isinstance(value, dict) else [(key, value)]
+def each_once(pairs: list[tuple[str, Any]]) -> dict:
+    """An object of JSON, which would otherwise keep the last value of a key that stands there twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} stands there twice")
+    return content
+
+
+def flattened(content: dict) -> Iterator[tuple[str, Any]]:
+    """The keys and values of a table and of those in it, however deep they lie."""
+    tables = [content]
+    for table in tables:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                tables.append(value)
+            else:
+                yield key, value
 
 
 def flags_of_run(config: dict, fields: tuple[dataclasses.Field, ...]) -> list[tuple[str, Any]]:
@@ -84,6 +107,8 @@ def flags_of_run(config: dict, fields: tuple[dataclasses.Field, ...]) -> list[tu
     with contextlib.suppress(KeyError, TypeError):
         defaults |= {"fp8_recipe": "tensorwise", "sequence_length": 8192, "warmup_steps": flags["num_steps"] // 20}
         flags = flags | {"gradient_accumulation_steps": flags["given_accumulation"]}
+    if any(str(word).startswith("--text-field") for word in flags.get("argv") or ()):
+        del defaults["text_field"]  # it is not the default where it was given: it wins over a column input_ids
     asked = ((name, value) for name, value in flags.items() if name not in own and value is not None)
     return [(name, value) for name, value in asked if name not in defaults or value != defaults[name]]
 
@@ -100,6 +125,8 @@ def as_words(key: str, flag: str, value: Any, actions: dict[str, argparse.Action
     if switch:
         off = f"--no-{flag[2:]}"
         return [flag] if value else [off] * (off in actions)
+    if isinstance(value, list) and isinstance(action, Collect):
+        return [f"{flag}={part}" for part in value]
     if isinstance(value, list) and action.nargs is None:
         if "," not in str(action.metavar):  # as that of --plan-gpus, N[,N...]
             raise ValueError(f"{key}: a list where one value belongs")

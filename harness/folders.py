@@ -1,6 +1,5 @@
 """Run folders: which folder a run has, that it can be written, that nobody else is in it, how a file in it is replaced.
-Called by the script before anything is loaded, and by `report`. It does not know what lies in the folder but for the
-marks of a run."""
+Called by the script before anything is loaded, and by `report`. What lies in the folder it asks `saved`."""
 
 import contextlib
 import fcntl
@@ -10,7 +9,7 @@ import pathlib
 import tempfile
 import time
 
-from harness import heartbeats
+from harness import endings, heartbeats, saved
 from harness.settings import Settings, not_a_folder_name
 from utils import UserError
 
@@ -26,19 +25,33 @@ def name_of(settings: Settings) -> str:
 
 
 def choose_folder(settings: Settings) -> pathlib.Path:
-    """The run's folder, checked: it can be written, and it holds no run unless that one is resumed."""
+    """The run's folder, made and this process's own from here on: it can be written, and it holds no run unless that
+    one is resumed."""
     named, path = settings.resume not in ("none", "auto"), pathlib.Path(settings.resume).expanduser()
     own = next((p for p in (path, *path.parents[:2]) if named and (p / "checkpoints").is_dir()), None)  # PATH's run
     name = name_of(settings)
     outputs = pathlib.Path(settings.output_dir).expanduser()
     folder = own if own and not settings.run_name else outputs / name
     check_place(settings, folder, None if folder == own else outputs)
-    goes_on = own and folder.resolve() == own.resolve()
-    newest = max((p.name for p in (folder / "checkpoints").glob("step-*")), default="")
-    if goes_on and path != own and newest > path.name:
+    goes_on = own if own and folder.resolve() == own.resolve() else None
+    refuse_run(settings, folder, goes_on)
+    check_writable(f"--output-dir {settings.output_dir}", folder)
+    if settings.export:
+        check_writable(f"--export {settings.export}", pathlib.Path(settings.export).expanduser())
+    folder = take_folder(folder, alone=not settings.run_name and settings.resume == "none")
+    refuse_links(folder)
+    refuse_run(settings, folder, goes_on)  # again: another start may have been in it until this one had the lock
+    return folder
+
+
+def refuse_run(settings: Settings, folder: pathlib.Path, goes_on: pathlib.Path | None) -> None:
+    """Raises a UserError where `folder` holds a run that would be lost. `goes_on` is the folder if the run of
+    --resume PATH is in it."""
+    path, newest = pathlib.Path(settings.resume).expanduser(), saved.newest(folder)
+    name, metrics = folder.name, folder / "metrics.jsonl"
+    if goes_on and path != goes_on and newest and saved.step_of(newest) > saved.step_saved(path):
         problem = f"{folder} holds newer checkpoints, which the run would write over"
         raise UserError(f"--resume {settings.resume}: {problem}; give another --run-name to branch off, or remove them")
-    metrics = folder / "metrics.jsonl"
     if metrics.exists() and not goes_on and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"
         raise UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
@@ -46,15 +59,38 @@ def choose_folder(settings: Settings) -> pathlib.Path:
         ended = metrics.exists() and b'"final": true' in metrics.read_bytes()
     except OSError as error:
         raise UserError(f"--output-dir: {metrics} cannot be read ({error.strerror})", 1) from error
-    if settings.resume == "auto" and not newest and ended:
+    if settings.resume == "auto" and not saved.by_name(folder) and ended:
         raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
-    if folder.exists():
-        lock_folder(folder)
-        refuse_links(folder)
-    check_writable(f"--output-dir {settings.output_dir}", folder)
-    if settings.export:
-        check_writable(f"--export {settings.export}", pathlib.Path(settings.export).expanduser())
+
+
+def take_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
+    """Makes a run's folder and locks it. With `alone`, for a name that nobody gave, it is a new one: where another
+    start of the same second has the name, a number goes behind it. If nothing is written in it, it goes at the end."""
+    first, number = folder, 1
+    while True:
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True)
+            endings.LISTENERS.append(lambda _, new=new: discard(new))
+            break
+        except FileExistsError:
+            if not alone:
+                break
+            number += 1
+            folder = first.with_name(f"{first.name}-{number}")
+        except OSError as error:
+            raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
+    lock_folder(folder)
     return folder
+
+
+def discard(new: list[pathlib.Path]) -> None:
+    """Removes a run's folder, and those above it that were made for it, if nothing was written in it but its lock."""
+    with contextlib.suppress(OSError):
+        if [path.name for path in new[0].iterdir()] == [".lock"]:
+            (new[0] / ".lock").unlink()
+            for folder in new:
+                folder.rmdir()
 
 
 def check_place(settings: Settings, folder: pathlib.Path, outputs: pathlib.Path | None) -> None:
@@ -66,15 +102,20 @@ def check_place(settings: Settings, folder: pathlib.Path, outputs: pathlib.Path 
             raise UserError(f"--run-name {folder.name}: {folder} is the folder of {flag}; choose another name")
     if (folder / "config.json").exists() and not any((folder / mark).exists() for mark in (".lock", "metrics.jsonl")):
         raise UserError(f"--run-name {folder.name}: the config.json in {folder} is not a run's; choose another name")
-    if os.path.isdir(folder / "metrics.jsonl"):
-        raise UserError(f"--run-name {folder.name}: {folder / 'metrics.jsonl'} is a folder; remove it")
+    for path in (folder / "config.json", folder / "metrics.jsonl"):
+        if path.exists() and not path.is_file():
+            raise UserError(f"--run-name {folder.name}: {path} is no file; remove it")
+    refuse_in_the_way(folder)
 
 
-def place_of(folder: pathlib.Path) -> tuple[int, int] | None:
-    """What a folder keeps when it is moved, and another one in its place has not; None if none is there."""
-    with contextlib.suppress(OSError):
-        status = folder.stat()
-        return status.st_dev, status.st_ino
+def refuse_in_the_way(folder: pathlib.Path) -> None:
+    """Raises a UserError for what is no folder where a checkpoint, or all of them, are to be: no save could succeed."""
+    if os.path.lexists(folder / "checkpoints") and not os.path.isdir(folder / "checkpoints"):
+        raise UserError(f"--run-name {folder.name}: {folder / 'checkpoints'} is no folder; remove it")
+    for path in saved.by_name(folder):
+        if path.is_symlink() or not path.is_dir():
+            what = f"{path} is {'a link' if path.is_symlink() else 'no folder'}, where a checkpoint is to be"
+            raise UserError(f"--run-name {folder.name}: {what}; move it away")
 
 
 def check_writable(flag: str, path: pathlib.Path) -> None:
@@ -90,13 +131,19 @@ def lock_folder(folder: pathlib.Path) -> int:
     just killed gets a few seconds to be gone. Returns the lock's file descriptor."""
     lock = folder / ".lock"
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         for _ in range(10):
+            folder.mkdir(parents=True, exist_ok=True)  # a start that failed may have removed it
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             with contextlib.suppress(BlockingIOError, PermissionError):
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
-                if os.fstat(descriptor).st_nlink == 1:  # else a hard link: it is a file of somewhere else too
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
+                here = os.stat(lock) if lock.exists() else None
+                if here is None or not os.path.samestat(os.fstat(descriptor), here):  # its owner has removed it
+                    continue
+                if here.st_nlink > 1:  # the lock of another folder too, of which `cp -rl` made this one
+                    lock.unlink()
+                    continue
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
                 return descriptor
             time.sleep(0.5)
     except OSError as error:
@@ -125,7 +172,8 @@ def replace_file(path: pathlib.Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.writing")
     temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("x") as file:  # it has the umask's permissions; a link of that name is an error
+        # "x": it has the umask's permissions, and a link of that name is an error
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

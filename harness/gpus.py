@@ -2,14 +2,13 @@
 models. The datasheets' figures stand in `utils.GPUS`, where an MFU needs them too."""
 
 import contextlib
-import difflib
-import json
 import pathlib
 import platform
 import re
 
 import torch
 
+from harness import kinds
 from harness.rates import Rates, find_file, read_file
 from harness.settings import Settings
 from utils import UserError, find_gpu
@@ -33,7 +32,7 @@ ATTENTION_SHARE = 0.6  # the middle of 50 to 73 % on an A100 (FlashAttention-2, 
 HOPPER_ATTENTION_SHARE = 0.475  # 470 of 989 TFLOPS by cuDNN: assumed, not measured
 HOPPER_FLASH_SHARE = 0.35  # what FlashAttention-2 reaches on an H100 (FlashAttention-3, arXiv 2407.08608)
 HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB300")  # and newer
-MEMORY_SHARE = 0.90  # 4.3 of 4.8 TB/s: a device copy, measured on an H200
+MEMORY_SHARE = 0.90  # 4.3 of 4.8 TB/s: a device copy, measured by others on one H200
 LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's maintainers expect it (NVIDIA/nccl-tests#326)
 NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
 HOST_US = 10.0  # the host's time for each operator of eager code, autograd and modules included: assumed
@@ -45,28 +44,14 @@ PUBLISHED_SHARE = (0.62, 0.84, 1.08)
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
 NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank
 FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
+TIGHT = 0.92  # of what the card gives a process: a plan above it leaves too little for what it does not see
 
 
-# The kinds that plans know, as users name them: those rows of `utils.GPUS` that say more than the peak.
-PLANNED = ("GB200", "B200", "GH200", "H200", "H200 NVL", "H100 SXM", "H100 PCIe", "H100 NVL", "H20", "A100 80GB")
-PLANNED += ("A100 40GB", "RTX A6000", "L40S", "RTX 5090", "RTX 4090", "RTX 3090")
-# What describes another, as an example: about what programs reach on an L40S.
-DESCRIBED = {"memory_gib": 44.4, "matmul_tflops": 217, "attention_tflops": 217, "memory_gb_per_s": 778}
-DESCRIBED |= {"intra_node_gb_per_s": 26, "inter_node_gb_per_s": 12}
-
-
-def unlisted(gpu: str, given: dict[str, float]) -> UserError | None:
-    """The error for a GPU of which nothing is assumed; None where `given` describes it."""
-    lacking = [name for name in DESCRIBED if name not in given]
-    if given and lacking:
-        advice = f"the file has to give {', '.join(lacking)} too"
-        return UserError(f"--plan-rates: {gpu!r} is not a kind that plans know, so {advice}")
-    near = [kind for kind in PLANNED if gpu.lower() in kind.lower()]
-    near = near or difflib.get_close_matches(gpu.upper(), PLANNED, 1, cutoff=0.7)
-    meant = f"; did you mean {' or '.join(near)}?" if near else "."
-    own = f"describe another by --plan-rates FILE, JSON with what programs reach on it, such as {json.dumps(DESCRIBED)}"
-    error = UserError(f"--plan-gpu {gpu!r}: not a kind that plans know{meant} They know {', '.join(PLANNED)}; {own}")
-    return error if lacking else None
+def verdict_of(reserved: float, capacity: float) -> str:
+    """Whether a plan of so many GiB fits into what the card gives a process, in three words."""
+    if reserved > capacity:
+        return "does not fit"
+    return "tight" if reserved > TIGHT * capacity else "fits"
 
 
 def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
@@ -76,15 +61,12 @@ def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
     Raises:
         UserError: the GPU is not in the table and not described, or a given rate is none of these.
     """
-    if not isinstance(given, dict) or not all(type(rate) in (int, float) and rate > 0 for rate in given.values()):
-        raise UserError(f"--plan-rates: needs a JSON object of positive numbers, such as {json.dumps(DESCRIBED)}")
-    names = (*DESCRIBED, "fp8_tflops", "peak_tflops", "host_us", "kernel_us")
-    if unknown := set(given) - set(names):
-        raise UserError(f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if problem := kinds.wrong_rates(given):
+        raise UserError(problem)
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:
-        if error := unlisted(gpu, given):
-            raise error
+        if problem := kinds.unlisted(gpu, given):
+            raise UserError(problem)
         rates = {"fp8_tflops": 0.0, "host_us": HOST_US, "kernel_us": KERNEL_US} | given
         return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", kind and kind.peak_tflops), rates)
     shares = next((MATMUL_SHARES[name] for name in MATMUL_SHARES if kind.name.startswith(name)), OTHER_SHARES)
@@ -123,7 +105,9 @@ def choose_rates(settings: Settings) -> Rates:
     Raises:
         UserError: the kind of GPU is not in the table, the file cannot be read, or the processor was not measured.
     """
-    gpu = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "H100 SXM")
+    typed = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+    kind_of_name, others = kinds.choose_kind(typed or "H100 SXM")
+    gpu = kind_of_name or typed
     named = settings.plan_rates not in (None, "none") and pathlib.Path(settings.plan_rates).expanduser()
     is_cpu = gpu.lower() == "cpu"
     device = name_of(torch.device("cpu")) if is_cpu else gpu
@@ -139,6 +123,11 @@ def choose_rates(settings: Settings) -> Rates:
     else:
         given = {} if sections else found.get("rates", found) if isinstance(found, dict) else found
         rates = find_rates(gpu, given, settings.attention in ("flash", "flash_attention_2"))
+    if not typed:
+        rates.taken = f"{gpu}, as there is none here and no --plan-gpu"
+    elif others:
+        taken = gpu if typed == gpu else f"{typed} is taken for {gpu}"
+        rates.taken = f"{taken}; --plan-gpu {' or '.join(map(repr, others))} names another"
     rates.peak_tflops = settings.peak_tflops or rates.peak_tflops or (kind and kind.peak_tflops)
     rates.sections = sections
     if sections:

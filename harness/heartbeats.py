@@ -1,6 +1,6 @@
 """Heartbeats: where every rank of the job is, told through the job's store every few seconds, and the one line that
-names the rank for which the others wait. Started by the script; whoever does something long says so by `at`. It does
-not know what is trained."""
+names the rank for which the others wait, from before they have met. Started by the script; whoever does something long
+says so by `at`. Independent of what is trained."""
 
 import contextlib
 import dataclasses
@@ -25,28 +25,30 @@ BEAT = 2.0  # seconds between two beats
 SILENT = 3  # beats that did not come: stopped, killed or cut off
 STORE_PATIENCE = 10.0  # seconds
 
-RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]  # (host, pid) of each rank
+# (host, pid) of each rank; until all have met of this one alone, and ("", 0) of one that nobody has seen
+RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]
+ABSENT: dict = {"beat": 0}
 
 
 @dataclasses.dataclass
 class Here:
     """Where this process is. Every rank comes through the same phases in the same order: `moves` counts them."""
 
-    phase: str = "preparation"
+    phase: str = "start"
     step: int = 0
     moves: int = 0
     since: float = dataclasses.field(default_factory=time.monotonic)
     writing: str = ""  # the part of a checkpoint that its thread is at, while others may wait for it
     folder: pathlib.Path | None = None  # of the run, for what is written when it stalls
+    store: dist.Store | None = None  # of the job
 
 
 HERE = Here()
 
 
 def at(phase: str, step: int | None = None) -> None:
-    """Says that this rank enters a phase; every rank calls this. Reading the first batch belongs to the preparation."""
+    """Says that this rank enters a phase; every rank calls this."""
     endings.hold()
-    phase = HERE.phase if (HERE.phase, phase) == ("preparation", "data") else phase
     HERE.phase, HERE.step, HERE.since = phase, HERE.step if step is None else step, time.monotonic()
     HERE.moves += 1
 
@@ -54,24 +56,30 @@ def at(phase: str, step: int | None = None) -> None:
 class Heartbeats(threading.Thread):
     """Beats, watches that this rank gets on, and ends it with a line when it does not for `seconds`.
 
-    A rank that was itself stopped for a while does not count that as waiting. In the preparation ranks wait for one
-    that reads and tokenizes, however long it takes; only one that falls silent ends the job.
+    It starts before the ranks have met: one that never comes to the job's store is named too. A rank that was itself
+    stopped for a while does not count that as waiting. In the preparation ranks wait for one that reads and tokenizes,
+    however long it takes; only one that falls silent ends the job.
     """
 
-    def __init__(self, seconds: float, stop):
+    def __init__(self, seconds: float, store: dist.Store):
         super().__init__(daemon=True)
-        self.seconds, self.stop, self.rank, self.world = seconds, stop, dist.get_rank(), dist.get_world_size()
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.seconds, self.met = seconds, False
         self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # of a thousand ranks 250 a second
         self.silence = max(SILENT * self.interval, min(30.0, seconds / 2))  # a rank may be long in a call of C code
-        self.beat, self.asking, self.lock = 0, None, threading.Lock()
-        self.launched = "TORCHELASTIC_RUN_ID" in os.environ
-        self.store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own: others may block
+        self.beat, self.asking, self.lock, self.place = 0, None, threading.Lock(), RANKS[0]
+        HERE.store, self.store = store, store.clone()  # a connection of its own: others may block
         self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
-        self.tell()
-        everyone = [RANKS[0]] * self.world
-        dist.all_gather_object(everyone, RANKS[0])  # and now each has told
-        RANKS[:] = everyone
+        with contextlib.suppress(RuntimeError):  # no answer: the thread asks again
+            self.tell()
         self.start()
+
+    def meet(self) -> None:
+        """Every rank calls this when they have met: from then on each knows where the others are."""
+        everyone = [self.place] * self.world
+        dist.all_gather_object(everyone, self.place)
+        RANKS[:] = everyone
+        self.met = True
 
     def ask(self, operation: Callable, *args):
         """What an operation of the store returns; a RuntimeError when there is no answer, for which some of them would
@@ -94,25 +102,27 @@ class Heartbeats(threading.Thread):
     def tell(self) -> None:
         self.beat += 1
         beat = {"beat": self.beat, "phase": HERE.phase, "step": HERE.step, "moves": HERE.moves, "time": time.time()}
-        beat |= {"seconds": time.monotonic() - HERE.since, "writing": HERE.writing}
+        beat |= {"seconds": time.monotonic() - HERE.since, "writing": HERE.writing, "place": self.place}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
 
     def read(self) -> list[dict]:
-        """The newest beat of each rank."""
+        """The newest beat of each rank; of one that has not come to the store yet, `ABSENT`."""
         keys = [f"heartbeat/{rank}" for rank in range(self.world)]
-        return [json.loads(beat) for beat in self.ask(self.store.multi_get, keys)]
+        there = keys if self.met else [key for key in keys if self.ask(self.store.check, [key])]
+        known = dict(zip(there, map(json.loads, self.ask(self.store.multi_get, there)), strict=True))
+        beats = [known.get(key, ABSENT) for key in keys]
+        if not self.met:
+            beside = ranks_beside()
+            RANKS[:] = [tuple(beat.get("place") or beside.get(rank, ("", 0))) for rank, beat in enumerate(beats)]
+        return beats
 
     def run(self) -> None:
-        launcher = os.getppid()
         moves, waited, before, now = 0, 0.0, None, time.monotonic()
         while True:
             time.sleep(self.interval)
             slept, now = time.monotonic() - now, time.monotonic()
             if endings.ENDING:  # what this rank still waits for, such as an upload, has its own patience
                 return
-            if self.launched and os.getppid() != launcher:
-                self.launched = False
-                self.stop.request("the end of its launcher")
             if HERE.moves != moves:
                 moves, waited, before = HERE.moves, 0.0, None
             waited += min(slept, 2 * self.interval)
@@ -132,7 +142,8 @@ class Heartbeats(threading.Thread):
                     self.end(f"{self.name_of(self.rank)} waits in {HERE.phase} of step {HERE.step}, and {gone(error)}")
 
     def name_of(self, rank: int) -> str:
-        return "rank {} ({}, pid {})".format(rank, *RANKS[rank])
+        host, pid = self.place if rank == self.rank else RANKS[rank]
+        return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
 
     def neighbours(self) -> range:
         """The ranks that this rank's launcher started, this one too."""
@@ -141,6 +152,8 @@ class Heartbeats(threading.Thread):
 
     def judge(self, before: list[dict], now: list[dict]) -> tuple[list[int], str]:
         """The ranks that do not come and where they are, in words; empty if it is too early to say."""
+        if absent := [rank for rank in range(self.world) if now[rank] == ABSENT]:
+            return absent, "never seen; stopped or killed before the ranks met, or not started"
         if silent := [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]:
             last = now[silent[0]]
             ago = f"{max(0.0, time.time() - last['time']):.0f} s ago in {last['phase']} of step {last['step']}"
@@ -152,7 +165,7 @@ class Heartbeats(threading.Thread):
         writing = [rank for rank in behind if now[rank]["writing"]]
         place = now[(writing or behind)[0]]
         where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
-        if self.world > 1 and len(behind) == self.world:
+        if self.world > 1 and len(behind) == self.world and place["phase"] != "data":
             if not writing:
                 return behind, f"{where}: all wait for each other; the network between them, or a driver"
             where += f": at the {place['writing']} of a checkpoint"
@@ -181,6 +194,7 @@ class Heartbeats(threading.Thread):
                     file.write(line)
                     faulthandler.dump_traceback(file)
                 dump_flight_recorder(HERE.folder, self.rank)
+        HERE.phase = "failure"  # from here on the launcher's SIGTERM, as another rank has ended, says nothing new
         if self.rank not in ranks:
             for rank in {*ranks} & {*self.neighbours()} if stopped else ():  # it cannot end itself
                 with contextlib.suppress(OSError):
@@ -207,12 +221,24 @@ class Heartbeats(threading.Thread):
         if not missing:
             return ""
         last = now[missing[0]]
+        if last == ABSENT:
+            return f"{self.name_of(missing[0])} is gone, or was never started"
         return f"{self.name_of(missing[0])} is gone, last seen in {last['phase']} of step {last['step']}"
 
 
-def speaks_first(store) -> bool:
-    """Whether this rank is the first of all that says why the job ends, and so the only one."""
-    return store.add("train_fsdp/failed", 1) == 1
+def speaks_first(store: dist.Store | None) -> bool:
+    """Whether this rank is the first of all that says why the job ends, and so the only one. Without a store it is."""
+    return store is None or store.add("train_fsdp/failed", 1) == 1
+
+
+def ranks_beside() -> dict[int, tuple[str, int]]:
+    """(host, pid) of the ranks that this one's launcher started, by their environment: they may be loading torch."""
+    found = {}
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(os.getppid()).children():
+            with contextlib.suppress(psutil.Error, KeyError):
+                found[int(child.environ()["RANK"])] = socket.gethostname(), child.pid
+    return found
 
 
 def alive(pid: int) -> bool:

@@ -2,6 +2,7 @@
 Called by the script while it builds a model. It knows no ranks and no sharding: FSDP gathers the head around it."""
 
 import re
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,11 @@ def tokens_at_once(weight: torch.Tensor) -> int:
     would make them more than LOGITS_BYTES. Each chunk reads and writes the weight's gradient in fp32, 8 bytes for each
     element, which few large ones do less often."""
     return 1024 * min(max(LOGITS_BYTES // (len(weight) * weight.element_size()) // 1024, 1), 4)
+
+
+def chunk_starts(tokens: int, size: int) -> Iterable[int]:
+    """The first token of each chunk; a plan, where all but the last are alike, takes three."""
+    return range(0, tokens, size)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -63,7 +69,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for start in range(0, len(hidden), size):
+        for start in chunk_starts(len(hidden), size):
             chunk = slice(start, start + size)
             inputs, target = hidden[chunk], labels[chunk].clamp(min=0).unsqueeze(1)
             share = counted[chunk].unsqueeze(1) / count  # of each token in the mean
@@ -81,7 +87,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
+        factor = grad_loss.view(1)  # fp32; without a dimension CUDA would round it to a bf16 gradient's dtype first
+        grads = [None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors]
         return *grads, None, None
 
 

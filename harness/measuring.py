@@ -26,7 +26,7 @@ import utils
 from harness import checkpoints, collectives, heartbeats, models
 from harness.folders import replace_file
 from harness.gpus import LINK_SHARE, NETWORK_SHARE, name_of
-from harness.processes import StopRequest, columns, say, start_processes, stop_processes
+from harness.processes import StopRequest, columns, open_store, say, start_processes, stop_processes
 from harness.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
 from harness.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
 from harness.settings import Settings
@@ -209,7 +209,6 @@ def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[t
     """Of each collective, number of ranks and of those on a node [(bytes of the whole buffer, seconds)], at the sizes
     of a step."""
     found: dict[str, list] = {}
-    gather, scatter = collectives.all_gather(), collectives.reduce_scatter(mesh)
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     for kind, ranks, near, nbytes in sorted({(*key[1:4], key[5]) for key in record.collectives}):
         group = dist.group.WORLD if ranks == dist.get_world_size() else mesh["shard"].get_group()
@@ -218,8 +217,8 @@ def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[t
         count = max(ranks, int(nbytes) // 4 // ranks * ranks)
         whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
         call = {
-            "all_gather": lambda: gather(whole, part, group),  # noqa: B023
-            "reduce_scatter": lambda: scatter(part, whole, group),  # noqa: B023
+            "all_gather": lambda: collectives.all_gather(whole, part, group),  # noqa: B023
+            "reduce_scatter": lambda: collectives.reduce_scatter(part, whole, group, dist.ReduceOp.SUM),  # noqa: B023
             "all_reduce": lambda: dist.all_reduce(whole, group=group),  # noqa: B023
         }.get(kind)
         if call:
@@ -339,9 +338,10 @@ def measure(settings: Settings, recipe) -> None:
     tiny, demo = small(settings), models.load_config("demo")
     tiny_record = record_step(tiny, recipe, demo, 1, demo.num_hidden_layers, 1)
 
-    device = start_processes(settings.timeout_minutes)
-    stop = StopRequest()
-    heartbeats.Heartbeats(60 * settings.timeout_minutes, stop)
+    store = open_store(settings.timeout_minutes)
+    watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, store)
+    device, stop = start_processes(settings.timeout_minutes, store), StopRequest()
+    watch.meet()
     mesh = recipe.build_mesh(settings, device)
     about = describe_device(device, local)
     say(columns({"measure": f"{len(record.examples)} operators of {settings.model} on {world} x {about['device']}"}))

@@ -34,7 +34,8 @@ from transformers.models.auto import tokenization_auto
 from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 import utils
-from harness.settings import ASSETS, PRESETS, Settings
+from harness import versions
+from harness.settings import ASSETS, PRESETS, Settings, misfits_float8
 from harness.terminal import is_first_rank
 from utils import UserError
 
@@ -44,6 +45,7 @@ transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 any_class_from_name = tokenization_auto.tokenizer_class_from_name
 use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
 
+MAX_TOKENS = 2**27  # of a microbatch: that many labels alone are 1 GiB, and none is ready before all of them are made
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 # What torch takes in the place of its own flash attention on a GPU of this major capability, if it is installed.
 FLASH_KERNELS = {9: ("FA3", is_flash_attn_3_available), 10: ("FA4", is_flash_attn_4_available)}
@@ -92,10 +94,25 @@ def load_config(model: str):
         raise UserError(f"--model {model}: {what} ({utils.first_line(error)})") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
+    if why := malformed(config.get_text_config()):
+        raise UserError(f"--model {model}: its config.json cannot be used ({why})")
     if why := untrainable(config):
         raise UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}")
     config.use_cache = False
     return config
+
+
+def malformed(config) -> str:
+    """What is wrong with the figures of a config, where transformers builds a model of them all the same; empty where
+    nothing is."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:
+            return f"{name} is {value}"
+    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        return f"num_key_value_heads is {shared}, which does not divide {heads} attention heads"
+    return ""
 
 
 def choose_sequence_length(settings: Settings, config) -> int:
@@ -106,6 +123,9 @@ def choose_sequence_length(settings: Settings, config) -> int:
     if length > positions and settings.num_steps:
         advice = f"give --sequence-length {positions} or less"
         raise UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
+    if settings.batch_size != "auto" and settings.batch_size * length > MAX_TOKENS:
+        problem = f"{settings.batch_size * length:,} tokens in one microbatch are more than any device holds"
+        raise UserError(f"--batch-size {settings.batch_size}: {problem}; give fewer than {MAX_TOKENS // length + 1:,}")
     return length
 
 
@@ -155,6 +175,10 @@ def load_tokenizer(settings: Settings, config):
         synthetic = settings.dataset == "synthetic"
         without = "leave out the prompts" if synthetic else "use --dataset synthetic, which needs none"
         hint = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or {without}"
+        if not here:
+            hint = f"`hf auth login` where {source} is gated, or a network; else {hint}"
+        if settings.tokenizer is None and settings.model in PRESETS:
+            where += f"; the preset {settings.model} has its config alone here"
         raise UserError(f"--tokenizer {source}: {where} ({utils.first_line(error)}); {hint}") from error
     vocabulary = config.get_text_config().vocab_size
     if (size := len(tokenizer)) > vocabulary:
@@ -180,7 +204,7 @@ def read_generation_config(model: str) -> dict:
             except RemoteEntryNotFoundError:
                 continue
         if path.exists():
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
                 raise ValueError(f"{name} is no JSON object")
             return {key: value for key, value in content.items() if name[0] == "g" or key in fields}
@@ -188,8 +212,8 @@ def read_generation_config(model: str) -> dict:
 
 
 def read_prompts(settings: Settings, config, tokenizer) -> list[str]:
-    """The texts to be continued: that of --sample-prompt, then those of the file --sample-prompts, one a line."""
-    prompts, path = [settings.sample_prompt] if settings.sample_prompt else [], settings.sample_prompts
+    """The texts to be continued: those of --sample-prompt, then those of the file --sample-prompts, one a line."""
+    prompts, path = [*(settings.sample_prompt or ())], settings.sample_prompts
     if path:
         try:
             lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").splitlines()
@@ -207,17 +231,33 @@ def read_prompts(settings: Settings, config, tokenizer) -> list[str]:
     return prompts
 
 
+def cudnn_may_give_nan(settings: Settings, config) -> bool:
+    """Whether cuDNN's attention may give NaN as the gradient of queries: on a Hopper, with a mask that is more than
+    causal, where the length is 64 modulo 128 (pytorch issue 196678)."""
+    text = config.get_text_config()
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    masked = settings.document_mask or any(windows)
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return masked and hopper and settings.sequence_length % 128 == 64
+
+
 def choose_attention(settings: Settings, config) -> str:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
+    without_cudnn = cudnn_may_give_nan(settings, config)
     if attention == "cudnn" and not (settings.plan or cuda):
         raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
+    if attention == "cudnn" and without_cudnn:
+        length = settings.sequence_length
+        why = f"on a Hopper its gradients may be NaN with a mask at {length} tokens, which is 64 modulo 128"
+        raise UserError(f"--attention cudnn: {why}; use sdpa, or --sequence-length {length + 64}")
     if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
         raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if attention == "flex_attention" and not cuda:
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):  # a plan runs on the CPU, which has not all of them
         allowed = settings.plan or attention not in ONE_KERNEL or kernel == attention
+        allowed = allowed and not (kernel == "cudnn" and without_cudnn)
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
     # On a GPU no fused kernel takes fp32 and heads that share keys: torch would compute all scores of a layer at once.
     shares = settings.precision != "fp32" or not (cuda or settings.plan)
@@ -261,6 +301,8 @@ def describe_attention(settings: Settings, config, device: str) -> str:
         raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
     if kernel == "flash_attention":
         kernel = torch.nn.attention.current_flash_attention_impl() or kernel
+    if cudnn_may_give_nan(settings, config):
+        kernel += f", as cuDNN's gradients may be NaN with a mask at {length} tokens"
     return f"sdpa attention ({kernel})"
 
 
@@ -273,6 +315,9 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, ImportError) as error:
         raise UserError(f"--attention {attention}: {utils.first_line(error)}") from error
+    except Exception as error:  # a negative size, an activation that nobody knows
+        what = f"{type(error).__name__}: {utils.first_line(error)}"
+        raise UserError(f"--model: transformers builds no model of its config.json ({what})") from error
 
 
 def count_parameters(config) -> int:
@@ -369,29 +414,83 @@ def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer
         drawn.data = drawn.data.to(tensor.dtype)
 
 
-def fp8_converter(recipe: str, emulate: bool, planned: bool = False) -> Callable[[nn.Module], None]:
-    """A function that swaps a module's linears for torchao's float8 ones, in place; a UserError where there is no GPU
-    with float8 (Ada, Hopper or newer, CDNA 3) and it is neither emulated nor planned."""
+def check_float8(settings: Settings) -> None:
+    """Raises a UserError where --precision fp8 would not run, or compute wrong: the GPU has no float8 (Ada, Hopper,
+    CDNA 3 and newer have it) and it is neither emulated nor planned; torchao is missing or old; the tokens do not fit.
+    """
+    if settings.precision != "fp8":
+        return
     cuda = torch.cuda.is_available()
     has_float8 = cuda and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
-    if not (has_float8 or emulate or planned):
+    if not (has_float8 or settings.fp8_emulate or settings.plan):
         here = torch.cuda.get_device_name() if cuda else "a CPU"
         raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {here}; use bf16")
     if not find_spec("torchao"):
         raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
+    found, oldest = versions.installed("torchao"), ".".join(map(str, versions.OLDEST_TORCHAO))
+    if versions.parts(found) < versions.OLDEST_TORCHAO:
+        why = "its compiled casts may store NaN"
+        raise UserError(f"--precision fp8: this is torchao {found}, {why}; install torchao {oldest} or newer")
+    if settings.num_steps and (problem := misfits_float8(settings)):
+        raise UserError(problem)
+
+
+def takes_float8(module: nn.Module) -> bool:
+    """Whether a module becomes a float8 linear: of one the tensor cores want both sizes in multiples of 16."""
+    return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def cast_to_float8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As torchao casts. Compiled, it reads the weight and writes a byte for each element; eager it makes fp32 copies in
+    between, 21 bytes of traffic for each element."""
+    largest = torch.finfo(dtype).max
+    return (weight.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def cast_before_all_gather(compiled: bool) -> None:
+    """Gives torchao's sharded weights, from now on, another way into FSDP2's all-gather than their own: one kernel
+    where it is `compiled`, rows up to the size that each rank sends where the ranks do not divide them, and the scale
+    that was found after the last step kept when --cpu-offload moves a weight to the device."""
+    from torchao.float8.float8_utils import tensor_to_scale
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    cast = torch.compile(cast_to_float8) if compiled else cast_to_float8
+
+    def to(weight, *args, **options):
+        moved = torch.Tensor.to(weight, *args, **options)
+        if moved is not weight and weight._precomputed_scale is not None:
+            moved._precomputed_scale = weight._precomputed_scale.to(moved.device)
+        return moved
+
+    def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
+        scale, dtype, rows = weight._precomputed_scale, weight._dtype, -(-outer_size[0] // mesh.size())
+        if scale is None:
+            scale = tensor_to_scale(weight._tensor, dtype, reduce_amax=True, device_mesh=mesh)
+        bits = cast(weight._tensor, scale, dtype)
+        if len(bits) < rows:
+            padded = bits.new_zeros(rows, *bits.shape[1:])
+            padded[: len(bits)] = bits
+            bits = padded
+        return (bits,), (scale,)
+
+    WeightWithDynamicFloat8CastTensor.to = to
+    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = fsdp_pre_all_gather
+
+
+def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Module], None]:
+    """A function that swaps a module's linears for torchao's float8 ones, in place."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=recipe == "tensorwise")
-
-    def convertible(module: nn.Module, path: str) -> bool:  # the tensor cores want multiples of 16
-        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+    if recipe == "tensorwise":
+        cast_before_all_gather(compiled)
 
     def convert(layer: nn.Module) -> None:
-        if not any(convertible(module, "") for module in layer.modules()):
+        if not any(map(takes_float8, layer.modules())):
             why = "the decoder layers have no nn.Linear with sizes in multiples of 16"
             raise UserError(f"--precision fp8: {why}; use bf16")
-        convert_to_float8_training(layer, config=config, module_filter_fn=convertible)
+        convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, path: takes_float8(module))
 
     return convert
 

@@ -108,13 +108,52 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
         return AdamW(groups, **options)
     if settings.optimizer == "adamw-bf16":
         return AdamW(groups, torch.bfloat16, settings.compile, **options)
-    if not find_spec("torchao"):
-        raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
-    from torchao.optim import AdamW8bit
-
-    optimizer = AdamW8bit(groups, **options)
+    optimizer = adamw8bit()(groups, **options)
     make_states(optimizer, settings.lr)
     return optimizer
+
+
+def adamw8bit() -> type[torch.optim.Optimizer]:
+    """torchao's AdamW8bit with an update that is given local tensors: compiled over DTensors it ends with SIGSEGV on
+    float8 weights, and on weights in bf16 with an error of the compiler."""
+    if not find_spec("torchao"):
+        raise UserError("--optimizer adamw8bit: needs the package torchao (pip install torchao)")
+    from torchao.optim import AdamW8bit as Torchaos
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    class AdamW8bit(Torchaos):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
+        @staticmethod
+        def _subclass_zeros(tensor: torch.Tensor, signed: bool, block_size: int) -> torch.Tensor:
+            # of fp32 as the update computes it, also for weights in bf16: torch cannot compile a view of another dtype
+            return OptimState8bit.zeros(tensor.shape, signed, block_size, tensor.device, dtype=torch.float32)
+
+        @torch.no_grad()
+        def step(self) -> None:
+            with torch._dynamo.utils.disable_cache_limit():  # it is compiled for each shape
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self.update_one(parameter, self.state[parameter], group)
+
+        def update_one(self, parameter: DTensor, state: dict, group: dict) -> None:
+            if not state:
+                moments = {
+                    "exp_avg": self._new_buffer(parameter, True),
+                    "exp_avg_sq": self._new_buffer(parameter, False),
+                }
+                state |= {"step": torch.tensor(0.0)} | moments
+            state["step"] += 1
+            tensors = local(parameter), local(parameter.grad), state["step"]
+            moments = local(state["exp_avg"]), local(state["exp_avg_sq"]), None
+            options = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
+            self.update(*tensors, *moments, *options, self.is_adamw, self.bf16_stochastic_round)
+
+    return AdamW8bit
 
 
 def make_states(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -5,6 +5,7 @@ does not know how a figure came about."""
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
 import pathlib
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterable
 from html import escape
 from importlib.util import find_spec
 
+from harness import console
 from harness.folders import replace_file
+from harness.saved import read_config
 from harness.settings import ASSETS, Settings
 from utils import UserError, first_line
 
@@ -61,7 +64,7 @@ class Run:
 
     def flags(self) -> dict:
         flags = self.config.get("flags")
-        hidden = {"argv", "given_accumulation"}
+        hidden = {"argv", "given_accumulation", "lacks_disk", "lacks_memory"}
         return {key: flags[key] for key in flags if key not in hidden} if isinstance(flags, dict) else {}
 
 
@@ -74,14 +77,6 @@ def whole_lines(path: pathlib.Path) -> list[dict]:
             if entry["step"] >= 0:
                 lines.append(entry)
     return lines
-
-
-def read_config(folder: pathlib.Path) -> dict:
-    """config.json of a run's folder; {} where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        config = json.loads((folder / "config.json").read_text())
-        return config if isinstance(config, dict) else {}
-    return {}
 
 
 def read_run(folder: pathlib.Path) -> Run:
@@ -162,6 +157,9 @@ def chart_cards(charts: list[dict]) -> str:
         chart["id"] = f"chart-{number}"
         wide = " wide" * (number == 0 or bool(chart.get("bars")))
         heading = f"<h3>{escape(chart['title'])} <span>{escape(chart['unit'])}</span></h3>"
+        if chart.get("loss"):
+            note = "the first steps are above; double-click shows all"
+            heading += f'<small id="{chart["id"]}-note" hidden>{note}</small>'
         height = f' style="height: {72 + 54 * len(chart["traces"][0]["y"])}px"' if chart.get("bars") else ""
         cards.append(f'<div class="card{wide}">{heading}<div class="chart" id="{chart["id"]}"{height}></div></div>')
     return f'<div class="charts">{"".join(cards)}</div>'
@@ -250,14 +248,31 @@ def state_of(run: Run) -> str:
     return "complete" if run.complete else f"ended at step {step:,}{of}" if run.lines else "no step was logged"
 
 
+def origin_of(run: Run) -> str:
+    """Of a run that began with another's checkpoint, whose it was."""
+    origin = run.config.get("branched_from")
+    if not isinstance(origin, dict):  # whatever somebody wrote there
+        return ""
+    return f"branched from {pathlib.Path(str(origin.get('folder'))).name} at step {origin.get('step')}"
+
+
 def overview(run: Run) -> str:
     """What was trained on what, how far it came, and its figures."""
     flags, world = run.flags(), run.config.get("world_size")
     where = f"{world} x {run.config.get('gpu') or 'CPU'}" if world else ""
     data = f"{flags.get('model', '')} on {flags.get('dataset', '')}" if flags else ""
-    told = " · ".join(escape(part) for part in (data, where, state_of(run)) if part)
+    told = " · ".join(escape(part) for part in (data, where, origin_of(run), state_of(run), times_of(run)) if part)
     figures = tiles({words: figure(run.final, key) for key, (_, words) in FIGURES.items()})
     return f'<p class="muted">{told}</p>{figures}'
+
+
+def times_of(run: Run) -> str:
+    """How long it trained, and how long ago it first started when that was written."""
+    times = [run.final.get(key) for key in ("trained_seconds", "elapsed_seconds")]
+    if not all(map(is_number, times)):
+        return ""
+    trained, elapsed = (str(datetime.timedelta(seconds=round(seconds))) for seconds in times)
+    return f"{trained} of training, {elapsed} since the first start"
 
 
 def tiles(figures: dict[str, str]) -> str:
@@ -338,7 +353,7 @@ def starts(run: Run) -> str:
     rows = [
         [
             escape(str(entry.get("time", ""))),
-            *(escape(str(entry.get(key, ""))) for key in ("step", "lost_steps", "world_size")),
+            *(escape(str(entry.get(key, ""))) for key in ("step", "lost_steps", "world_size", "changed")),
         ]
         for entry in entries
     ]
@@ -346,7 +361,7 @@ def starts(run: Run) -> str:
     again = (
         f"{len(entries)} starts, {lost:,} logged steps done again" if len(entries) > 1 else "one start, nothing lost"
     )
-    return f"<p>{again}</p>" + table(rows, ["time", "from step", "steps lost", "ranks"]) if rows else ""
+    return f"<p>{again}</p>" + table(rows, ["time", "from step", "steps lost", "ranks", "changed"]) if rows else ""
 
 
 def configuration(run: Run) -> str:
@@ -388,7 +403,7 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
     """
     title, capacity = f"{plan['model']} on {plan['gpus']:,} x {plan['gpu']}", plan["capacity_gib"]
     fastest, tried = plan.get("fastest"), plan.get("configurations") or []
-    rows = {"as asked": plan}
+    rows = {"as it is": plan}
     if fastest and fastest["flags"]:
         rows[f"fastest that fits: {fastest['flags']}"] = fastest
     rows |= {row["flags"]: row for row in tried if row["flags"] and row != fastest}
@@ -410,7 +425,7 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
         if "cost_per_billion_tokens" in plan
         else "",
     }
-    body = [f"<h1>{escape(title)}</h1>", f'<p class="muted">plan · {escape(plan.get("verdict") or fits)}</p>']
+    body = [f"<h1>{escape(title)}</h1>", f'<p class="muted">plan · {escape(plan.get("verdict_text") or fits)}</p>']
     body.append(tiles(figures))
     if fastest:
         body += ["<h2>The fastest that fits</h2>", f'<div class="card"><pre>{escape(fastest["command"])}</pre></div>']
@@ -423,7 +438,7 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
     for heading, listed in (("Configurations", tried), ("World sizes", plan.get("scaling") or ())):
         keys = [key for key in COLUMNS if any(key in row for row in listed)]
         if listed:
-            cells = [[escape(plain(row.get(key)) or "as asked" * (key == "flags")) for key in keys] for row in listed]
+            cells = [[escape(plain(row.get(key)) or "as it is" * (key == "flags")) for key in keys] for row in listed]
             body += [f"<h2>{heading}</h2>", table(cells, [COLUMNS[key] for key in keys])]
     assumed = [[escape(name), escape(text)] for name, text in plan.get("assumptions", {}).items()]
     body += ["<h2>Assumptions</h2>", table(assumed)]
@@ -496,4 +511,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    console.never_fail()
     main()

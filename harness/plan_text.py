@@ -1,14 +1,17 @@
-"""Plan text: what --plan prints of a plan. Called by `planning`. It computes no figure that the JSON object does not
-have."""
+"""Plan text: what --plan prints of a plan, in at most 80 columns but for commands and paths. Called by `planning`. It
+computes no figure that the JSON object does not have."""
 
 import textwrap
 
+from harness import terminal
 from harness.advice import as_flags
-from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB
+from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, TIGHT
 from harness.processes import columns
 from harness.rates import Rates
-from harness.settings import Settings
+from harness.settings import Settings, counted
 from utils import find_gpu
+
+SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
 
 
 def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, float]) -> dict[str, str]:
@@ -26,10 +29,10 @@ def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, flo
     elif rates.source:
         said.append(rates.source)
     beside = "collectives beside their pass, but for the first gathers and the last reductions"
-    return {
+    return ({"gpu": rates.taken} if rates.taken else {}) | {
         "rates": "; ".join(said),
-        "memory": f"rank 0, the fullest; assumed {FRAGMENTATION:.0%} fragmentation, {CONTEXT_GIB} GiB for CUDA, "
-        f"{NCCL_GIB} GiB a communicator",
+        "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {CONTEXT_GIB} GiB for CUDA and "
+        f"{NCCL_GIB} GiB a communicator are assumed",
         "attention": attention,
         "layers": f"{layers}; shallow models, extrapolated to {config.get_text_config().num_hidden_layers} layers",
         "time": f"one operator after the other; {beside if rates.overlaps else 'nothing beside anything'}; "
@@ -37,14 +40,17 @@ def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, flo
     }
 
 
-def fill(text: str, indent: int) -> str:
-    """Wrapped, with no number on another line than its %."""
+def fill(text: str, indent: int, first: int = 0) -> str:
+    """Wrapped to the terminal, to 80 columns where there is none, with no number on another line than its %."""
     text = text.replace(" %", "\N{NO-BREAK SPACE}%")
-    return textwrap.fill(text, 110, subsequent_indent=" " * indent).replace("\N{NO-BREAK SPACE}", " ")
+    columns = min(terminal.width() or 80, 120)
+    options = {"initial_indent": " " * first, "subsequent_indent": " " * indent, "break_on_hyphens": False}
+    filled = textwrap.fill(text, columns, break_long_words=False, **options)
+    return filled.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def layout(row: dict) -> str:
-    replicas = f", {row['dp_replicate_size']} replicas" * (row["dp_replicate_size"] > 1)
+    replicas = f" x{row['dp_replicate_size']}" if row["dp_replicate_size"] > 1 else ""
     return f"ZeRO-{row['zero_stage']}{replicas}"
 
 
@@ -53,43 +59,116 @@ def mfu(row: dict) -> str:
 
 
 def dollars(price: float) -> str:
+    if price < 0.1:
+        return f"${price:.2g}"
     return f"${price:,.0f}" if price >= 10 else f"${price:,.2f}"
 
 
-def figures(row: dict) -> str:
-    """Speed, MFU and price of a configuration."""
-    said = [f"{row['tokens_per_sec']:,.0f} tokens/s"]
-    said += [f"MFU {row['mfu_percent']:.1f} %"] if row["mfu_percent"] else []
-    said += [f"{dollars(row['cost_per_billion_tokens'])} a billion tokens"] if "cost_per_billion_tokens" in row else []
+def duration(hours: float) -> str:
+    minutes = round(60 * hours)
+    if minutes < 2:
+        return f"{3600 * hours:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 100 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{round(hours) // 24:,} d {round(hours) % 24} h"
+
+
+def rounded(number: float) -> float:
+    """To three digits."""
+    return float(f"{number:.3g}")
+
+
+def figures(row: dict, share: tuple | None = None) -> str:
+    """Speed, MFU and price of a configuration, each with its range where published runs reached this share of such
+    plans: the least, the median, the most."""
+    speed, price = row["tokens_per_sec"], row.get("cost_per_billion_tokens")
+    speeds = f" ({rounded(share[0] * speed):,.0f} to {rounded(share[-1] * speed):,.0f})" if share else ""
+    said = [f"{speed:,.0f} tokens/s{speeds}"]
+    said += [f"MFU {row['mfu_percent']:.1f} %"] if row.get("mfu_percent") else []
+    if price:
+        prices = f" ({dollars(price / share[-1])} to {dollars(price / share[0])})" if share else ""
+        said.append(f"{dollars(price)} a billion tokens{prices}")
     return ", ".join(said)
 
 
-def verdict(result: dict) -> str:
-    """Whether it fits, in one line."""
-    used = f"{result['memory_gib']['reserved']:.1f} of {result['capacity_gib']:.1f} GiB reserved on each"
-    fits = "fits" if result["fits"] else "DOES NOT FIT"
-    speed = f": {figures(result)}" * result["fits"]
-    return f"{fits}, {used} of {result['gpus']:,} x {result['gpu']}{speed}"
+def share_of(gib: float, capacity: float) -> str:
+    return f"{gib:,.1f} of {capacity:,.1f} GiB ({100 * gib / capacity:,.0f} %)"
+
+
+def describe_verdict(settings: Settings, result: dict) -> str:
+    """Whether it fits, and what of: in one line."""
+    used = share_of(result["memory_gib"]["reserved"], result["capacity_gib"])
+    microbatch = f"{counted(settings.batch_size, 'sequence')} of {settings.sequence_length:,} tokens"
+    said = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}, {microbatch} at once"
+    if result["verdict"] == "tight":
+        said += f"; above {100 * TIGHT:.0f} % an evaluation or fragments may run it out of memory"
+    return said
+
+
+def describe_speed(settings: Settings, result: dict) -> dict[str, str]:
+    """What to expect of the configuration as it is, which fits, with the range where rates are assumed."""
+    share = result["published_share"]
+    said = figures(result, share)
+    if share:
+        said += (
+            f"; rates are assumed, published runs reached {100 * share[0]:.0f} to {100 * share[-1]:.0f} % of such plans"
+        )
+    lines = {"expect": said}
+    if run := result.get("run"):
+        hours = run["hours"]
+        said = duration(hours) + (f" ({duration(hours / share[-1])} to {duration(hours / share[0])})" if share else "")
+        gpus = counted(result["gpus"], "GPU")
+        if cost := run.get("cost"):
+            costs = f" ({dollars(cost / share[-1])} to {dollars(cost / share[0])})" if share else ""
+            said += f", {dollars(cost)}{costs}"
+            gpus += f" at ${run['gpu_hour_usd']:,g}"
+        steps = f"{counted(run['steps'], 'step')} of {settings.tokens_per_step(result['gpus']):,} tokens"
+        lines["this run"] = f"{said} ({gpus}); {steps}, without start, evaluation and checkpoints"
+    return lines
+
+
+def describe_search(found: dict) -> str:
+    said = f"{counted(found['planned'], 'configuration')} planned, {found['seconds']:.0f} s"
+    if found["seconds"] > 1.2 * found["seconds_allowed"] > 0:
+        said += f"; --plan-seconds {found['plan_seconds']:g} was too short"
+    elif not found["complete"]:
+        said += f"; --plan-seconds {found['plan_seconds']:g} left no time for the next"
+    return said if found["complete"] else f"{said}: there may be faster ones"
 
 
 def describe_fastest(result: dict) -> dict[str, str]:
     """The configuration to take, as lines of the answer."""
-    best, found = result["fastest"], result["search"]
-    how = f"{found['planned']} configurations planned in {found['seconds']:.0f} s"
-    if not found["complete"]:
-        how += "; the next would not have been ready in time: there may be faster ones (--plan-seconds)"
+    best, found, capacity = result["fastest"], result["search"], result["capacity_gib"]
+    how = {"search": describe_search(found)}
     if not best:
         none = "no flags make it fit: more GPUs, a shorter --sequence-length or a smaller --model"
-        return {"fastest": none if found["complete"] else "none that fits was found", "search": how}
+        return {"fastest": none if found["complete"] else "none that fits was found"} | how
+    tight = "; tight, but nothing else fits" if best["verdict"] == "tight" else ""
     if best["asked"]:
-        said = "as asked; nothing else that fits is more than 1 % faster"
-        return {"fastest": said, "command": best["command"], "search": how}
-    faster = f"{best['tokens_per_sec'] / result['tokens_per_sec'] - 1:+.0%}, ".replace("%", " %") * result["fits"]
-    fitting = (result.get("fits_with") or {}).get("flags")
-    lines = {} if result["fits"] or fitting == best["flags"] else {"fits with": fitting}
+        said = "as it is; nothing else that fits is more than 1 % faster"
+        if found["planned"] == 1:
+            said = "as it is; nothing else was planned"
+        elif not found["complete"]:
+            said = "as it is; nothing else that was planned is more than 1 % faster"
+        return {"fastest": f"as it is{tight}" if tight else said, "command": best["command"]} | how
+    lines, share = {}, result["published_share"]
+    if result["fits"]:
+        share = None  # it stands at the configuration as it is
+        gain = best["tokens_per_sec"] / result["tokens_per_sec"] - 1
+        change = f"{100 * gain:+.{0 if abs(gain) >= 0.0095 else 1}f} %, "
+        if result["verdict"] == "tight" and not tight:
+            tight = "; not tight"
+    else:
+        change = ""
+        fitting = result["fits_with"]
+        if fitting["flags"] != best["flags"]:
+            lines["fits with"] = f"{fitting['flags']}: {figures(fitting, share)}"
     host = f" and {best['host_gib']:,.0f} GiB of the host's memory for each" if best["host_gib"] else ""
-    lines["fastest"] = f"{best['flags']}: {faster}{figures(best)}, {best['reserved_gib']:.1f} GiB a GPU{host}"
-    others = [row for row in result["configurations"] if row["fits"] and "optimizer" in row["changes"]]
+    used = share_of(best["reserved_gib"], capacity)
+    lines["fastest"] = f"{best['flags']}: {change}{figures(best, share)}, {used}{host}{tight}"
+    others = [row for row in result["configurations"] if row["verdict"] == "fits" and "optimizer" in row["changes"]]
     other = max(others, key=lambda row: row["tokens_per_sec"], default=best)
     if other["tokens_per_sec"] > best["tokens_per_sec"]:
         lines["besides"] = f"{other['flags']}: {figures(other)}, but another optimizer, which trains otherwise"
@@ -100,39 +179,37 @@ def describe_fastest(result: dict) -> dict[str, str]:
         lines["changes"] = (
             f"{best['tokens_per_step']:,} tokens a step instead of {asked:,}, which is another run; {keep}"
         )
-    return lines | {"search": how}
+    return lines | how
 
 
-def expectation(result: dict) -> str:
-    """What published runs reached of such plans, for the configuration to take."""
-    least, _, most = result["published_share"]
-    best = result.get("fastest") or result
-    said = f"{least * best['tokens_per_sec']:,.0f} to {most * best['tokens_per_sec']:,.0f} tokens/s"
-    if "cost_per_billion_tokens" in best:
-        cost = best["cost_per_billion_tokens"]
-        said += f", {dollars(cost / most)} to {dollars(cost / least)} a billion tokens"
-    why = "the rates are assumed, so speeds are bounds: published runs reached"
-    return f"{said}; {why} {100 * least:.0f} to {100 * most:.0f} % of such plans"
-
-
-def memory_bar(result: dict, width: int = 40) -> list[str]:
-    """Where the memory of a GPU goes at the peak, one kind below the other, up to its capacity."""
-    capacity, reserved = result["capacity_gib"], result["memory_gib"]["reserved"]
-    parts = result["at_peak_gib"] | {"allocator, CUDA": reserved - result["memory_gib"]["total"]}
+def describe_memory(result: dict, width: int = 40) -> list[str]:
+    """Where the memory of a GPU goes at the peak, one kind below the other, up to its capacity, and what each kind
+    takes at most."""
+    capacity, memory = result["capacity_gib"], result["memory_gib"]
+    reserved = memory["reserved"]
+    parts = result["at_peak_gib"] | result["beside_tensors_gib"]
     parts |= {"free": capacity - reserved} if reserved <= capacity else {"LACKING": capacity - reserved}
-    scale, filled, lines = width / max(capacity, reserved), 0.0, []
+    scale, filled, lines = width / max(capacity, reserved), 0.0, [f"  {'':15}{'then':>9}{'at most':>9}"]
     for kind, gib in parts.items():
         start, end = sorted((round(filled * scale), round((filled + gib) * scale)))
         row = " " * start + ("░" if kind == "free" else "█") * (end - start)
         edge = round(capacity * scale)
         row = f"{row:{width}}"[:edge] + "│" + f"{row:{width}}"[edge:]
-        lines.append(f"  {kind:16}{gib:9,.2f}  {row}".rstrip())
+        most = f"{memory[kind]:9,.2f}" if kind in result["at_peak_gib"] else " " * 9
+        lines.append(f"  {kind:15}{gib:9,.2f}{most}  {row}".rstrip())
         filled += gib
-    return lines
+    notes = [
+        f"at most: what a kind takes at its own worst moment; only the first column adds up, to {memory['total']:,.2f} "
+        f"of tensors and {reserved:,.2f} in all",
+        "communication: parameters that are gathered, gradients on their way to other ranks",
+        "other streams: what was freed for a CUDA stream of communication, which no other stream gets; fragmentation: "
+        "gaps between tensors; CUDA and NCCL: the context, libraries and buffers",
+    ]
+    return lines + [fill(note, 4, 2) for note in notes]
 
 
 def describe_configurations(result: dict) -> list[str]:
-    """Side by side: what was asked, the fastest, what one flag changes, and the fastest of the rest."""
+    """Side by side: the configuration as it is, the fastest, what one flag changes, and the fastest of the rest."""
     rows = result["configurations"]
     first = [row for row in rows if row["asked"] or row["fastest"]]
     near = [row for row in rows if len(row["changes"]) == 1 and row not in first]
@@ -140,34 +217,39 @@ def describe_configurations(result: dict) -> list[str]:
     near += [row for row in rest if row["fits"]][: max(8 - len(first + near), 0)]
     shown = first + sorted(near, key=lambda row: (not row["fits"], -row["tokens_per_sec"]))
     priced = "cost_per_billion_tokens" in rows[0]
+    wide = max(8, *(len(layout(row)) for row in shown)) + 2
     lines = [
-        f"\n{'':52}batch x    GiB a{'':36}" + "  $ a billion" * priced,
-        f"{'':9}{'sharding':21}{'checkpointing':15}microbatches      GPU  fits  ms a step     tokens/s  MFU %"
-        + "       tokens" * priced,
+        f"\n{'':8}{'':{wide}}activation  batch x   GiB a" + (f"{'':24}{'$ a':>9}" if priced else ""),
+        f"{'':8}{'sharding':{wide}}checkpoints microb.     GPU  fits   tokens/s  MFU %"
+        + ("  billion" if priced else ""),
     ]
     for row in shown:
-        name = "asked" if row["asked"] else "fastest" if row["fastest"] else ""
+        name = "as is" if row["asked"] else "fastest" if row["fastest"] else ""
         batch = f"{row['batch_size']:,} x {row['gradient_accumulation_steps']:,}"
         lines.append(
-            f"{name:9}{layout(row):21}{row['activation_checkpointing']:15}{batch:>12}{row['reserved_gib']:9,.1f}"
-            f"{'yes' if row['fits'] else 'NO':>6}{row['step_time_ms']:11,.1f}{row['tokens_per_sec']:13,.0f}"
-            f"{mfu(row):>7}"
-            + (f"{row['cost_per_billion_tokens']:13,.2f}" if priced else "")
-            + f"  {as_flags({name: value for name, value in row['changes'].items() if name not in row})}"
+            f"{name:8}{layout(row):{wide}}{row['activation_checkpointing']:10}{batch:>9}{row['reserved_gib']:8,.1f}"
+            f"{SHORT[row['verdict']]:>6}{row['tokens_per_sec']:11,.0f}{mfu(row):>7}"
+            + (f"{row['cost_per_billion_tokens']:9,.2f}" if priced else "")
         )
+        if others := as_flags({name: value for name, value in row["changes"].items() if name not in row}):
+            lines.append(f"{'':8}with {others}")
+    if any(row["dp_replicate_size"] > 1 for row in shown):
+        lines.append(f"{'':8}x2: two replicas of the sharded model")
     return lines
 
 
 def describe_worlds(rows: list[dict]) -> list[str]:
     """World sizes side by side, and below them what to do at each."""
+    priced = "cost_per_billion_tokens" in rows[0]
     lines = [
-        f"\n{'':30}GiB sent{'':38}not hidden",
-        "    GPUs  replicas  fits        in a step   ms a step      tokens/s  MFU %   traffic %",
+        f"\n{'':17}  GiB a           GiB sent{'':17} exposed" + f"{'$ a billion':>12}" * priced,
+        "    GPUs replicas    GPU  fits in a step     tokens/s MFU %  comm. %" + f"{'tokens':>12}" * priced,
     ]
     lines += [
-        f"{row['gpus']:8,}{row['dp_replicate_size']:10,}{'yes' if row['fits'] else 'NO':>6}"
-        f"{row['communication_gib_per_step']:17,.2f}{row['step_time_ms']:12,.1f}{row['tokens_per_sec']:14,.0f}"
-        f"{mfu(row):>7}{row['exposed_communication_percent']:12.1f}"
+        f"{row['gpus']:8,}{row['dp_replicate_size']:9,}{row['reserved_gib']:7,.1f}{SHORT[row['verdict']]:>6}"
+        f"{row['communication_gib_per_step']:10,.2f}{row['tokens_per_sec']:13,.0f}"
+        f"{mfu(row):>6}{row['exposed_communication_percent']:9.1f}"
+        + (f"{row['cost_per_billion_tokens']:12,.2f}" if priced else "")
         for row in rows
     ]
     for row in rows:
@@ -177,76 +259,88 @@ def describe_worlds(rows: list[dict]) -> list[str]:
         if not best:
             said = f"nothing that fits was found{late}"
         elif best["asked"]:
-            said = f"as asked; nothing found is more than 1 % faster{late}"
+            said = f"as it is; nothing found is more than 1 % faster{late}"
+            if best["verdict"] == "tight":
+                said = f"as it is; tight, but nothing else that fits was found{late}"
         else:
             fitting = (row.get("fits_with") or {}).get("flags", best["flags"])
             why = "fastest: " if row["fits"] else "it fits with "
             if fitting != best["flags"]:
                 why = f"it fits with {fitting}; fastest: "
-            said = f"{why}{best['flags']}: {figures(best)}, {best['reserved_gib']:.1f} GiB{late}"
-        lines.append("\n" * (row is rows[0]) + fill(f"{row['gpus']:8,}  {said}", 10))
+            if row["verdict"] == "tight" and best["verdict"] == "fits":
+                why = "fastest with room: "
+            tight = "; tight, but nothing else fits" if best["verdict"] == "tight" else ""
+            said = f"{why}{best['flags']}: {figures(best)}, {best['reserved_gib']:.1f} GiB{tight}{late}"
+        lines.append(("\n" if row is rows[0] else "") + fill(f"{row['gpus']:8,}  {said}", 10))
         lines += [f"{'':10}{best['command']}"] if best and not best["asked"] else []
     return lines
 
 
 def describe_plan(settings: Settings, result: dict) -> str:
     """The answer, then what it is made of, then what was assumed."""
-    world, memory, time_ms = result["gpus"], result["memory_gib"], result["time_ms"]
+    world, memory = result["gpus"], result["memory_gib"]
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
     techniques = [
         settings.precision,
         "compiled" if settings.compile else "eager",
         f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing",
         "fused loss" if settings.fused_loss else "loss from full logits",
-        settings.optimizer + ", offloaded to the host" * settings.cpu_offload,
+        f"{settings.optimizer}, offloaded to the host" if settings.cpu_offload else settings.optimizer,
     ]
-    answer = {"verdict": result["verdict"]} | (describe_fastest(result) if "search" in result else {})
-    answer |= {"expect": expectation(result)} if result["published_share"] else {}
+    answer = {"verdict": result["verdict_text"]} | (describe_speed(settings, result) if result["fits"] else {})
+    answer |= describe_fastest(result) if "search" in result else {}
     setup = {
-        "plan": f"{settings.model} on {world} x {result['gpu']}, ZeRO-{settings.zero_stage}, "
-        f"replicas x shards {replicas} x {world // replicas}",
+        "plan": f"{settings.model} on {world:,} x {result['gpu']}, ZeRO-{settings.zero_stage}, "
+        f"replicas x shards {replicas:,} x {world // replicas:,}",
         "model": f"{result['parameters']:,} parameters, {result['flops']}",
         "technique": ", ".join(techniques),
         "batch": settings.describe_batch(world),
     }
     places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
     place = places.get(result["peak_at"], f"in {result['peak_at']}")
-    place += f"; {memory['host']:,.1f} GiB a GPU on the host" * settings.cpu_offload
-    largest = result.get("largest_batch_size", 0)
-    kinds = {"matmul": "matmul", "attention": "attention", "memory": "memory-bound", "optimizer": "optimizer"}
     lines = [
-        *(
-            columns({name: text}) if name == "command" else fill(columns({name: text}), 11)
-            for name, text in answer.items()
-        ),
-        *(describe_configurations(result) if "search" in result else []),
-        *(describe_worlds(result["scaling"]) if "scaling" in result else []),
-        f"\nmemory of the fullest GPU in GiB, as asked: {memory['reserved']:,.2f} reserved of "
-        f"{result['capacity_gib']:.1f}" + f", largest --batch-size {largest:,}" * (largest > 0),
-        *memory_bar(result),
-        "\n" + columns(setup),
-        f"\nmemory of the fullest GPU, GiB{'at most':>9}  {place}",
-        *(f"  {kind:24}{memory[kind]:13,.2f}{gib:13,.2f}" for kind, gib in result["at_peak_gib"].items()),
-        f"  {'total':24}{'':13}{memory['total']:13,.2f}",
-        f"  {'reserved':24}{'':13}{memory['reserved']:13,.2f}",
-        "\nsent by each GPU in a step, GiB",
-        *(
-            f"  {entry['collective'].replace('_', '-'):15}{'x ' + str(entry['calls']):9}{entry['gib']:9,.2f}   "
-            + f"{entry['ranks']} ranks"
-            + f", {entry['gib_between_nodes']:,.2f} of it between nodes" * (entry["gib_between_nodes"] > 0)
-            for entry in result["collectives"]
-        ),
-        "\ntime of a step, ms",
-        *(f"  {name:24}{time_ms[kind]:9,.1f}" for kind, name in kinds.items()),
-        f"  {'exposed communication':24}{time_ms['exposed']:9,.1f}   of {time_ms['communication']:,.1f}",
-        *[f"  {'contention':24}{time_ms['contention']:9,.1f}"] * (time_ms["contention"] >= 0.1),
-        *[f"  {'waiting for the host':24}{time_ms['launches']:9,.1f}"] * (time_ms["launches"] >= 0.1),
-        f"  {'step':24}{result['step_time_ms']:9,.1f}   {result['tokens_per_sec']:,.0f} tok/s, "
-        f"{result['tokens_per_sec_per_gpu']:,.0f} a GPU, "
-        + (f"MFU {result['mfu_percent']:.1f} %" if result["mfu_percent"] else "no MFU"),
-        f"  {'a billion tokens':24}{result['hours_per_billion_tokens']:9,.2f} h"
-        + (f", {dollars(result.get('cost_per_billion_tokens', 0))}" if settings.gpu_hour_usd else ""),
+        columns({name: text}) if name == "command" else fill(columns({name: text}), 11) for name, text in answer.items()
     ]
-    wrap = textwrap.TextWrapper(110, initial_indent="  ", subsequent_indent="    ")
-    assumed = [wrap.fill(f"{name}: {text}") for name, text in result["assumptions"].items()]
-    return "\n".join(line.rstrip() for line in [*lines, "\nassumptions", *assumed])
+    lines += describe_configurations(result) if "search" in result else []
+    lines += describe_worlds(result["scaling"]) if "scaling" in result else []
+    lines += [f"\nmemory of the fullest GPU in GiB, as it is, at its peak {place}", *describe_memory(result)]
+    if settings.cpu_offload:
+        lines.append(f"  on the host, for each GPU: {memory['host']:,.2f}")
+    if largest := result.get("largest_batch_size"):
+        lines.append(f"  largest --batch-size that is not tight: {largest:,}")
+    lines += ["", *(fill(columns({name: text}), 11) for name, text in setup.items())]
+    lines.append("\nsent by each GPU in a step, GiB")
+    for entry in result["collectives"]:
+        kind, times = entry["collective"].replace("_", "-"), f"x {entry['calls']:,}"
+        between = f", {entry['gib_between_nodes']:,.2f} of it between nodes" if entry["gib_between_nodes"] > 0 else ""
+        lines.append(f"  {kind:15}{times:9}{entry['gib']:9,.2f}   {entry['ranks']:,} ranks{between}")
+    lines += ["\ntime of a step, ms", *describe_time(result)]
+    lines += ["\nassumptions", *(fill(f"{name}: {text}", 4, 2) for name, text in result["assumptions"].items())]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def describe_time(result: dict) -> list[str]:
+    """Where the time of a step goes."""
+    time_ms = result["time_ms"]
+    rows = [
+        ("matmul", time_ms["matmul"], ""),
+        ("attention", time_ms["attention"], ""),
+        ("memory-bound", time_ms["memory"], "norms, activations, copies"),
+        ("optimizer", time_ms["optimizer"], ""),
+        (
+            "exposed communication",
+            time_ms["exposed"],
+            f"of {time_ms['communication']:,.1f}, the rest beside computation",
+        ),
+        ("contention", time_ms["contention"], "computation slowed by what is beside it"),
+        ("waiting for the host", time_ms["launches"], "launches take longer than what they start"),
+    ]
+    each = f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s a GPU"
+    if not result["mfu_percent"]:
+        each += ", no MFU"
+    elif not result["fits"]:  # else it stands at the top
+        each += f", MFU {result['mfu_percent']:.1f} %"
+    rows = [row for row in rows if row[1] >= 0.05 or row[0] not in ("contention", "waiting for the host")]
+    rows.append(("step", result["step_time_ms"], each))
+    lines = [f"  {name:22}{value:10,.1f}   {note}" for name, value, note in rows]
+    return [*lines, f"  {'a billion tokens':22}{result['hours_per_billion_tokens']:10,.2f} h"]

@@ -2,9 +2,11 @@
 functions that it drives. It does not know how a step is recorded (`recorder`) nor what a GPU gives (`gpus`)."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 
@@ -12,11 +14,11 @@ import numpy as np
 
 import utils
 from harness import advice, models, page
-from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates
-from harness.plan_text import assumptions, describe_plan, verdict
+from harness.commands import given, without
+from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates, verdict_of
+from harness.plan_text import assumptions, describe_plan, describe_verdict
 from harness.rates import Rates, predict_time
 from harness.settings import Settings
-from harness.terminal import without
 from utils import UserError
 
 # The script's own functions, which a plan drives.
@@ -95,6 +97,11 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
         "flops_per_token": flops or None,
         "memory_gib": memory | {"total": total, "reserved": reserved, "host": float(on_host.sum()) / utils.GIB},
         "held_by_streams_gib": held,
+        "beside_tensors_gib": {  # what the process holds of the card beyond the tensors' peak
+            "other streams": sum(held) - total,
+            "fragmentation": sum(held) * FRAGMENTATION,
+            "CUDA and NCCL": CONTEXT_GIB + communicators * NCCL_GIB,
+        },
         "at_peak_gib": dict(zip(KINDS, (peak / utils.GIB).tolist(), strict=True)),
         "peak_at": at[-2] if len(at) == 3 else at[-1],
         "peaks_gib": {
@@ -104,6 +111,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
         },
         "capacity_gib": rates.memory_gib,
         "fits": bool(reserved <= rates.memory_gib),
+        "verdict": verdict_of(reserved, rates.memory_gib),
         "communication_gib_per_step": sum(entry["gib"] for entry in collectives),
         "collectives": collectives,
         "flops_executed": sum(operator.flops * times for (_, operator), times in operators.items()),
@@ -118,10 +126,28 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
     } | ({"cost_per_billion_tokens": hours * world * settings.gpu_hour_usd} if settings.gpu_hour_usd else {})
 
 
+def price_of_run(settings: Settings, result: dict) -> dict:
+    """Hours and, with --gpu-hour-usd, dollars of all the steps of a run."""
+    hours = settings.num_steps * result["step_time_ms"] / 1000 / 3600
+    run = {"steps": settings.num_steps, "hours": hours}
+    price = settings.gpu_hour_usd
+    return run | ({"gpu_hour_usd": price, "cost": hours * result["gpus"] * price} if price else {})
+
+
+def without_infinities(tree):
+    """JSON has no infinity and no NaN: they become null."""
+    if isinstance(tree, dict):
+        return {key: without_infinities(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [without_infinities(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
 def plan(settings: Settings, recipe: Recipe) -> None:
     """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
     if int(os.environ.get("RANK", 0)):
         return
+    clock = advice.Clock(settings.plan_seconds)
     rates = choose_rates(settings)
     if settings.precision == "fp8" and not (rates.assumed.get("fp8_tflops", 1) or settings.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
@@ -129,29 +155,42 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     config = models.load_config(settings.model)
     settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
     flops, counted = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
-    predicted = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
+    timed = clock.timed(predict)
+    predicted = functools.cache(lambda settings, world: timed(settings, recipe, config, world, rates, flops))
 
     def planned(world: int = worlds[0], **changed) -> dict:
         return predicted(dataclasses.replace(settings, **changed), world)
 
     seconds, auto, free = settings.plan_seconds, settings.batch_size == "auto", not advice.keeps_batch(settings)
-    largest = advice.largest_batch(planned, rates.memory_gib) if seconds or auto else None
+    largest, step = None, settings.batch_step()
     if auto:
-        argv = (*without(settings.argv, "batch_size"), "--batch-size", str(largest or 1))
-        settings = dataclasses.replace(settings, batch_size=largest or 1, argv=argv)
+        largest = advice.largest_batch(planned, rates.memory_gib, step)
+        argv = (*without(settings.argv, "batch_size"), "--batch-size", str(largest or step))
+        settings = dataclasses.replace(settings, batch_size=largest or step, argv=argv)
     result = {"model": settings.model, "gpu": rates.device, "flops": counted} | planned()
-    result |= {} if largest is None else {"largest_batch_size": largest}
+    found = None
     if seconds or (auto and not result["fits"]):
-        found = advice.search(settings, config, functools.partial(planned, worlds[0]), worlds[0], seconds, free)
+        plan_here = functools.partial(planned, worlds[0])
+        found = advice.search(settings, config, plan_here, worlds[0], clock, free)
         result |= found.result()
+    if seconds and not auto:
+        with contextlib.suppress(TimeoutError):
+            largest = advice.largest_batch(planned, rates.memory_gib, step, clock.check)
+    result |= {} if largest is None else {"largest_batch_size": largest}
     if len(worlds) > 1:
-        result["scaling"] = rows = advice.scaling(settings, planned, worlds)
-        if seconds:
-            advice.advise_each(rows, settings, config, planned, found, seconds / 3)
-    result["verdict"] = verdict(result)
+        result["scaling"] = advice.scaling(settings, config, planned, worlds, found if seconds else None, clock)
+    if found:
+        result["search"] |= {
+            "seconds": clock.elapsed(),
+            "seconds_allowed": seconds * (1 + (len(worlds) - 1) / 3),
+            "plan_seconds": seconds,
+        }
+    if result["fits"] and settings.num_steps and "num_steps" in given(settings.argv):
+        result["run"] = price_of_run(settings, result)
     assumed = not rates.sections and utils.find_gpu(rates.device)
     result["published_share"] = PUBLISHED_SHARE if assumed else None
+    result["verdict_text"] = describe_verdict(settings, result)
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
     if settings.html:
         page.write_plan(pathlib.Path(settings.html).expanduser(), result)
-    print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))
+    print(json.dumps(without_infinities(result), indent=2) if settings.json else describe_plan(settings, result))

@@ -4,6 +4,7 @@ Each finding is a line with what to do: an error where the run cannot end well, 
 loop."""
 
 import collections
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -13,12 +14,13 @@ import socket
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness import checkpoints, driver, gpus, host, models, terminal
+from harness import checkpoints, driver, gpus, host, models, saved, terminal
 from harness.processes import on_main_rank
 from harness.rates import Rates
 from harness.settings import ROOT, Settings, counted
@@ -32,6 +34,7 @@ NCCL_SHARED = 2 * 9_637_888
 PREFETCH = {False: 2, True: 16}  # batches that a data worker reads ahead, without and with --streaming
 IN_USE = 2  # batches that the training holds beside them
 TAKEN = GIB  # bytes of a GPU that others may hold before it is said
+FEW_FILES = 1024  # open at a time; the soft limit of most systems, whose hard limit is far above it
 FULL = 0.6  # share of a GPU's memory that weights, gradients and optimizer may take before activations
 WORTH = 0.9  # of the traffic or time of a layout, what another must stay below to be named
 NAMES = 4  # ranks that a line names
@@ -53,6 +56,9 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cores": host.cores(),
         "affinity": f"{affinity[0]}-{affinity[-1]}/{len(affinity)}",
         "shared": free_bytes(SHARED_MEMORY),
+        "files": host.raise_file_limit(),
+        "host_memory": host.memory(),
+        "resident": psutil.Process().memory_info().rss,
     }
     if cuda:
         properties, known = torch.cuda.get_device_properties(device), driver.describe()
@@ -175,6 +181,14 @@ def check_threads(settings: Settings, described: list[dict], computes: bool) -> 
         yield f"{names(firsts, described)}: {what}"
 
 
+def check_files(described: list[dict]) -> Iterator[str]:
+    """Of the rank that may open the fewest files at a time, where that is less than most systems allow."""
+    least, rank = min((about["files"], rank) for rank, about in enumerate(described))
+    if least < FEW_FILES:
+        what = f"{names([rank], described)}: {least} open files are allowed, which data workers and shards may exceed"
+        yield f"{what}; raise the hard limit (ulimit -Hn, docker run --ulimit nofile=65536)"
+
+
 def batch_bytes(settings: Settings) -> int:
     """Of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
     tensors, tokens = 2 + settings.document_mask, settings.batch_size * settings.sequence_length
@@ -202,6 +216,26 @@ def check_shared_memory(settings: Settings, described: list[dict]) -> Iterator[s
         yield f"{where}, {counted(count, 'rank')} may need {need}; {more}"
 
 
+def check_staging(settings: Settings, staged: float, at_rest: float, described: list[dict]) -> Iterator[str]:
+    """Of the node that lacks most for the copies from which its ranks save beside the training: `staged` bytes a rank,
+    beside what they hold now and the `at_rest` that each will hold of model and optimizer. There is no copy without
+    --checkpoint-interval: all other saves are waited for."""
+    if not settings.saves_beside():
+        return
+    nodes = []
+    for _, ranks in group(about["node"] for about in described):
+        held = sum(described[rank]["resident"] + at_rest for rank in ranks)
+        allowed = min(described[rank]["host_memory"] for rank in ranks)
+        nodes.append((allowed - held - len(ranks) * staged, ranks, held, allowed))
+    missing, ranks, held, allowed = min(nodes, key=lambda node: node[0])
+    if missing < 0:
+        node = described[ranks[0]]["node"][0]
+        need = f"the copies of {counted(len(ranks), 'rank')} on {node} take {amount(len(ranks) * staged)}"
+        have = f"with {amount(held)} for all else there are {amount(allowed)}"
+        what = f"{need}, {have}: the run waits for each save"
+        yield f"--async-checkpoint: {what}; give the job more host memory to save beside the training"
+
+
 # ---- Nodes and links -------------------------------------------------------------------------------------------------
 
 
@@ -223,9 +257,7 @@ def gathered_bytes(settings: Settings, module: nn.Module, parameters: list[nn.Pa
     count = sum(parameter.numel() for parameter in parameters)
     if settings.fp8_recipe != "tensorwise" or not in_layers:
         return each * count
-    linears = (
-        m for m in module.modules() if isinstance(m, nn.Linear) and not (m.in_features % 16 or m.out_features % 16)
-    )
+    linears = filter(models.takes_float8, module.modules())
     return each * count - sum(linear.weight.numel() for linear in linears)
 
 
@@ -332,36 +364,52 @@ def check_links(described: list[dict], shards: int) -> Iterator[str]:
 
 
 def checkpoint_bytes(settings: Settings, parameters: int) -> int:
-    """Of one checkpoint: parameters and optimizer states; those of adamw8bit twice, in fp32 and as codes."""
-    weight, states = host.bytes_of_states(settings)
-    return parameters * (weight + states + (2 * weight if settings.optimizer == "adamw8bit" else 0))
+    """Of one checkpoint: parameters and optimizer states."""
+    return parameters * (host.bytes_of_weight(settings) + host.state_sizes(settings)[1])
 
 
 def check_disk(settings: Settings, parameters: int, folder: pathlib.Path) -> Iterator[str]:
     """Raises UserError where not even one of the checkpoints, or not the export, has room beside what is there."""
     each, free, keep = checkpoint_bytes(settings, parameters), free_bytes(folder), settings.keep_checkpoints
-    there = sum(1 for _ in folder.glob("checkpoints/step-*"))
-    left_over = sum(file.stat().st_size for file in folder.glob("checkpoints/.step-*/*"))  # goes before the first save
-    weights = parameters * host.bytes_of_states(settings)[0] if settings.export else 0
+    there = len(saved.complete(folder))
+    weights = parameters * host.bytes_of_weight(settings) if settings.export else 0
     target = pathlib.Path(settings.export or folder).expanduser()
     same = weights and device_of(target) == device_of(folder)
     size = f"a checkpoint takes {amount(each)} ({parameters:,} parameters)"
     if free is not None:
-        free += left_over
+        free += left_over_bytes(folder)
         have = f"{folder} has {amount(free)} free"
         wanted = max(0, keep + 1 - there) * each + (weights if same else 0)
-        if settings.checkpoint_interval and each > free:
+        if (settings.checkpoint_interval or settings.final_checkpoint) and each > free:
             raise UserError(f"--output-dir: {size}, {have}; name another disk, or make room", 1)
         if settings.checkpoint_interval and wanted > free:
             more = f" and the export of {amount(weights)}" * bool(same)
             what = f"{size}, {have}: {keep} that are kept, the next one that is written{more} take {amount(wanted)}"
             yield f"--output-dir: {what}; make room, or give a smaller --keep-checkpoints"
-        if not settings.checkpoint_interval and each > free:
+        elif has_no_room_for_last(settings, parameters, folder):
+            beside = f" beside the export of {amount(weights)}" if same and each <= free else ""
+            yield f"--output-dir: {size}, {have}{beside}: the last state will not be kept; make room"
+        elif not settings.checkpoint_interval and each > free:
             yield f"--output-dir: {size}, {have}: SIGTERM would end this run without saving; make room"
     room = free_bytes(target) if weights else None
     if room is not None and weights > room:
         problem = f"it takes {amount(weights)}, there are {amount(room)} free"
         raise UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
+
+
+def has_no_room_for_last(settings: Settings, parameters: int, folder: pathlib.Path) -> bool:
+    """Whether the state after the last step, which nobody asked for by a flag, has no room beside the export."""
+    if settings.checkpoint_interval or settings.final_checkpoint is not None or not settings.keeps_last():
+        return False
+    need, free = checkpoint_bytes(settings, parameters), free_bytes(folder)
+    if settings.export and device_of(pathlib.Path(settings.export).expanduser()) == device_of(folder):
+        need += parameters * host.bytes_of_weight(settings)
+    return free is not None and need > free + left_over_bytes(folder)
+
+
+def left_over_bytes(folder: pathlib.Path) -> int:
+    """Of what a killed save left, which goes before the first one."""
+    return sum(file.stat().st_size for half in saved.leftovers(folder) for file in half.glob("*"))
 
 
 def device_of(path: pathlib.Path) -> int:
@@ -383,25 +431,41 @@ def plan_rates(settings: Settings, device: torch.device, local_ranks: int) -> Ra
     return rates if rates.assumed else None
 
 
-def check(settings: Settings, config, mesh: DeviceMesh, device: torch.device, folder: pathlib.Path, step: int) -> None:
+def check(
+    settings: Settings, config, mesh: DeviceMesh, device: torch.device, folder: pathlib.Path, step: int
+) -> Settings:
     """Looks at everything once, before the model is made; every rank calls this. Rank 0 judges and warns; its UserError
-    is every rank's. `step` is that of the checkpoint from which the run goes on: a run that is done saves nothing."""
+    is every rank's. `step` is that of the checkpoint from which the run goes on: a run that is done saves nothing.
+    Returns the settings with what the disk, or a host's memory, has no room for."""
+    if settings.num_workers:
+        host.shorten_sockets()
     described = checkpoints.of_all_ranks(describe(device))
 
-    def look() -> None:
+    def look() -> Settings:
         model, near = models.on_meta(config), [about["node"] for about in described].count(described[0]["node"])
         parameters, computes = sum(p.numel() for p in model.parameters()), device.type == "cpu" or settings.cpu_offload
+        shards = mesh["shard"].size()
         checks = [
             check_versions(described),
             check_gpus(described),
             check_taken(described),
             check_nodes(settings, model, described, plan_rates(settings, device, near)),
-            check_links(described, mesh["shard"].size()),
+            check_links(described, shards),
             check_threads(settings, described, computes),
             check_shared_memory(settings, described),
-            check_disk(settings, parameters, folder) if step < settings.num_steps else (),
+            check_files(described),
         ]
+        decided = settings
+        if step < settings.num_steps:
+            at_rest = host.bytes_at_rest(settings) * parameters / shards if computes else 0
+            staged = [*check_staging(settings, checkpoint_bytes(settings, parameters) / shards, at_rest, described)]
+            checks += [staged, check_disk(settings, parameters, folder)]
+            if staged:
+                decided = dataclasses.replace(decided, lacks_memory=True)
+            if has_no_room_for_last(settings, parameters, folder):
+                decided = dataclasses.replace(decided, lacks_disk=True)
         for warning in itertools.chain(*checks):
             terminal.tell(f"train_fsdp.py: warning: {warning}")
+        return decided
 
-    on_main_rank(look)
+    return on_main_rank(look)

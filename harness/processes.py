@@ -4,6 +4,7 @@ both ends of a run, and by everything that prints. It does not know what the pro
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -19,12 +20,41 @@ from tqdm import tqdm
 
 from harness import endings, heartbeats, terminal
 from harness.settings import Settings
-from utils import UserError, from_main_process
+from utils import UserError, first_line, from_main_process
 
 STORE_PATIENCE = 15  # seconds until something is said of a store that does not answer
+AFTER_HEARTBEATS = timedelta(minutes=1)  # until collectives give up, when --timeout-minutes has passed
+LAUNCHER_PATIENCE = 1.0  # seconds between two looks for this rank's launcher
 
 
-def start_processes(timeout_minutes: float = 10) -> torch.device:
+def open_store(timeout_minutes: float = 10) -> dist.Store:
+    """The job's store, where its ranks find each other: that of torchrun or of rank 0, or of a world of one its own."""
+    env = os.environ
+    if "RANK" not in env:
+        return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    check_restarts(env)
+    address, port, timeout = env["MASTER_ADDR"], int(env["MASTER_PORT"]), timedelta(minutes=timeout_minutes)
+    reach_store(address, port, timeout_minutes)
+    serves = not of_launcher(env) and env["RANK"] == "0"
+    options = {"is_master": serves, "timeout": timeout, "wait_for_workers": False}
+    try:
+        store = dist.TCPStore(address, port, int(env["WORLD_SIZE"]), **options)
+    except RuntimeError as error:
+        where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
+        raise UserError(f"{where}: rank 0's store does not answer ({first_line(error)})", 1) from None
+    if of_launcher(env) and env["GROUP_WORLD_SIZE"] == "1":
+        # torchrun's store outlives a restart with the dead ranks' addresses in it (pytorch issue 135712); the count
+        # tells restarts apart on one node only, see docs/CHECKPOINTS.md for more
+        store = dist.PrefixStore(f"restart-{env['TORCHELASTIC_RESTART_COUNT']}", store)
+    return store
+
+
+def of_launcher(env: Mapping[str, str]) -> bool:
+    """Whether the job's store is torchrun's, which listens before any rank is started, and not rank 0's."""
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None) -> torch.device:
     """Joins the world that torchrun or accelerate made, or makes a world of one; returns this rank's device.
 
     Collectives give up a minute after `timeout_minutes`, when the heartbeats should have said who did not come.
@@ -36,29 +66,41 @@ def start_processes(timeout_minutes: float = 10) -> torch.device:
             raise UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        world: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes + 1)}
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
-        if "RANK" in env:
-            check_restarts(env)
-            reach_store(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout_minutes)
-        if "RANK" not in env:
-            world |= {"store": dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "rank": 0, "world_size": 1}
-        elif env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env["GROUP_WORLD_SIZE"] == "1":
-            # torchrun's store outlives a restart with the dead ranks' addresses in it (pytorch issue 135712); the
-            # count tells restarts apart on one node only, see docs/CHECKPOINTS.md for more
-            store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-            store = dist.PrefixStore(f"restart-{env['TORCHELASTIC_RESTART_COUNT']}", store)
-            world |= {"store": store, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
-        # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None, **world)
+        dist.init_process_group(
+            # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            device_id=device if cuda else None,
+            store=store or open_store(timeout_minutes),
+            rank=int(env.get("RANK", 0)),
+            world_size=int(env.get("WORLD_SIZE", 1)),
+            timeout=timedelta(minutes=timeout_minutes) + AFTER_HEARTBEATS,
+        )
+    heartbeats.at("preparation")
     return device
+
+
+def limit_waiting(*groups: dist.ProcessGroup) -> None:
+    """Lets collectives of these groups give up when those of the default group do: torch gives every group that it is
+    not told otherwise of 30 minutes."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    if isinstance(backend, dist.ProcessGroupGloo):  # not that of a plan, where nobody waits
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+
+
+def new_group() -> dist.ProcessGroup:
+    """Another group of all ranks, for Python objects and tensors on the host; every rank calls this."""
+    group = dist.new_group(backend="gloo")
+    limit_waiting(group)
+    return group
 
 
 def check_restarts(env: Mapping[str, str]) -> None:
     """Raises a UserError where torchrun promises restarts that cannot work: on several nodes its own store, which it
     shares with the ranks, keeps the addresses of dead ones, and nothing tells one restart from another."""
-    shared, restarts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if shared and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if of_launcher(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
         needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
         raise UserError(f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}")
 
@@ -72,7 +114,7 @@ def reach_store(address: str, port: int, timeout_minutes: float) -> None:
     """
     where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
     start, own_store, said = time.monotonic(), None, False
-    if int(os.environ["RANK"]) == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if int(os.environ["RANK"]) == 0 and not of_launcher(os.environ):
         try:
             own_store = socket.create_server(("", port))  # where torch is going to listen
         except OSError as error:
@@ -86,6 +128,8 @@ def reach_store(address: str, port: int, timeout_minutes: float) -> None:
             if waited > STORE_PATIENCE and (own_store or isinstance(error, socket.gaierror)):
                 what = "rank 0 is not reached at its own address" if own_store else "no such host"
                 raise UserError(f"{where}: {what} ({error.strerror or error}); name the host of rank 0", 1) from None
+            if waited > STORE_PATIENCE and of_launcher(os.environ) and isinstance(error, ConnectionRefusedError):
+                raise UserError(f"{where}: torchrun is gone, and its store with it; start it again", 1) from None
             if waited > 60 * timeout_minutes:
                 raise UserError(f"{where}: rank 0's store does not answer ({error.strerror or error})", 1) from None
             if waited > STORE_PATIENCE and not said:
@@ -110,9 +154,8 @@ def stop_processes(stop: "StopRequest | None" = None) -> None:
 def leave(exit_code: int) -> None:
     """Ends this rank, whose work is done and written, without the interpreter's clean-up: a library's thread that is
     not joined would make it an abort."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody is there to read it
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     endings.announce(exit_code)
     os._exit(exit_code)
 
@@ -124,8 +167,8 @@ class StopRequest:
     A thread reads the signals, as Python's own handlers wait for the main thread, which may be inside a collective.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-    EXIT_CODE = 143
+    SIGNALS = terminal.STOP_SIGNALS
+    EXIT_CODE = terminal.STOPPED
     SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
 
     def __init__(self, settings: Settings | None = None):
@@ -139,8 +182,12 @@ class StopRequest:
         threading.Thread(target=self._listen, args=(read_end,), daemon=True).start()
 
     def _listen(self, read_end: int) -> None:
-        first = float("inf")
+        first, signals = float("inf"), select.poll()  # select() takes no descriptor above 1,023
+        signals.register(read_end, select.POLLIN)
         while True:
+            while not signals.poll(1000 * LAUNCHER_PATIENCE):
+                if terminal.lost_launcher() and not (self.name or self.leaving or endings.ENDING):
+                    self.request("the end of its launcher")
             number, now = os.read(read_end, 1)[0], time.monotonic()
             if endings.ENDING:  # of a run that is not done SIGTERM is torchrun's, as another rank has left too
                 if number == signal.SIGINT or (number in self.SIGNALS and endings.ENDING[0][0] == 0):
@@ -162,12 +209,9 @@ class StopRequest:
     def request(self, name: str) -> None:
         """Asks for a save and an end because of `name`; called in any thread."""
         if not self.can_save:
-            if terminal.is_first_rank():
-                folder = heartbeats.HERE.folder
-                newest = folder and max((folder / "checkpoints").glob("step-*"), default=None)
-                kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
-                terminal.tell(f"train_fsdp.py: {name} outside training, nothing to save{kept}")
-            terminal.leave("", self.EXIT_CODE)
+            speaks = terminal.is_first_rank() and heartbeats.HERE.phase != "failure"
+            text = speaks and terminal.describe_stop(name, heartbeats.HERE.folder)
+            terminal.leave(text, self.EXIT_CODE)
         self.name = name
 
     def agreed(self) -> bool:
@@ -177,7 +221,7 @@ class StopRequest:
         """
         if dist.get_world_size() == 1:
             return bool(self.name)
-        self.group = self.group or dist.new_group(backend="gloo")
+        self.group = self.group or new_group()
         if self.round:
             self.round.wait()
         answer, self.flag = bool(self.flag), torch.tensor(int(bool(self.name)))
@@ -185,22 +229,22 @@ class StopRequest:
         return answer
 
 
-def fail(message: str, exit_code: int, patience: float = 3) -> None:
+def fail(message: str, exit_code: int, patience: float = 3, as_json: bool = False) -> None:
     """Ends this rank. Of all ranks one prints its message, rank 0 if it fails too within `patience` seconds, so that
-    one mistake is one line; the others' errors are most often an echo, a collective that broke as one rank had left."""
+    one mistake is one line; the others' errors are most often an echo, a collective that broke as one rank had left.
+    With `as_json` it is an object on stdout too, for whoever reads one there."""
     first, happened = terminal.is_first_rank(), time.time()
     heartbeats.HERE.phase = "failure"
     if not first:
         time.sleep(patience)  # what rank 0 found as well it says by now; then the launcher ends this rank here
-    try:
-        alone = not dist.is_initialized()
-        first = alone or heartbeats.speaks_first(dist.distributed_c10d._get_default_store())
-    except RuntimeError:  # the store went with the rank that kept it, or with the launcher
-        pass
+    with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it, or with the launcher
+        first = heartbeats.speaks_first(heartbeats.HERE.store)
     sys.stdout.flush()
     if first:
         terminal.record_error(message, happened)
         terminal.tell(message)
+        if as_json:
+            terminal.tell_json(message)
     endings.announce(exit_code, patience=5)
     os._exit(exit_code)  # no clean-up: it would wait for ranks and workers that do not answer any more
 

@@ -56,6 +56,7 @@ class Rates:
     overlaps: bool = True  # collectives and launches run beside the computation: a GPU
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""  # of what is not assumed, in words
+    taken: str = ""  # what a name that fits several kinds was taken for
     sections: dict[str, dict] = dataclasses.field(default_factory=dict)
 
     def with_ranks(self, local_ranks: int) -> "Rates":

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -77,6 +78,7 @@ class StepRecorder(TorchDispatchMode):
         self.collectives: list[tuple] = []  # (phase, kind, ranks, those of a node, bytes sent, bytes of the whole)
         self._number: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._alive: dict[int, tuple[weakref.ref, int]] = {}
+        self._near: dict[Any, tuple[int, int]] = {}  # of a process group: its ranks, those on the first one's node
         self._fused: set[int] | None = None  # storages made in the compiled region at work
         self._parts: collections.Counter = collections.Counter()  # of that region
 
@@ -182,11 +184,14 @@ class StepRecorder(TorchDispatchMode):
         boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
         names = [arg for arg in args if isinstance(arg, str)]  # of functional collectives: the operation, the group
         group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(names[-1])
-        ranks = dist.get_process_group_ranks(group)
-        near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
+        if group not in self._near:
+            ranks = dist.get_process_group_ranks(group)
+            near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
+            self._near[group] = len(ranks), near
+        ranks, near = self._near[group]
         whole = max(map(nbytes, inputs))
-        sent = whole * (len(ranks) - 1) / len(ranks) * (2 if kind == "all_reduce" else 1)
-        key = (phase, kind, len(ranks), near)
+        sent = whole * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+        key = (phase, kind, ranks, near)
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight
         self.counts["whole_bytes", *key] += whole * self.weight
@@ -403,6 +408,21 @@ def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int, int]:
     return peak, moved, len(kernels)
 
 
+class Chunks:
+    """What `_chunk_with_empty` of FSDP2 returns, each chunk cut when it is asked for: of one rank's plan that is one or
+    two of them, where a list of all takes minutes from 4,096 ranks on."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int):
+        self.tensor, self.count, self.dim = tensor, count, dim
+
+    def __getitem__(self, rank: int) -> torch.Tensor:
+        length = self.tensor.size(self.dim)
+        size = -(-length // self.count)
+        if rank * size >= length:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, rank * size, min(size, length - rank * size))
+
+
 @contextlib.contextmanager
 def on_fake_tensors(recorder: StepRecorder):
     """Fake tensors under `recorder`, with patches of what hides from it, does not run on them or is not as on a GPU."""
@@ -412,6 +432,13 @@ def on_fake_tensors(recorder: StepRecorder):
         resize(storage, size)
         recorder.kinds[recorder.see(storage)] = "communication"
 
+    def three_chunks(tokens, size, starts=loss.chunk_starts):  # the second stands for all between first and last
+        starts, weight = starts(tokens, size), recorder.weight
+        for index in sorted({0, min(1, len(starts) - 1), len(starts) - 1}):
+            recorder.weight = weight * max(len(starts) - 2, 1) if index == 1 else weight
+            yield starts[index]
+        recorder.weight = weight
+
     def unseen(*args):  # DTensor learns the whole result's shape from fake tensors of its own
         with _disable_current_modes():
             return propagate(*args)
@@ -419,6 +446,8 @@ def on_fake_tensors(recorder: StepRecorder):
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         mock.patch.object(ShardingPropagator, propagate.__name__, unseen),
+        mock.patch.object(loss, "chunk_starts", three_chunks),
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks, create=True),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
         mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
@@ -431,6 +460,11 @@ def on_fake_tensors(recorder: StepRecorder):
         recorder,
     ):
         yield
+
+
+def new_group_of_rank_0(ranks, **options) -> dist.ProcessGroup | None:
+    """A mesh of two dimensions makes the groups of all ranks; a plan of rank 0 needs its own two."""
+    return dist.new_group(ranks, **options) if 0 in ranks else None
 
 
 def at_depth(config, depth: int):
@@ -479,7 +513,8 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        mesh = recipe.build_mesh(settings, torch.device("cpu"))
+        with mock.patch.object(torch.distributed.device_mesh, "new_group", new_group_of_rank_0):
+            mesh = recipe.build_mesh(settings, torch.device("cpu"))
         with on_fake_tensors(recorder):
             recorder.kind = "parameters"
             model = recipe.build_model(settings, config, mesh)

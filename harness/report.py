@@ -8,8 +8,8 @@ import math
 import os
 import pathlib
 import re
-import shlex
 import sys
+import threading
 import time
 
 import torch
@@ -18,17 +18,22 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import endings, models, page, terminal
-from harness.checkpoints import TrainState, sync
+from harness import endings, models, page, terminal, trackers
+from harness.checkpoints import TrainState
+from harness.commands import flags_of_run, to_paste, with_value
 from harness.endpoint import Endpoint
-from harness.folders import lock_folder, place_of, replace_file
+from harness.folders import lock_folder, replace_file
 from harness.health import KernelClock
+from harness.metrics_file import MetricsFile, as_json, metrics_text
 from harness.page import whole_lines
 from harness.processes import columns, say
+from harness.saved import newest, place_of, read_config
 from harness.settings import Settings, counted
 from harness.trackers import Trackers
 from harness.versions import commit, versions
 from utils import UserError
+
+SAVE_MINUTES = 15  # between two checkpoints, as advised to a run that saves none
 
 
 def check_that_figures_will_exist(settings: Settings, device: torch.device) -> None:
@@ -144,27 +149,35 @@ class Report:
     """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
 
     def __init__(
-        self, settings: Settings, accelerator: Accelerator, endpoint: Endpoint, folder: pathlib.Path, state: TrainState
+        self,
+        settings: Settings,
+        accelerator: Accelerator,
+        endpoint: Endpoint,
+        folder: pathlib.Path,
+        state: TrainState,
+        changed: str = "",  # which flags are not those of the checkpoint that it goes on from, in words
     ):
         self.num_steps, self.file, self.failed, self.excluded = settings.num_steps, None, False, state.tracker.excluded
-        self.endpoint = endpoint
+        self.endpoint, self.closing, self.closed = endpoint, threading.Lock(), False
+        self.settings, self.advised = settings, False
         if accelerator.is_main_process:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock_folder(folder)
-                starts = describe_starts(folder, state.step)
-                self.file = open_metrics(folder / "metrics.jsonl", state.step)
-                run = describe_run(settings) | {"run_id": state.run_id, "starts": starts}
-                write_config(folder, run)
-                endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
+                starts = describe_starts(folder, state, changed)
+                self.file = MetricsFile(folder / "metrics.jsonl", state.step)
+                run = describe_run(settings) | describe_identity(folder, state) | {"starts": starts}
+                keep_config(folder, run)
                 endpoint.identify(run)
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
+        self.step, self.changed = state.step, changed  # of the last line; flags that are not the checkpoint's
         places = {"run": str(folder)}
         if self.file:
             self.trackers = Trackers(settings, folder, state, json.loads(json.dumps(run)))
             places |= self.trackers.places() | watching(settings, folder)
+            endings.LISTENERS.append(self.interrupt)
         say(columns(places) + "\n")
         shown = self.file and terminal.is_terminal(sys.stderr)
         self.bar = terminal.Bar(
@@ -187,9 +200,14 @@ class Report:
         if not self.file:
             return
         step = metrics["step"]
-        self.write(metrics, **{"samples": stories} if stories else {})
-        with self.excluded() if stories else contextlib.nullcontext():  # a table's first takes seconds
+        more = {"samples": stories} if stories else {}
+        if self.changed:  # at the first line of this start
+            more, self.changed = more | {"changed": self.changed}, ""
+        self.write(metrics, **more)
+        with self.excluded() if stories or self.trackers.failed else contextlib.nullcontext():  # these take seconds
             self.trackers.log(metrics, stories or [])
+            if not (self.failed or self.moved):
+                self.trackers.mend()
         loss, held_out = f"loss {metrics['loss']:.4f}", describe_held_out(metrics)
         self.bar.figures = (loss, *filter(None, speed.split("  ")))
         parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *self.bar.figures[1:]]
@@ -198,42 +216,80 @@ class Report:
         name = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  "
         figures = [figure.replace(" ", "\u00a0") for figure in (*parts, held_out) if figure]  # lines break between them
         say(terminal.wrap(name + "  ".join(figures), indent=len(name)).replace("\u00a0", " "))
+        if "step_time_ms" in metrics and not self.advised:
+            self.advised = True
+            if warning := describe_unsaved(self.settings, self.num_steps - step, metrics["step_time_ms"]):
+                terminal.tell(f"train_fsdp.py: warning: {warning}")
 
     def sync(self) -> None:
-        """Makes the lines so far durable, those included that could not be written at their time."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        sync(pathlib.Path(self.file.name).parent)
+        """Makes the lines so far durable, those included that could not be written at their time; an OSError where that
+        fails."""
+        self.file.sync()
 
     def write(self, metrics: dict, **more) -> None:
         """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
         self.endpoint.show(metrics)
-        try:
-            print(json.dumps(as_json(metrics | more), allow_nan=False), file=self.file, flush=True)
-            if more:
-                os.fsync(self.file.fileno())
-        except OSError as error:  # the line waits in Python's buffer and is written with a later one
-            self.failed = True
-            say(f"failed     metrics.jsonl, step {metrics['step']}: {error.strerror}; the run goes on")
+        self.step = metrics["step"]
+        self.file.add(metrics | more)
+        self.write_waiting(durable=bool(more))
         moved = place_of(self.folder) != self.place
         if moved and not self.moved:
             say(f"failed     {self.folder} was moved away; move it back: nothing is lost, checkpoints wait for it")
         self.moved = moved
 
+    def write_waiting(self, durable: bool = False) -> None:
+        """Writes the lines so far; says once that this fails, and when it works again."""
+        try:
+            self.file.write()
+            if durable:
+                os.fsync(self.file.file.fileno())
+        except OSError as error:
+            if not self.failed:
+                what = f"metrics.jsonl, from step {self.step} on: {error.strerror}"
+                say(f"failed     {what}; its lines wait in memory, the run goes on")
+            self.failed = True
+            return
+        if self.failed:
+            say(f"recovered  metrics.jsonl: it has every line up to step {self.step}")
+        self.failed = False
+
     def end(self, metrics: dict | None, stories: list[dict[str, str]] | None = None) -> None:
         """Writes the run's last line, unless it was stopped before its end."""
         if self.file and metrics:
             self.write(metrics, final=True, **{"samples": stories} if stories else {})
+            self.settle()
             self.trackers.summarize(metrics)
         self.close()
 
-    def close(self) -> None:
-        """Gives back the terminal and the file, and leaves the page, however the run ended."""
-        self.bar.close()
-        with contextlib.suppress(OSError):  # said when the line was written
-            if self.file and not self.file.closed:
+    def settle(self) -> None:
+        """Whatever waits for a disk is tried once more."""
+        if self.failed:
+            self.write_waiting()
+        if not (self.failed or self.moved):
+            self.trackers.settle()
+
+    def close(self, interrupted: bool = False) -> None:
+        """Gives back the terminal and the file, and leaves the page, however the run ended. Where the loop goes on in
+        another thread until the process is gone, `interrupted`, the files stay open."""
+        with self.closing:
+            if self.closed:
+                return
+            self.closed = True
+            if not interrupted:
+                self.bar.close()
+            if not self.file:
+                return
+            if not interrupted:
+                self.write_waiting(durable=True)
+                self.settle()
                 self.file.close()
-                self.page = write_page(self.folder)
+            self.page = write_page(self.folder)
+
+    def interrupt(self, exit_code: int) -> None:
+        """Leaves the page where the process ends before the loop."""
+        self.close(interrupted=True)
+        if exit_code == terminal.INTERRUPTED and self.page:
+            terminal.tell(columns({"report": str(self.page)}))
 
 
 def write_page(folder: pathlib.Path) -> pathlib.Path | None:
@@ -245,10 +301,23 @@ def write_page(folder: pathlib.Path) -> pathlib.Path | None:
         return None
 
 
-def as_json(metrics: dict) -> dict:
-    """The metrics with null for what is no number, which JSON does not know."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in metrics.items()}  # fmt: skip
+@contextlib.contextmanager
+def only_json_on_stdout(settings: Settings):
+    """With --json every other line goes to stderr; gives the real stdout."""
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr) if settings.json else contextlib.nullcontext():
+        yield stdout
+
+
+def say_evaluation(settings: Settings, loss: float, tokens: int, step: int | None, stdout) -> None:
+    """The line of an evaluation without training, and with --json its object on stdout."""
+    what = f"step {step:,} of {settings.resume}" if step is not None else settings.model
+    found = f"{describe_held_out({'eval_loss': loss})}, {tokens:,} tokens"
+    say(columns({"evaluated": f"{what} on {settings.dataset}: {found}"}))
+    if settings.json and dist.get_rank() == 0:
+        figures = {"model": settings.model, "step": step, "dataset": settings.dataset, "tokens": tokens}
+        figures |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700))}
+        print(json.dumps(as_json(figures), allow_nan=False), file=stdout, flush=True)
 
 
 def describe_stories(stories: list[dict[str, str]]) -> str:
@@ -260,17 +329,6 @@ def describe_held_out(metrics: dict) -> str:
     return "" if loss is None else f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})"
 
 
-def open_metrics(path: pathlib.Path, step: int):
-    """The metrics file, open for appending, without what an earlier start wrote after `step`."""
-    known = [line for line in whole_lines(path) if line["step"] <= step]
-    lines = [line for line in known if "final" not in line]
-    for line in known:  # stories of an end that is none any more stay with its step
-        if "samples" in line and lines and lines[-1]["step"] == line["step"]:
-            lines[-1]["samples"] = line["samples"]
-    replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
-    return path.open("a")
-
-
 def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> dict:
     """The last line of a run that took all its steps, written, for the trackers too, if a kill came between it and the
     last checkpoint."""
@@ -279,35 +337,53 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
         lines = whole_lines(path)
         if lines and "final" not in lines[-1]:
             lines.append(lines[-1] | state.tracker.summary() | {"final": True})
-            replace_file(path, "".join(json.dumps(as_json(line)) + "\n" for line in lines))
-            last = {key: value for key, value in lines[-1].items() if key not in ("final", "samples")}
-            Trackers(settings, folder, state, page.read_config(folder)).summarize(last)
+            replace_file(path, metrics_text(lines))
+            last = {key: value for key, value in lines[-1].items() if key not in trackers.WORDS}
+            Trackers(settings, folder, state, read_config(folder)).summarize(last)
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
     return lines[-1] if lines else {}
 
 
-def describe_starts(folder: pathlib.Path, step: int) -> list[dict]:
-    """The starts of the run in `folder` so far and this one, from `step` on: each with its time, that step, how many
-    logged steps after it are done again, and the ranks."""
-    starts = page.read_config(folder).get("starts")
-    starts = starts if isinstance(starts, list) else []
-    reached = max((line["step"] for line in whole_lines(folder / "metrics.jsonl")), default=step)
+def describe_identity(folder: pathlib.Path, state: TrainState) -> dict:
+    """Which run this is, in config.json: by it `saved` tells a copy of the folder from the run itself."""
+    identity = {"run_id": state.run_id, "folder": str(folder.resolve())}
+    return identity | ({"branched_from": state.branched_from} if state.branched_from else {})
+
+
+def describe_origin(origin: dict) -> str:
+    return f"from {origin['folder']} at step {origin['step']:,}"
+
+
+def describe_starts(folder: pathlib.Path, state: TrainState, changed: str = "") -> list[dict]:
+    """The starts of the run in `folder` so far and this one: each with its time, the step that it went on from, how
+    many logged steps after it are done again, the ranks, and the flags that it `changed`. What a new run finds in a
+    copied folder was another's."""
+    config, step = read_config(folder), state.step
+    copied = state.branched_from and config.get("run_id") != state.run_id
+    starts = config.get("starts")
+    starts = starts if isinstance(starts, list) and not copied else []
+    logged = [] if copied else whole_lines(folder / "metrics.jsonl")
+    reached = max((line["step"] for line in logged), default=step)
     now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
-    return [*starts, now | {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}]
+    now |= {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}
+    return [*starts, now | ({"changed": changed} if changed else {})]
 
 
-def record_start(folder: pathlib.Path, step: int) -> None:
+def record_start(folder: pathlib.Path, state: TrainState) -> None:
     """A start with nothing to train, in config.json with how it ends; where that cannot be written it is left out."""
     with contextlib.suppress(OSError):
-        if run := page.read_config(folder):
-            run["starts"] = describe_starts(folder, step)
-            write_config(folder, run)
-            endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
+        if run := read_config(folder):
+            keep_config(folder, run | {"starts": describe_starts(folder, state)} | describe_identity(folder, state))
+
+
+def keep_config(folder: pathlib.Path, run: dict) -> None:
+    """Writes config.json, and again with how this start ended: torchrun and what stands above it do not tell."""
+    write_config(folder, run)
+    endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
 
 
 def write_config(folder: pathlib.Path, run: dict, **ending) -> None:
-    """config.json, with how this start ended once that is known: torchrun and what stands above it do not tell."""
     *before, now = run["starts"]
     replace_file(folder / "config.json", json.dumps(run | {"starts": [*before, now | ending]}, indent=2) + "\n")
 
@@ -319,10 +395,16 @@ def describe_run(settings: Settings) -> dict:
     return run | {"world_size": dist.get_world_size()}
 
 
-def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
-    """The last words: what the averages after warmup are, `elapsed` seconds after the first start."""
-    elapsed = tqdm.format_interval(elapsed)
-    trained = f"{counted(metrics['step'], 'step')}, {metrics['tokens_seen']:,} tokens in {elapsed}"
+def summarize(metrics: dict, folder: pathlib.Path, state: TrainState) -> str:
+    """The last words: what the averages after warmup are, and how long after the run's first start."""
+    elapsed, origin = tqdm.format_interval(state.elapsed), state.branched_from or {"step": 0, "tokens": 0}
+    steps, tokens = metrics["step"] - origin["step"], metrics["tokens_seen"] - origin["tokens"]
+    trained = f"{counted(steps, 'step')}, {tokens:,} tokens in {elapsed}"
+    if state.elapsed_before and "trained_seconds" in metrics:
+        spent = tqdm.format_interval(metrics["trained_seconds"])
+        trained = f"{counted(steps, 'step')}, {tokens:,} tokens in {spent} of training, {elapsed} since the first start"
+    if state.branched_from:
+        trained += f" after step {origin['step']:,} of {pathlib.Path(origin['folder']).name}"
     done = f"{trained}, loss {metrics['loss']:.4f}"
     done = ", ".join(filter(None, [done, describe_held_out(metrics)]))
     measured = {
@@ -345,26 +427,42 @@ def summarize(metrics: dict, folder: pathlib.Path, elapsed: float) -> str:
     return "\n" + columns(lines, wrap=True) + "\n" + columns({"files": str(folder)})
 
 
-def next_commands(settings: Settings, folder: pathlib.Path, can_write: bool, shown: pathlib.Path | None) -> str:
-    """What can be done with what this run left, as commands to paste: at most four lines. `can_write` is whether there
-    is a tokenizer, `shown` the page of the run, if it has one."""
-    program, quoted, lines = shlex.join(terminal.launcher()), shlex.quote(str(folder)), {}
-    saved, start = any((folder / "checkpoints").glob("step-*")), f"{program} --num-steps 0"
-    source = f"--resume {quoted}" if saved else f"--init pretrained --model {shlex.quote(settings.export or '')}"
-    if can_write and (saved or settings.export):
-        prompt = shlex.quote(settings.sample_prompt or "Once upon a time")
-        lines["sample"] = f"{start} {source} --sample-prompt {prompt}"
+def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: pathlib.Path | None) -> str:
+    """What can be done with what this run left, as commands to paste. `prompt` is what a story may
+    begin with, empty where there is no tokenizer, `shown` the page of the run, if it has one."""
+    program, lines = terminal.launcher(), {}
+    saved, start = newest(folder) is not None, [*program, "--num-steps", "0"]
+    source = with_value("--resume", folder)
+    if not saved:
+        source = ["--init", "pretrained", *with_value("--model", settings.export or "")]
+    if prompt and (saved or settings.export):
+        lines["sample"] = to_paste([*start, *source, *with_value("--sample-prompt", prompt)])
+    if saved and settings.eval_interval:  # otherwise no text was held out
+        lines["evaluate"] = to_paste([*start, *source, "--eval-interval", "1"])
     if settings.export:
-        lines["load"] = f'transformers.AutoModelForCausalLM.from_pretrained("{settings.export}")'
+        lines["load"] = f"transformers.AutoModelForCausalLM.from_pretrained({os.path.expanduser(settings.export)!r})"
     elif saved:
-        lines["export"] = f"{start} {source} --export {quoted}-export"
+        lines["export"] = to_paste([*start, *source, *with_value("--export", f"{folder}-export")])
     if saved:
-        given = terminal.without(settings.argv, "num_steps", "resume", "run_name", "output_dir", "export")
-        flags = " ".join([*map(shlex.quote, given), source, f"--num-steps {2 * settings.num_steps}"])
-        lines["go on"] = f"{program} {flags}"
+        given = flags_of_run(settings, folder, "num_steps", "output_dir", "export")
+        lines["go on"] = to_paste([*program, *given, *source, "--num-steps", str(2 * settings.num_steps)])
     elif not settings.export:
-        lines["kept"] = "no weights: --checkpoint-interval N or --export DIR keeps them"
+        lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
     return "\n" + columns(lines | ({"report": str(shown)} if shown else {}))
+
+
+def describe_unsaved(settings: Settings, steps_left: int, step_ms: float) -> str:
+    """What a run without --checkpoint-interval should know that --resume auto starts again after a kill; empty where it
+    saves on its way."""
+    if settings.resume != "auto" or settings.checkpoint_interval:
+        return ""
+    interval = max(1, round(60_000 * SAVE_MINUTES / step_ms))
+    what = "--resume auto: without --checkpoint-interval nothing is saved before the end"
+    if interval >= steps_left:
+        return f"{what}, within {math.ceil(steps_left * step_ms / 60_000)} min"
+    return (
+        f"{what}; --checkpoint-interval {interval} saves about every {SAVE_MINUTES} minutes at {step_ms:,.0f} ms a step"
+    )
 
 
 def figures_of_all_ranks(
@@ -376,15 +474,17 @@ def figures_of_all_ranks(
 ) -> dict[str, float]:
     """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput.
 
-    With the milliseconds of a step that each rank waited for the others also `slowest_rank`, the one that worked most;
+    With the milliseconds of a step that each rank was in collectives also `slowest_rank`, the one that was there least;
     with a clock, where it is due, the fixed kernel's time on the slowest rank.
     """
     worst, rank, world = memory_figures(device), dist.get_rank(), dist.get_world_size()
     if "step_time_ms" in speed:
         worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
     if worst:
-        own = torch.zeros(3, world, dtype=torch.float64)  # each rank's in its place: the largest is what it says
-        own[0, rank] = max(0.0, speed.get("step_time_ms", 0.0) - (waited_ms or 0.0))
+        # each rank's in its place: the largest is what it says
+        own = torch.full((3, world), -math.inf, dtype=torch.float64)
+        # not clipped: on a GPU collectives run beside the work, and all ranks may be in them for longer than a step
+        own[0, rank] = speed.get("step_time_ms", 0.0) - (waited_ms or 0.0)
         if clock and "step_time_ms" in speed:
             with state.tracker.excluded():
                 own[1:, rank] = torch.tensor(clock.measure(state.step), dtype=own.dtype)
@@ -401,7 +501,9 @@ def figures_of_all_ranks(
         return worst
     # the rest of the time since the run began is start-up, compilation, evaluation, standing still, and after a resume
     # what was lost and the time between
-    return speed | worst | {"goodput_percent": min(100.0, 100 * state.productive_seconds() / state.elapsed)}
+    trained, elapsed = state.productive_seconds(), state.elapsed
+    times = {"trained_seconds": trained, "elapsed_seconds": elapsed}
+    return speed | worst | times | {"goodput_percent": min(100.0, 100 * trained / elapsed)}
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:

@@ -5,7 +5,9 @@ import collections
 import contextlib
 import copy
 import functools
+import hashlib
 import itertools
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 import utils
+from harness import held_out as held
 from harness.faults import name_fault
 from harness.processes import say
 
@@ -40,17 +43,26 @@ class StreamedDataset:
         self.split, self.vocab_size, self.seed = split, vocab_size, seed
         self.counts: collections.Counter = collections.Counter()
         self.reading = (*reading, self.counts)  # text field, whether bad records are left out
-        self.rows, self.parts = None, []  # of hub data; of local files (file, its first and last document)
+        self.held_out: bool | None = None  # whether it is the held-out documents, or all but these; None for all
+        # rows of hub data; of local files (file, its first and last document, the first one's number in the corpus)
+        self.rows, self.parts = None, []
         with self._naming_faults():
             if files := utils.local_files(source):
                 name, bounds = utils.parse_split(split)
-                self.parts = [(file, 0, None) for file in utils.files_of_split(source, name, files)]
+                of_split = utils.files_of_split(source, name, files)
+                self.parts = [(file, 0, None, 0) for file in of_split]
                 self.parts = self._cut(bounds)[0] if bounds else self.parts
+                top = source if os.path.isdir(source) else os.path.dirname(source)
+                content = [(os.path.relpath(file, top), file.stat().st_size) for file in of_split]
             elif "[" in split:
                 slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
                 raise utils.UserError(f"--dataset {source}, split {split!r}: {slices}")
             else:
                 self.rows = utils.load_documents(source, split, subset, streaming=True)
+                sizes = [(name, part.num_examples) for name, part in (self.rows.info.splits or {}).items()]
+                content = [source, subset, sizes]
+        # what is read, beside the documents that are held out
+        self.content = hashlib.sha256(json.dumps([content, split]).encode()).hexdigest()[:20]
         self.beginning = self.head(1).fingerprint()
 
     def fingerprint(self) -> str:
@@ -69,24 +81,31 @@ class StreamedDataset:
         tokens = np.concatenate(read)[: windows * self.seq_len + 1 if windows else None]
         return utils.pack(tokens, self.seq_len, self.source, self.split)
 
-    def hold_out(self, percent: int) -> tuple["StreamedDataset", "StreamedDataset"]:
-        """(the stream without the last `percent` of its documents, these). Local files are read for it, to count their
-        documents; of hub data the number has to be known."""
-        bound = f"{100 - percent}%"
-        if self.rows is not None:
+    def hold_out(self, rule: str) -> tuple["StreamedDataset", "StreamedDataset"]:
+        """(the stream without the documents that are held out by a rule of `held_out`, these). Local files are read for
+        it, to count their documents."""
+        train, held_out = copy.copy(self), copy.copy(self)
+        if rule == held.RULE:
+            few = list(itertools.islice(self._uncounted().documents(), held.EVERY))
+            if len(few) < held.EVERY:
+                raise self._too_few(len(few))
+            train.parts = held_out.parts = self._cut(["0%", "100%"])[0] if self.parts else []
+            train.held_out, held_out.held_out = False, True
+        elif self.rows is not None:
             split = (self.rows.info.splits or {}).get(self.split)
             if not (split and split.num_examples):
                 problem = "how many documents it has is not known, so that none can be held out while streaming"
                 raise utils.UserError(f"--dataset {self.source}: {problem}; name an --eval-split")
-            kept = split.num_examples * (100 - percent) // 100
-            parts = [{"rows": self.rows.take(kept)}, {"rows": self.rows.skip(kept)}]
+            kept = split.num_examples * (100 - held.PERCENT) // 100
+            train.rows, held_out.rows = self.rows.take(kept), self.rows.skip(kept)
         else:
-            parts = [{"parts": parts} for parts in self._cut(["0%", bound, "100%"])]
-        train, held_out = copy.copy(self), copy.copy(self)
-        vars(train).update(parts[0])
-        vars(held_out).update(parts[1])
+            train.parts, held_out.parts = self._cut(["0%", f"{100 - held.PERCENT}%", "100%"])
         train.beginning = train.head(1).fingerprint()
         return train, held_out
+
+    def _too_few(self, documents: int) -> utils.UserError:
+        few = f"{documents:,} documents are too few to be divided while streaming"
+        return utils.UserError(f"--dataset {self.source}: {few}; leave out --streaming")
 
     def _uncounted(self) -> "StreamedDataset":
         """The same with counts of its own, for what is read again later."""
@@ -100,14 +119,14 @@ class StreamedDataset:
         lengths = [sum(1 for _ in source._file(*part)) for part in self.parts]
         cuts = utils.cut_documents(bounds, sum(lengths))
         if None in cuts:
-            few = f"{sum(lengths):,} documents are too few to be divided while streaming"
-            raise utils.UserError(f"--dataset {self.source}: {few}; leave out --streaming")
+            raise self._too_few(sum(lengths))
         found = []
         for first, last in itertools.pairwise(cuts):
             parts, before = [], 0
-            for (file, start, _), length in zip(self.parts, lengths, strict=True):
+            for (file, start, _, _), length in zip(self.parts, lengths, strict=True):
                 here = max(first - before, 0), min(last - before, length)
-                parts += [(file, start + here[0], start + here[1])] * (here[0] < here[1])
+                if here[0] < here[1]:
+                    parts.append((file, start + here[0], start + here[1], before + here[0] - first))
                 before += length
             found.append(parts)
         return found
@@ -115,20 +134,29 @@ class StreamedDataset:
     def documents(self, generator: np.random.Generator | None = None) -> Iterator:
         """Each document once, shuffled by `generator` if there is one."""
         if self.rows is not None:
-            rows = self.rows
-            if generator:  # one file at a time: after several `datasets` waits 10 s (apache/arrow#45214)
+            rows, by_number = self.rows, self.held_out is not None
+            if (
+                generator and not by_number
+            ):  # one file at a time: after several `datasets` waits 10 s (apache/arrow#45214)
                 rows = rows.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
             text_field, _, counts = self.reading
             records = utils.hub_records(rows, self.source, text_field, counts)
-            return utils.read_documents(records, self.source, *self.reading)
+            documents = self._chosen(utils.read_documents(records, self.source, *self.reading), 0)
+            return shuffled(documents, generator) if generator and by_number else documents
         parts = self.parts if generator is None else [self.parts[i] for i in generator.permutation(len(self.parts))]
         documents = itertools.chain.from_iterable(itertools.starmap(self._file, parts))
         return shuffled(documents, generator) if generator else documents
 
-    def _file(self, file, first: int, last: int | None) -> Iterator:
+    def _file(self, file, first: int, last: int | None, number: int) -> Iterator:
         text_field, _, counts = self.reading
         documents = utils.read_documents(utils.file_records(file, text_field, counts), file, *self.reading)
-        return itertools.islice(documents, first, last)
+        return self._chosen(itertools.islice(documents, first, last), number)
+
+    def _chosen(self, documents: Iterator, number: int) -> Iterator:
+        """Of documents, which are counted from `number` on, those of this side of what is held out."""
+        if self.held_out is None:
+            return documents
+        return (document for n, document in enumerate(documents, number) if held.is_held_out(n) == self.held_out)
 
     def chunks(self, position: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
         """Endless (position, the tokens from there to the next position), from `position` on.
@@ -199,7 +227,7 @@ class StreamedBatches(IterableDataset):
             yield utils.UserError(str(error), exit_code=1)
 
     def _batches(self) -> Iterator[dict[str, Any]]:
-        seq_len, collate = self.stream.seq_len, utils.create_collate_fn(self.stream.end_of_text)
+        seq_len, collate = self.stream.seq_len, utils.create_collate_fn(self.stream.end_of_text, shift_labels=False)
         size = self.batch_size * seq_len
         first = self.first_sample * seq_len + self.rank * size  # token of this rank's next batch
         told = 0  # bad records that have been told of
@@ -232,7 +260,7 @@ def stream_dataset(
     vocab_size: int = 0,
     seed: int = 0,
     skip_bad_records: bool = False,
-    text_field: str = "text",
+    text_field: utils.Field = utils.DEFAULT_FIELD,
     subset: str | None = None,
 ) -> StreamedDataset:
     """Opens a corpus for streaming; arguments and errors are those of `get_dataset`, but hub data are not sliced."""

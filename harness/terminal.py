@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pathlib
-import shlex
 import signal
 import sys
 import textwrap
@@ -17,11 +16,16 @@ import psutil
 from tqdm import tqdm
 from tqdm.std import Bar as Meter
 
-from harness import endings
+from harness import console, endings, saved
+from harness.commands import flags_of_run, to_paste, with_value
 
 PIPED = 120  # columns of a story where there is no terminal
 CLEAR = "\r\x1b[K"  # takes away the bar on this line
 INTERRUPTED = 128 + signal.SIGINT
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOPPED = 143
+LAUNCHER = os.getppid()  # of a rank; another process becomes its parent when this one dies
+LAUNCHED: list[str] = []  # its command line, for when it is gone
 
 
 def is_first_rank() -> bool:
@@ -41,6 +45,14 @@ def width() -> int | None:
 
 def begin(settings) -> None:
     """The first line, while torch is loaded, and one line for a Ctrl-C until `StopRequest` listens for it."""
+    signal.signal(signal.SIGINT, lambda *_: leave(is_first_rank() and describe_interrupt(settings, 0, "", None)))
+    trains = not (settings.plan or settings.measure) and settings.num_steps
+
+    def stop(number: int, _) -> None:
+        leave(is_first_rank() and trains and describe_stop(signal.Signals(number).name, None), STOPPED)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
     what = f"{settings.model} on {settings.dataset}, {settings.num_steps:,} steps"
     if settings.plan or settings.measure:
         what = f"{'plan of' if settings.plan else 'measuring with'} {settings.model}"
@@ -48,7 +60,8 @@ def begin(settings) -> None:
         what = f"{settings.model}, without training"
     if is_first_rank() and not settings.json:  # a plan as JSON is all that stdout has
         print(f"train_fsdp {what}; loading torch", flush=True)
-    signal.signal(signal.SIGINT, lambda *_: leave(is_first_rank() and describe_interrupt(settings, 0, "", None)))
+    with contextlib.suppress(psutil.Error):
+        LAUNCHED[:] = psutil.Process(LAUNCHER).cmdline()
 
 
 def leave(text: str | bool, exit_code: int = INTERRUPTED) -> None:
@@ -61,8 +74,13 @@ def leave(text: str | bool, exit_code: int = INTERRUPTED) -> None:
 
 def tell(text: str) -> None:
     """Writes lines to stderr in the place of a bar that may be there, from any thread."""
-    with contextlib.suppress(OSError):  # nobody is there to read it
-        os.write(2, f"{CLEAR * is_terminal(sys.stderr)}{text}\n".encode())
+    line = f"{CLEAR if is_terminal(sys.stderr) else ''}{text}\n"
+    console.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
+
+
+def tell_json(message: str) -> None:
+    """An error as the JSON object that stdout has with --json."""
+    print(json.dumps({"error": message.removeprefix("train_fsdp.py: error: ").rstrip()}), flush=True)
 
 
 def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
@@ -127,7 +145,7 @@ def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | N
     where = f"in {phase} of step {step:,} of {settings.num_steps:,}" if step else "before the first step"
     lines = [f"stopped    by Ctrl-C {where}"]
     interval = settings.checkpoint_interval
-    if newest := folder and max((folder / "checkpoints").glob("step-*"), default=None):
+    if newest := saved.newest(folder):
         lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
     elif step:
         how = f" yet, the first after step {interval:,}" if interval >= step else ""
@@ -135,22 +153,25 @@ def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | N
     return "\n".join(lines)
 
 
+def describe_stop(name: str, folder: pathlib.Path | None) -> str:
+    """What a signal, or whatever `name` says, ends that cannot save."""
+    newest = saved.newest(folder)
+    kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
+    return f"train_fsdp.py: {name} outside training, nothing to save{kept}"
+
+
 def command(settings, folder: pathlib.Path) -> str:
     """The command of this run, to be pasted, that goes on with it from its newest checkpoint."""
     known = folder.parent == pathlib.Path(settings.output_dir).expanduser()
-    resume = ["--resume", "auto", "--run-name", folder.name] if known else ["--resume", str(folder)]
-    return shlex.join([*launcher(), *without(settings.argv, "resume", "run_name"), *resume])
+    resume = with_value("--resume", folder)
+    if known:
+        resume = ["--resume", "auto", *with_value("--run-name", folder.name)]
+    return to_paste([*launcher(), *flags_of_run(settings, folder), *resume])
 
 
-def without(argv: Iterable[str], *fields: str) -> list[str]:
-    """A command line without the flags of these fields of the settings, and what stands behind them."""
-    words, kept = [], True
-    for word in argv:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            kept = not {name, name.removeprefix("no_")} & {*fields}
-        words += [word] * kept
-    return words
+def lost_launcher() -> bool:
+    """Whether the torchrun or accelerate that started this rank is gone."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER
 
 
 def launcher() -> list[str]:
@@ -158,8 +179,9 @@ def launcher() -> list[str]:
     are named as from there."""
     words, script = [sys.executable], sys.argv[0]
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 1)}"]
         with contextlib.suppress(psutil.Error, ValueError):
-            launched = psutil.Process(os.getppid()).cmdline()
+            launched = LAUNCHED or psutil.Process(os.getppid()).cmdline()
             words = launched[: [os.path.basename(word) for word in launched].index(os.path.basename(script))]
             if len(words) > 1 and os.path.basename(words[1]) in ("torchrun", "accelerate"):
                 del words[0]  # they are scripts, and find their interpreter

@@ -1,6 +1,8 @@
 """Trackers: what wandb and tensorboard show of a run: figures in groups, configuration, stories, its ending. Called by
 the report; the script asks at the start whether they work. It does not know how a figure comes about."""
 
+import contextlib
+import functools
 import html
 import json
 import os
@@ -8,8 +10,11 @@ import pathlib
 import re
 import shlex
 import shutil
+import struct
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
@@ -37,6 +42,8 @@ GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is di
     "actual_tflops_per_sec": "perf/actual_tflops_per_sec",
     "theoretical_tflops_total": "perf/theoretical_tflops_total",
     "goodput_percent": "perf/goodput_percent",
+    "trained_seconds": "perf/trained_seconds",
+    "elapsed_seconds": "perf/elapsed_seconds",
     "peak_memory_active": "memory/peak_active_gib",
     "peak_memory_alloc": "memory/peak_alloc_gib",
     "peak_memory_reserved": "memory/peak_reserved_gib",
@@ -46,6 +53,7 @@ GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is di
     "predicted_peak_memory_reserved": "plan/peak_reserved_gib",
     "predicted_step_time_ms": "plan/step_time_ms",
 }
+WORDS = ("final", "samples", "changed")  # keys of a line that are no figures
 BY_TOKENS = ("loss", "eval_loss")  # what is shown over tokens too, to compare batch sizes and world sizes
 DIFFERING = (  # columns of the table in which tensorboard compares runs; it shows the first five by alphabet at first
     *("batch_size", "dataset", "gradient_accumulation_steps", "lr", "model", "optimizer", "precision"),
@@ -54,6 +62,10 @@ DIFFERING = (  # columns of the table in which tensorboard compares runs; it sho
 COMPARED = ("loss", "eval_loss", "tokens_per_sec", "mfu_percent", "peak_memory_reserved", "goodput_percent")
 FLUSH = 0.1  # seconds until a row is in wandb's file; by default 15
 PATIENCE = 60.0  # seconds that the end of a run waits for what wandb has not uploaded
+STUCK = 10.0  # seconds after which a row that is not in wandb's file is lost
+PAUSE = 10.0  # seconds until a tracker that failed is tried again; twice as long after each try
+ROOM = 2**20  # bytes that a disk must take before
+TAIL = 32 * 2**15  # bytes at the end of wandb's file in which its last row is looked for: blocks of 32 KiB
 
 
 def choose_trackers(log_with: str) -> list[str]:
@@ -96,16 +108,24 @@ class Wandb:
     name = "wandb"
 
     def __init__(self, settings: Settings, folder: pathlib.Path, state: TrainState, config: dict):
+        os.environ.setdefault("WANDB_DATA_DIR", str(folder.resolve() / "wandb"))  # tables that are to be uploaded
+        self.begin = functools.partial(self._begin, settings, folder, state.run_id, config)
+        self.kept = self.last = state.step  # the last step that is known to be in a file, and the last of all
+        self.begin()
+
+    def _begin(self, settings: Settings, folder: pathlib.Path, run_id: str, config: dict) -> None:
+        """Opens the run, in a new file if there is one already."""
         import wandb
 
-        os.environ.setdefault("WANDB_DATA_DIR", str(folder.resolve() / "wandb"))  # tables that are to be uploaded
         options = wandb.Settings(
             x_transaction_log_flush_interval=FLUSH, finish_timeout=PATIENCE, finish_timeout_raises=True
         )
-        run = {"project": settings.project_name, "name": folder.name, "dir": str(folder), "id": state.run_id}
+        run = {"project": settings.project_name, "name": folder.name, "dir": str(folder), "id": run_id}
         self.run = wandb.init(**run, resume="allow", config=config, settings=options)
         self.teardown = wandb.teardown
         self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
+        self.file = pathlib.Path(self.run.settings.sync_file)
+        self.size, self.waits_since = 0, None  # of the file, and since when a row is logged that it may lack
 
     def place(self) -> tuple[str, str]:
         return "wandb", self.run.url or f"offline; later: {self.upload()}"
@@ -121,6 +141,39 @@ class Wandb:
         if stories:
             row["stories"] = self.table((metrics["step"], story["prompt"], story["text"]) for story in stories)
         self.run.log(row, step=metrics["step"], commit=True)
+        self.last = metrics["step"]
+        self.notice_a_stuck_file()
+
+    def notice_a_stuck_file(self) -> None:
+        """Raises OSError where wandb's own process writes no more: it does not tell of a full disk, and does not go on
+        when there is room again."""
+        now, size = time.monotonic(), self.file.stat().st_size
+        if size != self.size or self.waits_since is None:
+            self.size, self.waits_since = size, now
+        elif now - self.waits_since > STUCK and self.run.offline:
+            raise OSError(f"{self.file.name} does not grow any more, as on a full disk")
+
+    def settle(self) -> None:
+        """Raises OSError where the last row does not come into the file."""
+        until = time.monotonic() + STUCK
+        while self.run.offline and self.kept < self.last:
+            self.kept = max(self.kept, last_step(self.file))
+            if time.monotonic() > until:
+                raise OSError(f"{self.file.name} ends with step {self.kept:,}, as on a full disk")
+            time.sleep(0.02)
+
+    def restart(self) -> int:
+        """Goes on in a new file; returns the last step that the ones before have. Online there is no going on: nobody
+        knows what the server has, and a new beginning may take minutes."""
+        if not self.run.offline:
+            raise RuntimeError("wandb is online")
+        with contextlib.suppress(OSError):
+            self.kept = max(self.kept, last_step(self.file))
+        for end in (self.run.finish, self.teardown):  # its process may be gone
+            with contextlib.suppress(Exception):
+                end()
+        self.begin()
+        return self.kept
 
     def table(self, stories: Iterable[tuple[int, str, str]]):
         import wandb
@@ -141,6 +194,35 @@ class Wandb:
             terminal.tell(f"wandb      not all is uploaded after {PATIENCE:.0f} s; later: {self.upload()}")
 
 
+def last_step(file: pathlib.Path) -> int:
+    """The step of the last whole row near the end of a .wandb file, 0 if there is none. It is a LevelDB log: blocks of
+    32 KiB, each record in one or more parts, behind 7 bytes of wandb's own."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    block, found, parts = 2**15, 0, b""
+    with file.open("rb") as opened:
+        first = max(0, file.stat().st_size - TAIL) // block * block
+        opened.seek(first)
+        data = opened.read()
+    position = 0 if first else 7
+    while position + 7 <= len(data):
+        if block - position % block < 7:  # too little room for a part's header: the rest of the block is empty
+            position += block - position % block
+            continue
+        length, kind = struct.unpack("<4xHB", data[position : position + 7])
+        part = data[position + 7 : position + 7 + length]
+        if len(part) < length or kind not in (1, 2, 3, 4):  # cut off
+            break
+        parts = part if kind in (1, 2) else parts + part
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part; what began before `first` is no record
+            with contextlib.suppress(Exception):
+                record = Record.FromString(parts)
+                if record.HasField("history"):
+                    found = record.history.step.num
+    return found
+
+
 class Tensorboard:
     """Event files of a run: one over steps, one over tokens, and one with how it began and ended.
 
@@ -150,17 +232,23 @@ class Tensorboard:
     name = "tensorboard"
 
     def __init__(self, settings: Settings, folder: pathlib.Path, state: TrainState, config: dict):
-        from torch.utils.tensorboard import SummaryWriter
-
         self.folder, self.logdir, self.config = folder, folder / settings.project_name, config
         threading.excepthook = without_writers(threading.excepthook)
         self.last = {"step": state.step}  # the figures of the last line
+        self.kept = state.step, state.tokens  # of the last row that is in the files
+        self.restart()
+
+    def restart(self) -> int:
+        """Goes on in new files, which hide what those before have of rows after the last that is whole; its step."""
+        from torch.utils.tensorboard import SummaryWriter
+
         self.conclude("STATUS_RUNNING")
-        # what was written after the checkpoint that this start goes on from is hidden
-        self.steps = SummaryWriter(str(self.logdir), purge_step=state.step + 1)
-        self.tokens = SummaryWriter(str(self.logdir / "by_tokens"), purge_step=state.tokens + 1)
-        self.steps.add_text("config", as_table(config), state.step)
+        step, tokens = self.kept
+        self.steps = SummaryWriter(str(self.logdir), purge_step=step + 1)
+        self.tokens = SummaryWriter(str(self.logdir / "by_tokens"), purge_step=tokens + 1)
+        self.steps.add_text("config", as_table(self.config), step)
         self.steps.flush()
+        return step
 
     def place(self) -> tuple[str, str]:
         return "watch", f"{program('tensorboard')} --logdir {shlex.quote(str(self.folder))}"
@@ -173,6 +261,10 @@ class Tensorboard:
             self.tokens.add_scalar(name, value, metrics["tokens_seen"])
         if stories:
             self.steps.add_text("stories", "\n\n---\n\n".join(map(as_markdown, stories)), metrics["step"])
+        self.settle()
+        self.kept = metrics["step"], metrics["tokens_seen"]
+
+    def settle(self) -> None:
         for writer in (self.steps, self.tokens):
             writer.flush()
 
@@ -255,7 +347,8 @@ def as_markdown(story: dict[str, str]) -> str:
 
 
 class Trackers:
-    """Those of one run, on rank 0. One that fails is left out from then on, and the run goes on without it."""
+    """Those of one run, on rank 0. One that fails is left out until it works again, and then gets what it lacks from
+    metrics.jsonl."""
 
     def __init__(self, settings: Settings, folder: pathlib.Path, state: TrainState, config: dict):
         """`config` is what config.json holds.
@@ -263,7 +356,8 @@ class Trackers:
         Raises:
             UserError: one does not start.
         """
-        self.file, self.open = folder / "metrics.jsonl", []
+        self.file, self.open, self.failed = folder / "metrics.jsonl", [], []
+        self.tried, self.pause = 0.0, PAUSE  # when the failed ones were tried last
         for kind in (Wandb, Tensorboard):
             if settings.log_with in (kind.name, "all"):
                 try:
@@ -279,7 +373,36 @@ class Trackers:
         return dict(tracker.place() for tracker in self.open)
 
     def log(self, metrics: dict, stories: list[dict[str, str]]) -> None:
-        self._each(metrics, lambda tracker: tracker.log(metrics, stories))
+        self._each(lambda tracker: tracker.log(metrics, stories), f", from step {metrics['step']} on")
+
+    def settle(self) -> None:
+        """Looks whether all rows are in the files, and gives those that failed another try."""
+        self._each(lambda tracker: tracker.settle())
+        self.pause = 0.0
+        self.mend()
+
+    def mend(self) -> None:
+        """Starts those that failed anew, if it is time and there is room on the disk."""
+        if not self.failed or time.monotonic() - self.tried < self.pause:
+            return
+        self.tried, self.pause = time.monotonic(), 2 * self.pause
+        for tracker in [*self.failed]:
+            try:
+                with tempfile.TemporaryFile(dir=self.file.parent, buffering=0) as probe:
+                    if probe.write(bytes(ROOM)) < ROOM:
+                        return
+                kept = tracker.restart()
+                lines = [line for line in whole_lines(self.file) if "final" not in line and line["step"] > kept]
+                for line in lines:
+                    row = {key: value for key, value in line.items() if key not in WORDS}
+                    tracker.log(row, line.get("samples", []))
+                tracker.settle()
+            except Exception:  # later, perhaps
+                continue
+            self.failed.remove(tracker)
+            self.open.append(tracker)
+            self.pause = PAUSE
+            say(f"recovered  {tracker.name}: it has the {len(lines):,} rows after step {kept:,} that it lacked")
 
     def summarize(self, metrics: dict) -> None:
         """What is to stand in the overview of runs that are done: `metrics` is the last line."""
@@ -289,16 +412,17 @@ class Trackers:
             stories = [(line["step"], s["prompt"], s["text"]) for line in lines for s in line.get("samples", ())]
             tracker.summarize(metrics, stories)
 
-        self._each(metrics, tell)
+        self._each(tell)
 
-    def _each(self, metrics: dict, tell: Callable) -> None:
+    def _each(self, tell: Callable, where: str = "") -> None:
         for tracker in [*self.open]:
             try:
                 tell(tracker)
             except Exception as error:  # whatever it is, the run has its own files
                 self.open.remove(tracker)
-                where = f"{tracker.name}, from step {metrics['step']} on"
-                say(f"failed     {where}: {said(error)}; the run goes on without it")
+                self.failed.append(tracker)
+                self.tried = time.monotonic()
+                say(f"failed     {tracker.name}{where}: {said(error)}; the run goes on without it")
 
 
 def said(error: Exception) -> str:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}  # of requirements-floor.txt
+OLDEST_TORCHAO = (0, 18)  # before it a compiled cast to float8 could store NaN (torchao issue 4652)
 IMPORTED = ("accelerate", "filelock", "numpy", "psutil", "safetensors", "torch", "tqdm", "transformers")
 
 
@@ -23,6 +24,11 @@ def installed(package):
 
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
+
+
+def parts(number):
+    """The first two numbers of a version, to compare."""
+    return tuple(map(int, re.findall(r"\d+", number)[:2]))
 
 
 def versions():
@@ -60,7 +66,7 @@ def refuse_missing_packages():
         leave(f"which lacks {', '.join(missing)}")
     for name, oldest in OLDEST.items():
         found = installed(name)
-        if found and tuple(map(int, re.findall(r"\d+", found)[:2])) < oldest:
+        if found and parts(found) < oldest:
             leave(f"which has {name} {found}; {'.'.join(map(str, oldest))} or newer is needed")
 
 

@@ -3,17 +3,18 @@ the slowest rank is the one that is there least. Called by the training loop. It
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from harness import collectives
+from harness.report import covered
 
 
 class Waiting:
-    """A clock around every all-gather, reduce-scatter and all-reduce of a model's `fully_shard` groups.
+    """A clock around every all-gather, reduce-scatter and all-reduce of a model's `fully_shard` groups, which stay what
+    they are.
 
     On a CPU it runs in every step. On a GPU it is a pair of events on the collective's stream, which takes no time
     there, and it runs in the last step before a log line only.
@@ -22,18 +23,20 @@ class Waiting:
     def __init__(self, model: nn.Module):
         mesh = next(model.parameters()).device_mesh
         self.cuda, self.runs, self.steps, self.spans = mesh.device_type == "cuda", False, 0, []
+        self.begun = None  # when the first step of `spans` began
         self.reduced = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(Timed(self, collectives.all_gather()))
-                module.set_custom_reduce_scatter(Timed(self, collectives.reduce_scatter(mesh)))
-                if mesh.ndim > 1:
-                    module.set_all_reduce_hook(lambda _: self.add(self.reduced))
+        for group in collectives.groups(model):
+            group._all_gather_comm = Timed(self, group._all_gather_comm)
+            group._reduce_scatter_comm = Timed(self, group._reduce_scatter_comm)
+            if mesh.ndim > 1:
+                group._all_reduce_hook = lambda _: self.add(self.reduced)
 
     @contextlib.contextmanager
     def step(self, logs: bool) -> Iterator[None]:
         """A training step, with or without a log line after it."""
         self.runs = logs or not self.cuda
+        if self.runs and self.begun is None:
+            self.begun = self.now()
         yield
         self.steps += self.runs
         self.runs = False
@@ -50,16 +53,21 @@ class Waiting:
             self.spans.append((start, self.now()))
 
     def take(self) -> float:
-        """Milliseconds in collectives, a step, since this was last called; the device is synchronized."""
-        spent = sum(start.elapsed_time(end) if self.cuda else 1000 * (end - start) for start, end in self.spans)
-        spent, self.steps, self.spans = spent / max(self.steps, 1), 0, []
+        """Milliseconds a step in which this rank was in a collective, since this was last called; the device is
+        synchronized. Where several run at once that time counts once, so it is never more than the steps took."""
+        spans = [(self.since_begun(start), self.since_begun(end)) for start, end in self.spans]
+        spent = covered(spans) / max(self.steps, 1)
+        self.begun, self.steps, self.spans = None, 0, []
         return spent
+
+    def since_begun(self, moment) -> float:
+        return self.begun.elapsed_time(moment) if self.cuda else 1000 * (moment - self.begun)
 
 
 class Timed:
     """A collective with a clock."""
 
-    def __init__(self, waiting: Waiting, collective: collectives.Collective):
+    def __init__(self, waiting: Waiting, collective: Callable):
         self.waiting, self.collective = waiting, collective
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ It needs the package wandb-workspaces, a login and the network. It does not know
 import argparse
 import sys
 
+from harness import console
 from harness.trackers import GROUPS
 from utils import UserError, first_line
 
@@ -72,4 +73,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    console.never_fail()
     main()

@@ -15,7 +15,7 @@
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 run=${RUN_FOLDER:-outputs/slurm-$SLURM_JOB_ID}
-newest() { find "$run/checkpoints" -maxdepth 1 -name 'step-*' 2> /dev/null | sort | tail -n 1 || true; }
+newest() { find "$run/checkpoints" -maxdepth 1 -name 'step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]' 2> /dev/null | sort | tail -n 1 || true; }
 exit_code() {
     .venv/bin/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["starts"][-1].get("exit_code"))' \
         "$run/config.json"

@@ -36,7 +36,7 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness import processes
+from harness import processes, saved
 from harness.settings import Settings, parse_args
 from utils import UserError
 
@@ -67,6 +67,11 @@ def words(text: str) -> list[str]:
 
 def python(*arguments, **options) -> subprocess.CompletedProcess:
     return start([sys.executable, PROGRAM, *arguments], **options)
+
+
+def without_repeated_flags(stderr: str) -> str:
+    """What a command said on stderr but for its warnings of a flag that is given twice."""
+    return "".join(line for line in stderr.splitlines(True) if not line.endswith("; the last one counts\n"))
 
 
 def torchrun_command(ranks: int, *launcher: str) -> list[str]:
@@ -120,6 +125,15 @@ def metrics_of(folder: pathlib.Path) -> list[dict]:
 def losses_of(folder: pathlib.Path) -> list[float]:
     """Loss of each logged step."""
     return [line["loss"] for line in metrics_of(folder) if not line.get("final")]
+
+
+def write_checkpoint(run: pathlib.Path, step: int, **manifest) -> pathlib.Path:
+    """A complete checkpoint in a run's folder, but without shards."""
+    folder = run / "checkpoints" / saved.name_of(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"step": step, "files": {}} | manifest
+    (folder / saved.MANIFEST).write_text(json.dumps(content | {"sha256": saved.seal(content)}))
+    return folder
 
 
 def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:

@@ -4,6 +4,7 @@ The tests start `main` once a session with 1, 2 and 4 ranks and read WORKSPACE/o
 """
 
 import collections
+import datetime
 import fcntl
 import hashlib
 import itertools
@@ -12,20 +13,23 @@ import multiprocessing
 import os
 import pathlib
 import re
+import signal
 import socket
 import time
 import traceback
 import types
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import checkpoints, heartbeats, models, processes, report
+from harness import checkpoints, collectives, heartbeats, models, optimizers, processes, report
 from harness.settings import parse_args
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
@@ -91,6 +95,12 @@ REPLICAS = {
     "2 replicas at stage 2": "--dp-replicate-size 2 --zero-stage 2 --gradient-accumulation-steps 4",
     "2 replicas at stage 1": "--dp-replicate-size 2 --zero-stage 1 --gradient-accumulation-steps 4",
     "2 replicas offloaded": "--dp-replicate-size 2 --cpu-offload",
+}
+REPLICATED = {  # all that is kept in more than one place: each way to keep a parameter
+    "stage 0": "--zero-stage 0",
+    "2 replicas": "--dp-replicate-size 2",
+    "2 replicas, offloaded": "--dp-replicate-size 2 --cpu-offload",
+    "2 replicas, fp8 tensorwise": "--dp-replicate-size 2 --precision fp8 --fp8-emulate",
 }
 EVERYTHING = {
     "everything": "--zero-stage 2 --dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync --cpu-offload"
@@ -197,14 +207,47 @@ def uneven(*argv: str) -> None:
     program(*argv)
 
 
+def switched(switch: str, *argv: str) -> None:
+    """benchmarks/switches.py; prints how many process groups all-gathers and reduce-scatters had between them."""
+    import switches
+
+    used = set()
+    for kind in (collectives.DefaultAllGather, collectives.DefaultReduceScatter):
+
+        def call(self, output_tensor, input_tensor, group, *more, call=kind.__call__, **options):
+            used.add(group.group_name)
+            return call(self, output_tensor, input_tensor, group, *more, **options)
+
+        kind.__call__ = call
+    train_fsdp.leave = lambda code: print(f"collectives in {len(used)} groups", flush=True)
+    switches.main(switch, *argv)
+
+
 def stalled(how: str, *argv: str) -> None:
-    """The program, of which one rank does not get on: it reads data, evaluates or saves for ever, or nobody reads what
-    rank 0 prints."""
+    """The program, of which one rank does not get on: it reads data, evaluates or saves for ever, is stopped before or
+    while the ranks meet or inside an all-reduce among replicas, or nobody reads what rank 0 prints."""
 
     def forever(*_, **__):
         time.sleep(1000)
 
+    def stopped(*_, **__):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     if os.environ["RANK"] == "1":
+        if how == "never":
+            stopped()
+        if how == "meeting":
+            dist.init_process_group = stopped
+        if how == "replicas":
+            all_reduce = dist.all_reduce
+
+            def stop_in_backward(*args, **options):
+                if (heartbeats.HERE.phase, heartbeats.HERE.step) == ("backward", 3):
+                    time.sleep(3)  # until a beat has said so
+                    stopped()
+                return all_reduce(*args, **options)
+
+            dist.all_reduce = stop_in_backward
         if how == "data":
             read, calls = utils.PackedDataset.__getitem__, itertools.count()
             utils.PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
@@ -217,6 +260,24 @@ def stalled(how: str, *argv: str) -> None:
         fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)
         os.dup2(full, 1)
     program(*argv)
+
+
+def abandoned() -> None:
+    """Rank 0 waits in each group of a job for a rank that never comes; prints what came of it."""
+    processes.AFTER_HEARTBEATS = datetime.timedelta(seconds=1)
+    device = processes.start_processes(timeout_minutes=0.03)
+    mesh = train_fsdp.build_mesh(parse_args(["--demo", "--zero-stage", "0"]), device)
+    groups = {"replicas": mesh.get_group("replicate"), "objects": processes.new_group()}
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank():
+        store.wait(["done"], datetime.timedelta(hours=1))
+        return
+    for name, group in groups.items():
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError:
+            print(f"{name}: gave up", flush=True)
+    store.set("done", "")
 
 
 def resolved(argv: list):
@@ -327,6 +388,27 @@ def main(workspace: pathlib.Path) -> None:
         settings, config = resolved(arguments(name, flags, **options))
         return settings, train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
 
+    def replicas_of_ranks_that_draw_others(flags: str) -> list[str]:
+        """What each rank holds of a model for which it drew random numbers of its own, as on GPUs of two kinds."""
+        seed = torch.manual_seed
+        with mock.patch.object(torch, "manual_seed", lambda number: seed(number + 1000 * rank)):
+            _, model = build("smollm3", flags)
+        digest = hashlib.sha256()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                digest.update(optimizers.local(parameter).contiguous().view(-1).numpy().tobytes())
+        held: list = [None] * world
+        dist.all_gather_object(held, digest.hexdigest())
+        return held
+
+    def torchs_own_switches() -> list[str]:
+        """The groups of which torch would take its own memory for collectives: none that has somebody else's."""
+        _, model = build("smollm3", "")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
+        return [type(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)]
+
     def round_trip(name: str) -> float:
         """Largest difference of logits to those that transformers computed with the same weights."""
         folder = workspace / "checkpoints" / name
@@ -335,7 +417,7 @@ def main(workspace: pathlib.Path) -> None:
             logits = model.eval()(input_ids=round_trip_inputs(), use_cache=False).logits
         return (whole(logits) - torch.load(folder / "logits.pt")).abs().max().item()
 
-    class Collectives(TorchDispatchMode):
+    class CountCollectives(TorchDispatchMode):
         """Counts as CommDebugMode does; that one's module tracker breaks at the second forward (torch 2.13)."""
 
         def __init__(self):
@@ -358,17 +440,18 @@ def main(workspace: pathlib.Path) -> None:
         batches = itertools.repeat({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
         tracker = utils.PerformanceTracker(0, world)
         train_fsdp.train_step(args, model, optimizer, batches, tracker)
-        with Collectives() as collectives:
+        with CountCollectives() as counted:
             train_fsdp.train_step(args, model, optimizer, batches, tracker)
-        return collectives.counts
+        return counted.counts
 
-    def worst_figures() -> dict[str, float]:
+    def worst_figures(waited_ms: float) -> dict[str, float]:
         """What a log line says of ranks of which the last is the slowest."""
         state = types.SimpleNamespace(elapsed=100, step=1, productive_seconds=lambda: 0.001)
         mine = {"step_time_ms": 10.0 * (rank + 1), "data_wait_percent": 5.0 * rank}
-        return report.figures_of_all_ranks(mine, state, device, waited_ms=9.0 * rank)
+        return report.figures_of_all_ranks(mine, state, device, waited_ms)
 
-    observe("figures", "worst", worst_figures)
+    observe("figures", "worst", worst_figures, 9.0 * rank)
+    observe("figures", "always in collectives", worst_figures, 100.0)
     for name, flags in SAME_LOSSES[world].items():
         observe("runs", name, train, name, flags)
         if "--compile" in flags:
@@ -384,7 +467,10 @@ def main(workspace: pathlib.Path) -> None:
         for name in ROUND_TRIPS:
             observe("round_trips", name, round_trip, name)
     if world == 4:
+        observe("switches", "of torch", torchs_own_switches)
         for name, flags in COUNTED.items():
             observe("collectives", name, count_collectives, flags)
+        for name, flags in REPLICATED.items():
+            observe("replicas", name, replicas_of_ranks_that_draw_others, flags)
     observe("complete", "yes", bool, 1)
     processes.stop_processes(stop)

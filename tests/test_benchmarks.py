@@ -1,19 +1,28 @@
 """The benchmark drivers: what they run, keep, refuse and draw. No figure of theirs is checked for its size."""
 
 import argparse
+import contextlib
 import fnmatch
+import itertools
 import json
 import sys
 import time
 
+import numpy as np
 import pytest
-from conftest import ROOT, parse, start, torchrun
+import torch
+from conftest import ROOT, forked, losses_of, parse, start, torchrun
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench
 import contact
+import covering
+import multirank
 import psutil
+
+from utils import UserError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -24,7 +33,7 @@ def rehearse(out, *arguments) -> dict:
     return json.loads((out / f"{arguments[0]}.json").read_text())
 
 
-@pytest.mark.parametrize("suite", ["cpu", "gpu", "compare"])
+@pytest.mark.parametrize("suite", ["cpu", "gpu", "compare", "compare-cpu"])
 def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
     parts = bench.parts_of(suite, available=4)
     configs = [config for *_, configs in parts.values() for config in configs.values()]
@@ -59,14 +68,39 @@ def test_a_rehearsed_ladder_keeps_commands_and_runs_and_adds_rounds(tmp_path):
         assert 0 < run["first_step_s"] < run["wall_s"]
 
 
-@pytest.mark.parametrize("peer", ["hf_trainer", "accelerate_fsdp2", "lightning_fabric"])
-def test_a_peer_prints_our_figures(peer):
-    pytest.importorskip(bench.PEERS[peer])
-    flags = ["--model", "demo", "--sequence-length", "32", "--num-steps", "3", "--perf-warmup-steps", "1"]
-    process = start([sys.executable, ROOT / f"benchmarks/peers/{peer}.py", *flags, "--no-compile"])
+def figures_of(*command) -> dict:
+    process = start([sys.executable, *command])
     assert process.returncode == 0, process.stderr
-    figures = json.loads(next(line for line in process.stdout.splitlines() if line.startswith('{"')))
-    assert figures["tokens_per_sec_per_gpu"] == pytest.approx(32 / (figures["step_time_ms"] / 1000))
+    return json.loads(next(line for line in process.stdout.splitlines() if line.startswith('{"')))
+
+
+@pytest.fixture(scope="module")
+def same_work(tmp_path_factory):
+    """Flags of first weights and a token file, and the loss of the bare loop after three steps on them."""
+    folder = tmp_path_factory.mktemp("peers")
+    config = AutoConfig.from_pretrained(ROOT / "assets/demo")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "start")
+    np.random.default_rng(0).integers(1536, size=4000, dtype=np.uint16).tofile(folder / "tokens.bin")
+    flags = ["--model", folder / "start", "--tokens", folder / "tokens.bin", "--sequence-length", "32"]
+    flags += ["--batch-size", "2", "--num-steps", "3"]
+    bare = figures_of(ROOT / "benchmarks/bare_loop.py", *flags, "--warmup-steps", "1")
+    return flags, bare["loss"]
+
+
+@pytest.mark.parametrize("peer", ["hf_trainer", "accelerate_fsdp2", "lightning_fabric", "fully_shard_loop"])
+def test_a_peer_has_the_bare_loops_loss_and_prints_our_figures(peer, same_work):
+    pytest.importorskip(bench.PEERS.get(peer, "torch"))
+    flags, loss = same_work
+    flags = [*flags, "--perf-warmup-steps", "1", "--precision", "fp32", "--no-compile"]
+    figures = figures_of(ROOT / f"benchmarks/peers/{peer}.py", *flags)
+    assert figures["tokens_per_sec_per_gpu"] == pytest.approx(64 / (figures["step_time_ms"] / 1000))
+    assert figures["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_peer_trains_a_preset_on_random_tokens():
+    flags = ["--model", "demo", "--sequence-length", "32", "--num-steps", "3", "--perf-warmup-steps", "1"]
+    figures = figures_of(ROOT / "benchmarks/peers/accelerate_fsdp2.py", *flags, "--no-compile")
     assert 7.5 < figures["loss"] < 9  # the demo model has 1,536 tokens: ln 1,536 = 7.3, and it knows nothing yet
 
 
@@ -183,6 +217,17 @@ def test_contact_takes_what_matters_most_first_and_every_command_is_one_that_its
     assert {step.name for step in found if "datasets" in step.needs} == {s.name for s in found if "loss/" in s.name}
 
 
+def test_contact_without_pytest_says_so_in_its_first_line_and_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(contact, "find_spec", lambda name: None if name == "pytest" else "found")
+    monkeypatch.setattr(contact, "perform", lambda step, *_: ("done", step.name))
+    monkeypatch.setattr(contact.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["contact.py", "--rehearse", "--out", str(tmp_path), "--only", "tests,rates"])
+    contact.main()
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "not installed: pytest; what needs it is left out"
+    assert "rates: done, rates" in others and "not installed: pytest" in "\n".join(others)
+
+
 def go_on(monkeypatch, capsys, out, steps: dict[str, str], *flags) -> str:
     """What a call of contact.py prints, with these steps, each a piece of Python."""
     found = [contact.Step(name, 0, ["-c", code], ("nowhere",) * ("missing" in name)) for name, code in steps.items()]
@@ -227,3 +272,52 @@ def test_contact_says_what_bench_measured_or_why_not(tmp_path):
     assert of("bad") == ("failed", "out of memory")
     assert of("slow") == ("cut off", "did not end within 9 s")
     assert of("none")[0] == "failed"
+
+
+def test_reduce_scatters_in_a_group_of_their_own_change_no_loss(tmp_path):
+    flags = ["--demo", "--num-steps", "2", "--sequence-length", "32", "--batch-size", "1", "--log-interval", "1"]
+    flags += ["--output-dir", str(tmp_path), "--cache-dir", str(tmp_path / "cache"), "--eval-interval", "0"]
+    flags += ["--sample-tokens", "1", "--num-workers", "0"]
+    said = forked(2, multirank.switched, "own-reduce-scatter", *flags, "--run-name", "own")
+    assert "collectives in 2 groups" in said
+    forked(2, multirank.program, *flags, "--run-name", "shared")
+    assert losses_of(tmp_path / "own") == losses_of(tmp_path / "shared")
+
+
+@pytest.mark.parametrize("switch, ranks", [("symmetric-memory", 2), ("own-reduce-scatter", 1)])
+def test_a_switch_that_would_do_nothing_is_refused(tmp_path, switch, ranks):
+    flags = ["--demo", "--num-steps", "1", "--output-dir", str(tmp_path), "--cache-dir", str(tmp_path / "cache")]
+    with pytest.raises(RuntimeError, match=f"error: {switch}: (needs GPUs|a rank that shards with nobody)"):
+        forked(ranks, multirank.switched, switch, *flags)
+
+
+def test_any_two_values_of_two_techniques_stand_together_in_a_run_that_the_command_line_takes(tmp_path):
+    base = covering.prepare(tmp_path)
+    takes = lambda combination: covering.is_accepted(base, combination)  # noqa: E731
+    chosen = covering.covering(covering.FACTORS, takes)
+    trained = set().union(*(covering.pairs(one) for one in chosen if takes(one)))
+    refused = set().union(*(covering.pairs(one) for one in chosen if not takes(one))) - trained
+    every = itertools.combinations(covering.FACTORS.items(), 2)
+    assert len(trained) + len(refused) == sum(len(a) * len(b) for (_, a), (_, b) in every)
+    assert refused == {
+        (("precision", "bf16-pure"), ("optimizer", "adamw-bf16")),
+        (("precision", "fp8 tensorwise"), ("sequence_length", 20)),
+        (("precision", "fp8 rowwise"), ("sequence_length", 20)),
+    }
+    for one in chosen:  # what it takes by its own account the parser takes too
+        words = [*covering.common_flags(tmp_path), *covering.flags_of(one)]
+        with contextlib.nullcontext() if takes(one) else pytest.raises(UserError):
+            parse(words)
+
+
+def test_a_pair_of_techniques_is_trained_or_refused_by_name(tmp_path):
+    base = covering.prepare(tmp_path)
+    chosen = covering.covering(covering.FACTORS, lambda one: covering.is_accepted(base, one))
+    quick = [one["compile"] is False and one["optimizer"] == "adamw-bf16" for one in chosen]
+    first, *_, last = (number for number, is_quick in enumerate(quick) if is_quick)
+    command = [sys.executable, ROOT / "benchmarks/covering.py", "--ranks", "1", "--out", tmp_path / "out.json"]
+    process = start([*command, "--only", str(first), str(last)])
+    assert process.returncode == 0, process.stdout + process.stderr
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [run["outcome"] for run in runs] == ["trained", "refused"]
+    assert len(runs[0]["losses"]) == 2 and runs[1]["says"].startswith("--optimizer: with bf16-pure")

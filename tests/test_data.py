@@ -1,11 +1,17 @@
 """Text becomes windows of tokens: nothing is lost, nothing comes twice, and no start tokenizes what one did before."""
 
+import bz2
+import dataclasses
 import errno
 import gzip
 import itertools
 import json
 import os
 import pathlib
+import re
+import shutil
+import socket
+import subprocess
 import sys
 
 import datasets
@@ -14,13 +20,14 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from conftest import ROOT, STORIES
+from conftest import ROOT, STORIES, parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import utils
-from harness import corpora, samples, streaming
+from harness import commands, corpora, samples, streaming
+from harness.settings import is_local
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
@@ -118,6 +125,7 @@ def test_collate_shifts_the_labels_by_one():
     assert batch["input_ids"].tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert batch["labels"].tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert batch["shift_labels"].tolist() == batch["labels"].tolist()
 
 
 def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
@@ -329,6 +337,210 @@ def test_what_lies_beside_the_text_files_of_a_folder_is_not_read(tokenizer, tmp_
     for name in ("README.md", "story.csv", ".hidden.txt", ".cache/story.txt"):
         (tmp_path / "data" / name).write_text("no story")
     assert load(tokenizer, tmp_path, tmp_path / "data") == encoded(tokenizer, TEXTS[:1])
+
+
+def texts_in(files: list[pathlib.Path]) -> list[str]:
+    return [file.read_text() for file in files]
+
+
+def test_what_is_left_out_of_a_folder_is_named(tokenizer, tmp_path):
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text(TEXTS[0])
+    (folder / "NOTES.TXT").write_text(TEXTS[1])
+    (folder / "b.Jsonl.BZ2").write_bytes(bz2.compress(json.dumps({"text": TEXTS[2]}).encode()) + bz2.compress(b"\n"))
+    for name in ("posts.json", "list.csv", "sub/c.tsv", "readme.md", "twice.txt.bz2.gz"):
+        (folder / name).write_text("no story")
+    assert load(tokenizer, tmp_path, folder) == encoded(tokenizer, [TEXTS[1], TEXTS[0], TEXTS[2]])
+    assert read("streamed", tokenizer, tmp_path, folder, seq_len=4) == load(tokenizer, tmp_path, folder)
+    said = corpora.describe_files(str(folder))
+    assert said == {"files": "3 of 8 (left out: list.csv, posts.json, readme.md, sub/c.tsv, twice.txt.bz2.gz)"}
+    for number in range(9):
+        (folder / f"{number}.xml").write_text("no story")
+    assert corpora.describe_files(str(folder))["files"].endswith("4.xml and 9 more)")
+    assert corpora.describe_files(str(folder / "a.txt")) == {}
+    assert f"{folder}/sub (a folder)" in utils.find_files(str(folder / "*"))[1]
+
+
+def test_a_folder_of_which_nothing_is_read_is_an_error_that_lists_what_was_seen(tokenizer, tmp_path):
+    (tmp_path / "data").mkdir()
+    with pytest.raises(utils.UserError, match=r"needs \.jsonl/\.txt/\.md/\.parquet files, .* it is empty"):
+        load(tokenizer, tmp_path, tmp_path / "data")
+    for name in ("posts.json", "list.csv"):
+        (tmp_path / "data" / name).write_text("no story")
+    for source in (tmp_path / "data", tmp_path / "data" / "*"):
+        with pytest.raises(utils.UserError, match=r"there is only .*list\.csv, .*posts\.json"):
+            load(tokenizer, tmp_path, source)
+
+
+LINKS = {  # what is beside a.txt: what of that is left out
+    "a link to the folder": (lambda data: (data / "loop").symlink_to("."), ["loop (the same as .)"]),
+    "two loops": (
+        lambda data: [(data / name).symlink_to(".") for name in ("one", "two")],
+        ["one (the same as .)", "two (the same as .)"],
+    ),
+    "a link to the file": (lambda data: (data / "0.txt").symlink_to("a.txt"), ["0.txt (the same as a.txt)"]),
+    "a hard link": (lambda data: os.link(data / "a.txt", data / "b.txt"), ["b.txt (the same as a.txt)"]),
+    "a link to the folder around": (lambda data: (data / "sub" / "up").symlink_to(".."), ["sub/up (the same as .)"]),
+    "a link to a sibling": (lambda data: (data / "0").symlink_to("sub"), ["0 (the same as sub)"]),
+    "a broken link": (lambda data: (data / "b.txt").symlink_to("gone.txt"), ["b.txt (a broken link)"]),
+    "a link to itself": (lambda data: (data / "b.txt").symlink_to("b.txt"), ["b.txt (a broken link)"]),
+    "a pipe": (lambda data: os.mkfifo(data / "b.txt"), ["b.txt (no regular file)"]),
+    "a link to a device": (lambda data: (data / "b.txt").symlink_to("/dev/zero"), ["b.txt (no regular file)"]),
+}
+
+
+@pytest.mark.parametrize("case", LINKS)
+def test_each_real_file_of_a_folder_is_read_once(tokenizer, tmp_path, case):
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / "a.txt").write_text(TEXTS[0])
+    (data / "sub" / "c.txt").write_text(TEXTS[2])
+    make, left_out = LINKS[case]
+    make(data)
+    files, named = utils.find_files(str(data))
+    assert files == [data / "a.txt", data / "sub" / "c.txt"]
+    assert named == left_out
+    for pattern in ("**", "**/*", "**/*.txt"):
+        assert utils.local_files(str(data / pattern)) == files
+    assert load(tokenizer, tmp_path, data) == encoded(tokenizer, [TEXTS[0], TEXTS[2]])
+
+
+def test_links_to_what_is_elsewhere_are_followed(tmp_path):
+    """As in the hub's cache, whose files are links to blobs without a suffix."""
+    (tmp_path / "blobs" / "sub").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    for name in ("0a1b", "sub/c.txt"):
+        (tmp_path / "blobs" / name).write_text(name)
+    (tmp_path / "data" / "train.txt").symlink_to("../blobs/0a1b")
+    (tmp_path / "data" / "more").symlink_to("../blobs/sub")
+    (tmp_path / "data" / "again").symlink_to("../blobs")
+    assert texts_in(utils.local_files(str(tmp_path / "data"))) == ["sub/c.txt", "0a1b"]
+    assert texts_in(utils.local_files(str(tmp_path / "data" / "**" / "*.txt"))) == ["sub/c.txt", "0a1b"]
+
+
+def test_held_out_text_is_not_among_the_trained_by_a_link(tokenizer, tmp_path):
+    (tmp_path / "data" / "all").mkdir(parents=True)
+    (tmp_path / "data" / "all" / "validation.txt").write_text(TEXTS[0])
+    (tmp_path / "data" / "all" / "train.txt").write_text(TEXTS[2])
+    (tmp_path / "data" / "0-train").symlink_to("all")
+    (tmp_path / "data" / "train.txt").symlink_to("all/validation.txt")
+    assert load(tokenizer, tmp_path, tmp_path / "data") == encoded(tokenizer, [TEXTS[2]])
+
+
+def test_a_folder_that_may_not_be_read_is_left_out_by_name(tmp_path, monkeypatch):
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    listdir = os.listdir
+
+    def refuse(path):  # root may read everything
+        if pathlib.Path(path).name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert utils.find_files(str(tmp_path)) == ([tmp_path / "a.txt"], ["lost+found (Permission denied)"])
+
+
+def test_a_socket_in_a_folder_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket may not be long
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("b.txt")
+        assert utils.find_files(str(tmp_path)) == ([tmp_path / "a.txt"], ["b.txt (no regular file)"])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "da?a/*.txt",
+        "da[st]a/story-[0-9].txt",
+        "data/story-?.*",
+        "data/*",
+        "**/story*",
+        "./data/*.t[x]t",
+        "data/../d*/*",
+    ],
+)
+def test_a_pattern_is_local_whatever_its_signs_are_and_all_of_it_is_trained_on(
+    tokenizer, tmp_path, monkeypatch, pattern
+):
+    (tmp_path / "data").mkdir()
+    for number, text in enumerate(TEXTS[:3]):
+        (tmp_path / "data" / f"story-{number}.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    settings = parse(["--dataset", pattern])
+    assert settings.dataset_split == "train"
+    assert load(tokenizer, tmp_path, pattern, settings.dataset_split) == encoded(tokenizer, TEXTS[:3])
+    assert parse(["--dataset", tmp_path / pattern]).dataset_split == "train"
+
+
+@pytest.mark.parametrize(
+    "name", ["stories", "data[1].txt", "data", "da?a", "~/data", "someone/stories", "nothing-?", "d/*"]
+)
+def test_what_flags_take_for_local_is_what_is_read_from_files(tmp_path, monkeypatch, name):
+    (tmp_path / "data").mkdir()
+    for file in (tmp_path / "data" / "a.txt", tmp_path / "data[1].txt"):
+        file.write_text(TEXTS[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    try:
+        read_from_files = bool(utils.local_files(os.path.expanduser(name)))
+    except utils.UserError:  # of what would be local and is not there, or has no text
+        read_from_files = True
+    assert is_local(name) == read_from_files
+
+
+def test_all_of_a_local_file_is_the_default_of_a_library_too(tokenizer, tmp_path):
+    file = write_jsonl(tmp_path / "data.jsonl", STORIES_OF_FORTY)
+    packed = utils.get_dataset(tokenizer, 4, dataset=file, cache_dir=tmp_path / "cache")
+    assert packed.tokens.tolist() == encoded(tokenizer, STORIES_OF_FORTY)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
+def test_a_text_field_that_is_asked_for_wins_over_token_ids(tokenizer, tmp_path, name):
+    if name == "data.parquet":
+        write_parquet(tmp_path / name, text=TEXTS, input_ids=[[5, 6, END]] * len(TEXTS))
+    else:
+        write_lines(tmp_path / name, [json.dumps({"input_ids": [5, 6, END], "text": text}).encode() for text in TEXTS])
+    for way in ("cached", "streamed"):
+        options = {"seq_len": 4}
+        assert read(way, tokenizer, tmp_path, tmp_path / name, **options) == [5, 6, END] * len(TEXTS)
+        for field in ("text", ("other", "text", "input_ids")):
+            tokens = read(way, tokenizer, tmp_path, tmp_path / name, text_field=field, **options)
+            assert tokens == encoded(tokenizer, TEXTS)
+        tokens = read(way, tokenizer, tmp_path, tmp_path / name, text_field="input_ids", **options)
+        assert tokens == [5, 6, END] * len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "flags, manifest, trained",
+    [
+        ("", None, "ids"),
+        ("--text-field text", None, "text"),
+        ("--text-field text", {}, "ids"),  # a checkpoint of a version in which the flag was ignored
+        ("", {"held_out": None, "ids_first": False}, "text"),  # that run was told
+        ("", {"held_out": None, "ids_first": True}, "ids"),
+    ],
+)
+def test_the_flag_for_the_text_field_is_asking_and_a_checkpoint_keeps_its_rule(
+    device, tokenizer, tmp_path, flags, manifest, trained
+):
+    file = write_lines(
+        tmp_path / "data.jsonl", [json.dumps({"input_ids": [5, 6, END], "text": text}).encode() for text in TEXTS * 4]
+    )
+    given = ["--dataset", file, "--cache-dir", tmp_path / "cache", "--sequence-length", 4, *flags.split()]
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
+    train, _ = corpora.load_data(parse(given), tokenizer, config, None, manifest)
+    assert train.tokens.tolist() == ([5, 6, END] * len(TEXTS) if trained == "ids" else encoded(tokenizer, TEXTS)) * 4
+
+
+def test_a_config_of_a_run_keeps_that_the_text_field_was_asked_for(tmp_path):
+    for asked in (["--text-field", "text"], []):
+        flags = dataclasses.asdict(parse(["--dataset", "x", *asked]))
+        (tmp_path / "config.json").write_text(json.dumps({"flags": flags}))
+        again = parse(["--config", tmp_path / "config.json"])
+        assert ("text_field" in commands.given(again.argv)) == bool(asked)
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
@@ -615,6 +827,12 @@ def read(way: str, tokenizer, tmp_path, source, seq_len: int = 16, **options):
 
 WAYS = pytest.mark.parametrize("way", ["cached", "streamed"])
 GOOD = b'{"text": "Once upon a time there was a fox who had a red ball and liked it."}\n'
+
+
+def int8(rows: list) -> pyarrow.Array:
+    return pyarrow.array(rows, pyarrow.list_(pyarrow.int8()))
+
+
 UNUSABLE = [  # file, content, what the error says after the file's name
     ("none.jsonl", None, ": no such file"),
     ("data.jsonl", b"", "it holds no text"),
@@ -641,6 +859,28 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.parquet", {"text": ["A fox.", None]}, ", row 2: null instead of text; 1 of 2 rows"),
     ("data.parquet", {"text": [1, 2]}, ", row 1: 1 instead of text; 2 of 2 rows"),
     ("data.parquet", {"input_ids": [[1, 2], [3, None]]}, ", row 2: [3, null] instead of token ids"),
+    ("data.parquet", {"input_ids": int8([[1, 2], [3, -1]])}, ", row 2: [3, -1] instead of token ids; 1 of 2 rows"),
+    ("data.parquet", {"input_ids": [[1, 2], [3, 2**40]]}, ", row 2: [3, 1099511627776] instead of token ids"),
+    ("data.parquet", {"input_ids": [[[1, 2]], [[3]]]}, ", row 1: [[1, 2]] instead of token ids; 2 of 2 rows"),
+    ("data.parquet", {"input_ids": [{"a": 1}, {"a": 2}]}, ', row 1: {"a": 1} instead of token ids; 2 of 2 rows'),
+    ("data.parquet", {"input_ids": [[{"a": 1}], []]}, ', row 1: [{"a": 1}] instead of token ids; 1 of 2 rows'),
+    ("data.parquet", {"text": [{"a": "A"}, {"a": "B"}]}, ', row 1: {"a": "A"} instead of text; 2 of 2 rows'),
+    (
+        "data.txt",
+        b"A caf\xe9.\n",
+        "not UTF-8, perhaps Windows-1252; 1 of 1 lines are bad; convert it: iconv -f WINDOWS-",
+    ),
+    ("data.txt", "A café.\n".encode() + b"A caf\xe9.\n", ", line 2: bytes that are not UTF-8; 1 of 2"),
+    (
+        "data.txt",
+        "A fox.".encode("utf-16"),
+        "not UTF-8, by its mark UTF-16; 1 of 1 lines are bad; convert it: iconv -f UTF",
+    ),
+    (
+        "data.jsonl",
+        GOOD.decode().encode("utf-16-be").join([b"\xfe\xff", b""]),
+        ", line 1: bytes that are not UTF-8, by its",
+    ),
 ]
 
 
@@ -663,9 +903,30 @@ def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, way, name, conte
     assert message.startswith(f"--dataset {file}") and says in message.removeprefix(f"--dataset {file}")
     assert "\n" not in message
     assert "--eval-split" not in message  # no advice for another mistake
-    some = (" of " in says or ", line" in says or ", row" in says) and "2 of 2" not in says  # not where all are bad
+    some = " of " in says or ", line" in says or ", row" in says
+    some = some and not re.search(r" (\d+) of \1 (lines|rows) are bad", message)  # not where all are
     assert ("--skip-bad-records" in message) == some
     assert raised.value.exit_code == 2
+
+
+ENCODINGS = [("windows-1252", "data.txt", ""), ("utf-16", "data.TXT", ""), ("utf-16", "data.jsonl.gz", "gzip")]
+ENCODINGS += [("windows-1252", "a b.txt.bz2", "bzip2"), ("utf-32", "data.md", "")]
+
+
+@pytest.mark.parametrize("encoding, name, packer", ENCODINGS)
+def test_the_command_in_the_error_converts_the_file(tokenizer, tmp_path, encoding, name, packer):
+    if not all(map(shutil.which, filter(None, ["iconv", packer]))):
+        pytest.skip(f"no iconv or {packer} here")
+    text = "Ünïcödé: the fox had a red ball and liked it."
+    content = text if "jsonl" not in name else json.dumps({"text": text}, ensure_ascii=False)
+    write = {"gzip": gzip.compress, "bzip2": bz2.compress}.get(packer, bytes)
+    (tmp_path / name).write_bytes(write(content.encode(encoding)))
+    with pytest.raises(utils.UserError, match="not UTF-8") as raised:
+        load(tokenizer, tmp_path, tmp_path / name)
+    command = str(raised.value).partition("convert it: ")[2].partition(", or leave")[0]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert load(tokenizer, tmp_path, tmp_path / name) == encoded(tokenizer, [text])
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]  # nothing else is left there
 
 
 @WAYS

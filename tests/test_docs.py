@@ -8,6 +8,7 @@ has `<!-- not run: reason -->` right before it. Bash blocks run in a copy of the
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -21,11 +22,11 @@ import pytest
 import transformers
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, parse, start, torchrun_command
+from conftest import ROOT, parse, start, torchrun_command, write_checkpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
-from harness import flagtable
+from harness import flagtable, kinds, settings
 from harness.settings import make_parser
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
@@ -309,10 +310,14 @@ COMMANDS = [command for path in [*DOCUMENTS, *LAUNCH] for command in commands_of
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.file}: {command.launcher} {command.flags}")
 def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # its --export folder is not there yet
+    for look in ("missing_data", "unreadable"):  # its data and prompts are nowhere here
+        monkeypatch.setattr(settings, look, lambda file: "")
     flags = shlex.split(command.flags, comments=True)
     for flag, value in itertools.pairwise(flags):  # what it goes on from is
         if flag == "--resume" and value != "auto":
-            (tmp_path / value / "checkpoints" / "step-00000001").mkdir(parents=True)
+            write_checkpoint(tmp_path / value, 1)
+        if flag == "--plan-rates":
+            (tmp_path / value).write_text(json.dumps(kinds.DESCRIBED))
         if flag == "--config":
             (tmp_path / value).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / value).write_text('{"flags": {}}' if value.endswith(".json") else "")
@@ -358,11 +363,12 @@ OTHERS = {
     },
     "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
     "sbatch": {"--gpus-per-node", "--signal"},
-    "docker": {"--ipc", "--shm-size"},
+    "docker": {"--ipc", "--shm-size", "--ulimit"},
     "pip": {"--no-deps"},
     "sky": {"--env"},
     "tensorboard": {"--logdir"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
+    "benchmarks/covering.py": {"--ranks"},
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},

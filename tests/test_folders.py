@@ -1,6 +1,7 @@
 """A run writes into one folder below OUTPUT_DIR, which is its own, and nowhere else."""
 
 import os
+import shutil
 
 import pytest
 from conftest import metrics_of, parse, train, words, write_model
@@ -60,7 +61,7 @@ def test_a_link_that_leads_out_of_the_output_folder_is_not_followed(mistake, tmp
 
 def test_metrics_that_are_a_folder_are_one_line(mistake, tmp_path):
     (tmp_path / "out" / "r" / "metrics.jsonl").mkdir(parents=True)
-    assert "metrics.jsonl is a folder; remove it" in mistake("--resume", "auto")
+    assert "metrics.jsonl is no file; remove it" in mistake("--resume", "auto")
 
 
 @pytest.fixture
@@ -104,3 +105,34 @@ def test_a_run_whose_folder_stays_away_does_not_split_in_two(moving, tmp_path):
     assert not os.path.lexists(tmp_path / "out" / "r")
     assert [line["step"] for line in metrics_of(tmp_path / "away")] == [*range(1, 9), 8]
     assert [path.name for path in (tmp_path / "away" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-00000002"])
+def test_what_is_in_the_way_of_a_checkpoint_is_said_at_the_start(mistake, tmp_path, name):
+    """Every save would fail, at that step and at each later one."""
+    place = tmp_path / "out" / "r" / name
+    place.parent.mkdir(parents=True)
+    place.write_text("notes")
+    assert f"{place} is no folder" in mistake("--resume", "auto", "--checkpoint-interval", 1)
+    place.unlink()
+    if name != "checkpoints":
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+        assert f"{place} is a link, where a checkpoint is to be" in mistake("--resume", "auto")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+def test_a_pipe_in_a_runs_folder_is_one_line_and_no_wait(mistake, tmp_path, name):
+    (tmp_path / "out" / "r").mkdir(parents=True)
+    os.mkfifo(tmp_path / "out" / "r" / name)
+    (tmp_path / "out" / "r" / ".lock").touch()
+    assert f"{tmp_path / 'out' / 'r' / name} is no file; remove it" in mistake("--resume", "auto")
+
+
+def test_a_copy_of_hard_links_has_a_lock_of_its_own(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / ".lock").write_text("[]")
+    shutil.copytree(tmp_path / "r", tmp_path / "copy", copy_function=os.link)
+    folders.lock_folder(tmp_path / "copy")
+    assert (tmp_path / "r" / ".lock").read_text() == "[]" and (tmp_path / "copy" / ".lock").read_text() != "[]"
+    assert not os.path.samefile(tmp_path / "r" / ".lock", tmp_path / "copy" / ".lock")

@@ -201,7 +201,7 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
     """A second save, as the first one gets its pinned memory. On a CPU, which writes with the cores that compute, it is
     only seen to end."""
     batch = "16" if CUDA else "2"  # a step takes longer than launching it
-    settings, model, optimizer, step = build("--no-compile", "--batch-size", batch)
+    settings, model, optimizer, step = build("--no-compile", "--batch-size", batch, "--checkpoint-interval", "1")
     state = checkpoints.TrainState(model, optimizer, None, utils.PerformanceTracker())
     saver = checkpoints.Checkpoints(settings, tmp_path, {}, device, lambda: None)
 
@@ -211,7 +211,8 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
         utils.wait_for_device()
         return time.perf_counter() - began
 
-    saver.save(state, wait=True)
+    saver.save(state)
+    saver.finish()
     usual = statistics.median(timed() for _ in range(20 if CUDA else 3))
     state.step, began = 1, time.perf_counter()
     saver.save(state)

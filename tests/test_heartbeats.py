@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from conftest import PROGRAM, ROOT, forking, start, torchrun_command, words
 
-from harness import endings, heartbeats
+from harness import endings, heartbeats, waiting
 
 SIZES = words("--sequence-length 32 --batch-size 2 --precision fp32 --num-workers 0 --log-interval 1 --no-compile")
 STALLS = {
@@ -25,7 +26,11 @@ STALLS = {
     "evaluation": "in evaluation of step 4 for \\d+ s",
     "save": "in save of step 2 for \\d+ s: at the write of a checkpoint",
     "print": "in log of step \\d+ for \\d+ s",
+    "replicas": "last seen .* ago in backward of step 3; stopped, killed or cut off",
+    "never": "never seen; stopped or killed before the ranks met, or not started",
+    "meeting": "last seen .* ago in start of step 0; stopped, killed or cut off",
 }
+STOPPED = ("stop", "replicas", "never", "meeting")  # a rank that is, has no exit code
 
 
 def wait_until(condition, seconds: float = 100) -> None:
@@ -45,13 +50,14 @@ def stalled(tmp_path_factory):
         flags += ["--eval-interval", 4 if how == "evaluation" else 0]
         flags += ["--num-steps", 1_000_000, "--timeout-minutes", 0.1, "--cache-dir", folder / "cache"]
         flags += words("--checkpoint-interval 2 --no-async-checkpoint") if how == "save" else []
+        flags += words("--zero-stage 0") if how == "replicas" else []
         with forking(2, multirank.stalled, how, *map(str, flags)) as (world, output):
             pids = [process.pid for process in world.processes]
             if how in ("stop", "kill"):
                 metrics = folder / how / "metrics.jsonl"
                 wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
                 os.kill(pids[1], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-            for process in world.processes[: 1 if how == "stop" else 2]:
+            for process in world.processes[: 1 if how in STOPPED else 2]:
                 process.join(120)
             codes = [process.exitcode for process in world.processes]
             return {"said": output.read(), "codes": codes, "pids": pids, "folder": folder / how}
@@ -64,23 +70,26 @@ def stalled(tmp_path_factory):
 def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
     case, rank = stalled[how], 0 if how == "print" else 1
     (line,) = (line for line in case["said"].splitlines() if "error:" in line)
-    who = f"rank {rank} ({socket.gethostname()}, pid {case['pids'][rank]}) did not come within 0.1 minutes: "
+    place = f" ({socket.gethostname()}, pid {case['pids'][rank]})" if how != "never" else ""
+    who = f"rank {rank}{place} did not come within 0.1 minutes: "
     assert line.startswith(f"train_fsdp.py: error: --timeout-minutes: {who}")
     assert re.fullmatch(STALLS[how], line.partition(who)[2])
-    assert case["codes"] == [1, None if how == "stop" else 1]
+    assert case["codes"] == [1, None if how in STOPPED else 1]
     assert "Traceback" not in case["said"]
+
+
+@pytest.mark.parametrize("how", [how for how in STALLS if how not in ("never", "meeting")])
+def test_each_rank_that_waited_leaves_where_its_threads_were(stalled, how):
+    case = stalled[how]
     left = [path.read_text() for path in case["folder"].glob("stalled-rank-*.txt")]
-    assert left and all("did not come" in text and "train_fsdp.py" in text for text in left)  # where its threads were
+    assert left and all("did not come" in text and "train_fsdp.py" in text for text in left)
 
 
-def test_the_first_batch_belongs_to_the_preparation(monkeypatch):
-    monkeypatch.setattr(heartbeats, "HERE", heartbeats.Here())
-    phases = []
-    for phase in ("data", "data", "forward", "data"):
-        heartbeats.at(phase, 7)
-        phases.append(heartbeats.HERE.phase)
-    assert phases == ["preparation", "preparation", "forward", "data"]
-    assert (heartbeats.HERE.moves, heartbeats.HERE.step) == (4, 7)
+def test_a_rank_that_its_launcher_started_is_known_before_it_has_come(monkeypatch):
+    with subprocess.Popen(["sleep", "100"], env=os.environ | {"RANK": "3"}) as beside:
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        assert heartbeats.ranks_beside() == {3: (socket.gethostname(), beside.pid)}
+        beside.kill()
 
 
 def test_a_rank_that_is_gone_is_named_at_once(stalled):
@@ -96,13 +105,55 @@ def test_the_rank_that_worked_while_the_others_waited_is_the_slowest(observed):
         assert observed(ranks)["figures"]["worst"]["slowest_rank"] == ranks - 1
 
 
+def test_the_slowest_rank_is_found_where_all_are_in_collectives_longer_than_a_step(observed):
+    """On a GPU they run beside the work, and several at once."""
+    for ranks in (2, 4):  # rank r takes 10 (r + 1) ms, and all were in collectives for 100
+        figures = observed(ranks)["figures"]["always in collectives"]
+        assert (figures["slowest_rank"], figures["slowest_rank_ms"]) == (ranks - 1, 10 * ranks)
+
+
+class Moment(float):
+    """A CUDA event, by the milliseconds at which it was recorded."""
+
+    def elapsed_time(self, end: float) -> float:
+        return end - self
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_collectives_that_run_at_once_are_waited_for_once(monkeypatch, cuda):
+    clock = object.__new__(waiting.Waiting)
+    clock.cuda, clock.runs, clock.steps, clock.spans, clock.begun = cuda, False, 0, [], None
+    now = iter([10, 25, 28, 50])
+    monkeypatch.setattr(clock, "now", lambda: Moment(next(now) / (1 if cuda else 1000)))
+    starts = [Moment(moment / (1 if cuda else 1000)) for moment in (10, 15, 50)]
+    with clock.step(logs=True):
+        clock.add(starts[0])  # 10 to 25
+        clock.add(starts[1])  # 15 to 28
+        clock.add(starts[2])  # 50 to 50
+    assert clock.take() == pytest.approx(18)
+    assert clock.take() == 0
+
+
 def judged(*ranks: dict) -> tuple[list[int], str]:
     """What one of these ranks says, after all but the silent ones beat again."""
     beat = {"beat": 7, "phase": "backward", "step": 3, "moves": 20, "time": time.time(), "seconds": 9, "writing": ""}
     before = [beat | rank for rank in ranks]
     watch = object.__new__(heartbeats.Heartbeats)
     watch.world = len(ranks)
-    return watch.judge(before, [rank | {"beat": 7 if rank.pop("silent", 0) else 8} for rank in before])
+    before = [heartbeats.ABSENT if rank.get("absent") else rank for rank in before]
+    now = [rank | {"beat": 7 if rank.pop("silent", 0) else 8} if rank["beat"] else rank for rank in before]
+    return watch.judge(before, now)
+
+
+def test_who_was_never_seen_comes_before_who_is_silent():
+    start = {"phase": "start", "moves": 0}
+    assert judged(start, start | {"silent": 1}, {"absent": 1})[0] == [2]
+    assert judged(start, start, start)[0] == [0, 1, 2]
+
+
+def test_a_single_rank_that_reads_for_ever_is_a_stall_and_waits_for_nobody():
+    assert judged({"phase": "data"}) == ([0], "in data of step 3 for 9 s")
+    assert judged({"phase": "data"}, {"phase": "data"}) == ([0, 1], "in data of step 3 for 9 s")
 
 
 def test_who_is_silent_comes_before_who_is_behind():
@@ -144,12 +195,33 @@ def test_ranks_whose_launcher_was_killed_save_and_leave(tmp_path):
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
     ranks = [child for child in psutil.Process(process.pid).children() if PROGRAM in child.cmdline()]
     process.kill()
-    output, _ = process.communicate(timeout=100)  # the ranks hold the pipe until they end
+    output, errors = process.communicate(timeout=100)  # the ranks hold the pipe until they end
     # each rank looks every two seconds: rank 0 has seen it itself, or is asked by the one that has
     assert re.search("stopped    by (the end of its launcher|a signal to another rank) after step", output)
+    assert "TCPStore" not in errors
+    (go_on,) = (shlex.split(line)[2:] for line in output.splitlines() if line.startswith("go on "))
+    assert go_on[1 : go_on.index("train_fsdp.py")] == torchrun_command(2)[1:]
     assert not psutil.wait_procs(ranks, timeout=10)[1]
     steps = metrics.read_text().count("\n")
     assert [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
+
+
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE)
+rank.stdout.readline()
+"""
+
+
+@pytest.mark.parametrize("store", ["gone", "of rank 0"])
+def test_a_rank_whose_launcher_died_in_its_first_seconds_leaves(store):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    world |= {"TORCHELASTIC_RUN_ID": "it", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": str(store == "gone")}
+    process = start([sys.executable, "-c", LAUNCHER, sys.executable, PROGRAM, "--demo"], timeout=100, **world)
+    assert process.stderr == "train_fsdp.py: the end of its launcher outside training, nothing to save\n"
 
 
 def refused(rank: int, address: str, port: int) -> str:

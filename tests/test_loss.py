@@ -62,6 +62,25 @@ def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
         torch.testing.assert_close(LinearCrossEntropy.apply(hidden, weight, offset, labels), plain)
 
 
+@pytest.mark.parametrize("microbatches", range(1, 9))
+def test_gradients_of_a_microbatch_are_not_biased_by_its_share_of_the_step(microbatches):
+    """One microbatch of several gives a share of the gradient, to what bf16 rounds it to: against full logits in
+    fp32."""
+    generator, sizes = torch.Generator().manual_seed(1), ((1500, 64), (300, 64), (300,))
+    hidden, weight, offset = (torch.randn(*size, generator=generator).mul(0.3).bfloat16() for size in sizes)
+    for tensor in (hidden, weight, offset):
+        tensor.requires_grad_()
+    labels = torch.randint(0, 300, (1500,), generator=generator)
+    fused = LinearCrossEntropy.apply(hidden, weight, offset, labels) / microbatches
+    exact = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight, offset)]
+    full = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*exact), labels) / microbatches
+    gradients, expected = torch.autograd.grad(fused, (hidden, weight, offset)), torch.autograd.grad(full, exact)
+    for gradient, other in zip(gradients, expected, strict=True):
+        size = (gradient.float() * other).sum() / (other * other).sum()  # 1 where no element is off by the same share
+        assert size.item() == pytest.approx(1, abs=5e-4)
+        torch.testing.assert_close(gradient.float(), other, rtol=0, atol=0.01 * other.abs().max().item())
+
+
 @pytest.mark.parametrize(
     "vocab, dtype, tokens",
     [

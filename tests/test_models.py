@@ -5,9 +5,10 @@ import json
 import sys
 import types
 
+import multirank
 import pytest
 import torch
-from conftest import PROGRAM, parse, train, write_model
+from conftest import PROGRAM, forked, losses_of, parse, train, words, write_model
 from multirank import MODELS, SIZES, resolved
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 import train_fsdp
-from harness import models
+from harness import models, versions
 from utils import UserError
 
 
@@ -28,6 +29,25 @@ def test_a_folder_without_a_config_is_named(mistake, tmp_path):
 def test_a_config_that_cannot_be_used_is_named(mistake, tmp_path, config):
     (tmp_path / "model" / "config.json").write_text(config)
     assert mistake().startswith(f"--model {tmp_path / 'model'}: its config.json cannot be used")
+
+
+@pytest.mark.parametrize(
+    "figures, named",
+    [
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"hidden_act": "no_such_activation"}, "no_such_activation"),
+        ({"head_dim": -1}, "negative dimension"),
+        ({"rope_parameters": {"rope_type": "no_such_type"}}, "no_such_type"),
+        ({"pad_token_id": 10**9}, "Padding_idx"),
+    ],
+)
+def test_a_config_with_figures_that_no_model_has_is_refused(mistake, tmp_path, figures, named):
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | figures))
+    message = mistake()
+    assert message.startswith("--model") and named in message
 
 
 def test_a_config_of_no_causal_language_model_is_named(mistake, tmp_path):
@@ -167,6 +187,45 @@ def test_fp8_is_refused_where_no_linear_fits_it(mistake, tmp_path):
     assert mistake("--precision", "fp8", "--fp8-emulate").startswith("--precision fp8: ")
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_takes_tokens_in_multiples_of_16_and_names_the_nearest_length_and_batch_that_work(mistake, recipe):
+    """Also where it is emulated, which would take any number."""
+    flags = ["--precision", "fp8", "--fp8-emulate", "--fp8-recipe", recipe, "--batch-size", "2"]
+    message = mistake(*flags, "--sequence-length", "29")
+    assert message.startswith(f"--sequence-length 29: --precision fp8 ({recipe}) takes batch x sequence in multiples")
+    assert "give 32, or --batch-size 16, " in message
+    parse([*flags, "--sequence-length", "32"])
+    parse([*flags, "--sequence-length", "29", "--batch-size", "16"])
+    parse([*flags, "--sequence-length", "29", "--num-steps", "0", "--export", "x", "--init", "pretrained"])
+
+
+def test_fp8_with_weight_gradients_in_bf16_takes_any_length(device, arguments):
+    recipe = ["--precision", "fp8", "--fp8-emulate", "--fp8-recipe", "rowwise_with_gw_hp"]
+    assert train([*arguments, *recipe, "--sequence-length", "13", "--batch-size", "1"], device) == 0
+
+
+def test_fp8_does_not_take_a_models_own_length_that_does_not_fit(tmp_path):
+    source = write_model(tmp_path / "model", "llama", **SIZES | {"max_position_embeddings": 100})
+    with pytest.raises(UserError, match=r"--sequence-length 100: .* give 96, or --batch-size 4,"):
+        resolved(["--model", source, "--precision", "fp8", "--fp8-emulate"])
+
+
+def test_fp8_is_refused_with_a_torchao_whose_compiled_casts_may_store_nan(mistake, monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda package: "0.17.0")
+    message = mistake("--precision", "fp8", "--fp8-emulate")
+    assert message.startswith("--precision fp8: this is torchao 0.17.0, ") and "0.18 or newer" in message
+
+
+def test_float8_weights_whose_rows_the_ranks_do_not_divide_train_as_on_one_rank(device, arguments, tmp_path):
+    """64 rows are 22, 22 and 20 on three ranks, and an all-gather takes the same from each."""
+    flags = [*arguments, *words("--precision fp8 --fp8-emulate --num-steps 3 --lr 1e-3 --log-interval 1")]
+    forked(3, multirank.program, *flags, "--run-name", "three", "--batch-size", "2")
+    assert train([*flags, "--run-name", "one", "--batch-size", "6"], device) == 0
+    three, one = (losses_of(tmp_path / "out" / name) for name in ("three", "one"))
+    assert len(three) == 3
+    assert three == pytest.approx(one, rel=1e-3)  # the scales of activations are found on each rank
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Attention kernels
 
@@ -201,6 +260,49 @@ def test_the_header_asks_torch_for_the_kernel_as_transformers_will(header):
     assert header("--document-mask")[1] == (4, True, False)  # transformers repeats the keys then
     with pytest.raises(UserError, match="--attention flash: torch's kernel does not take this model's heads; use sdpa"):
         header("--attention", "flash", kernel=SDPBackend.ERROR)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """`gpu(9)`: a GPU of that major capability, for what only asks."""
+
+    def pretend(capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "capability, model, flags, allowed",
+    [
+        (9, "llama", "--sequence-length 704 --document-mask", False),
+        (9, "llama", "--sequence-length 640 --document-mask", True),
+        (9, "llama", "--sequence-length 704", True),  # causal, without a mask
+        (9, "mistral", "--sequence-length 704", False),  # its window is a mask
+        (10, "mistral", "--sequence-length 704 --document-mask", True),
+    ],
+)
+def test_cudnn_is_left_out_where_its_gradients_may_be_nan(gpu, tmp_path, capability, model, flags, allowed):
+    sizes = MODELS[model][1] | {"max_position_embeddings": 1024}
+    source = write_model(tmp_path / "model", MODELS[model][0], **sizes)
+    gpu(capability)
+    for attention in ("sdpa", "cudnn"):
+        settings = parse(["--model", source, *flags.split(), "--attention", attention])
+        if attention == "cudnn" and not allowed:
+            with pytest.raises(UserError, match=r"--attention cudnn: .* 704 tokens.*--sequence-length 768"):
+                models.choose_attention(settings, models.load_config(source))
+        else:
+            assert models.choose_attention(settings, models.load_config(source)) == attention
+            assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+
+
+def test_the_header_says_why_cudnn_was_left_out(header, gpu):
+    gpu(9)
+    flags = ("--no-compile", "--document-mask", "--attention", "sdpa", "--sequence-length")
+    assert header(*flags, "128", kernel=SDPBackend.CUDNN_ATTENTION)[0] == "sdpa attention (cudnn_attention)"
+    said, _ = header(*flags, "192", kernel=SDPBackend.EFFICIENT_ATTENTION)
+    assert said == "sdpa attention (efficient_attention, as cuDNN's gradients may be NaN with a mask at 192 tokens)"
 
 
 def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them(header):
@@ -258,3 +360,15 @@ def test_auto_takes_the_flash_kernel_of_the_gpu_where_its_package_is(monkeypatch
     assert models.choose_attention(settings, models.load_config("demo")) == "sdpa"
     assert activated == [kernel] * (kernel is not None)
     assert torch.backends.cuda.cudnn_sdp_enabled() == (kernel is None)
+
+
+def test_a_preset_whose_tokenizer_cannot_be_had_names_the_flag_and_the_login(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("You are trying to access a gated repo.")
+
+    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(UserError) as raised:
+        models.load_tokenizer(parse(["--model", "llama3.1-8b"]), models.load_config("llama3.1-8b"))
+    said = str(raised.value)
+    assert said.startswith("--tokenizer meta-llama/Llama-3.1-8B: ") and "gated repo" in said
+    assert all(words in said for words in ("preset llama3.1-8b", "`hf auth login`", "give --tokenizer a folder"))

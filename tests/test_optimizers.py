@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
-from harness.optimizers import AdamW, build_optimizer, clip_grad_norm
+from harness.optimizers import AdamW, build_optimizer, clip_grad_norm, local
 from utils import UserError
 
 
@@ -174,3 +174,26 @@ def test_a_moment_in_bf16_follows_gradients_that_become_smaller_or_stands_still(
             moment.copy_(moment.float() * beta + square * (1 - beta))
     ratio = (moments[torch.bfloat16].float() / moments[torch.float32]).mean().item()
     assert ratio > 10 if stays else abs(ratio - 1) < 0.05
+
+
+@pytest.mark.parametrize("precision", ["--precision bf16-pure", "--precision fp8 --fp8-emulate", "--precision fp32"])
+def test_adamw8bit_updates_weights_of_every_precision_as_adamw_does(built, monkeypatch, precision):
+    """Its first step: the moments are rounded to a byte after the update has used them."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    (model, optimizer), (other, reference) = (
+        built("--optimizer", name, "--lr", "0.05", *precision.split()) for name in ("adamw8bit", "adamw")
+    )
+    before = [local(parameter).clone() for parameter in model.parameters()]
+    for of in (optimizer, reference):
+        clip_grad_norm(of, 1.0)
+        of.step()
+    for parameter, same, old in zip(model.parameters(), other.parameters(), before, strict=True):
+        torch.testing.assert_close(local(parameter), local(same))
+        assert not torch.equal(local(parameter), old)
+    kept = {
+        type(state.to_local()).__name__
+        for states in optimizer.state.values()
+        for name, state in states.items()
+        if name != "step"
+    }
+    assert kept >= {"OptimState8bit"}

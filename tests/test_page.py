@@ -177,7 +177,7 @@ def test_a_plans_page_has_memory_by_kind_against_the_card_time_and_world_sizes(t
     speed = {"tokens_per_sec": 1.0, "exposed_communication_percent": 2.0, "fits": True}
     others["published_share"] = (0.62, 0.84, 1.08)
     others["scaling"] = [speed | {"gpus": gpus, "dp_replicate_size": gpus // 8} for gpus in (8, 16)]
-    path = write_plan(tmp_path / "plan.html", PLAN | others | {"verdict": "it fits & is fast"})
+    path = write_plan(tmp_path / "plan.html", PLAN | others | {"verdict_text": "it fits & is fast"})
     charts = charts_on(path)
     memory = {trace["name"]: trace["x"] for trace in charts["Memory of the fullest GPU"]["traces"]}
     assert memory["parameters"][0] == 10 and memory["allocator, CUDA, NCCL"][0] == 4

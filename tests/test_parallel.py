@@ -3,8 +3,30 @@
 tests/multirank.py trains with 1, 2 and 4 ranks, each once a session; every test here checks one claim on what it saw.
 """
 
+import itertools
+
+import multirank
 import pytest
-from multirank import FAMILIES, MODELS, NEAR, NEAR_STEPS, ROUND_TRIPS, SAME_LOSSES, STEPS, UNEVEN
+import torch
+from conftest import ROOT, forked, losses_of, words, write_model
+from multirank import (
+    FAMILIES,
+    MODELS,
+    NEAR,
+    NEAR_STEPS,
+    REPLICATED,
+    ROUND_TRIPS,
+    SAME_LOSSES,
+    SIZES,
+    STEPS,
+    UNEVEN,
+    resolved,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_fsdp
+import utils
+from harness import models, optimizers
 
 RANKS = (1, 2, 4)
 GROUPS = MODELS["deep"][1]["num_hidden_layers"] + 1  # one for each decoder layer, and the root's
@@ -41,6 +63,22 @@ def test_losses_do_not_depend_on_sizes_that_the_ranks_divide(observed, ranks, na
     reference, seen = get(observed(1), "runs", "uneven stage 3"), get(observed(ranks), "runs", name)
     assert seen["losses"] == pytest.approx(reference["losses"], rel=1e-5)
     assert seen["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-3)
+
+
+def test_three_ranks_divide_a_tied_embedding_that_does_not_divide_by_three(tmp_path):
+    sizes = SIZES | {"vocab_size": 1538, "hidden_size": 64, "tie_word_embeddings": True}  # 513, 513 and 512 rows
+    model = write_model(tmp_path / "model", "smollm3", **sizes)
+    flags = ["--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), "--dataset", "demo"]
+    flags += words("--sequence-length 32 --precision fp32 --num-steps 4 --num-workers 0 --log-interval 1 --no-compile")
+    flags += words("--eval-interval 4 --eval-steps 2 --sample-tokens 2 --checkpoint-interval 2 --no-async-checkpoint")
+    flags += ["--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path)]
+    forked(3, multirank.program, *flags, "--batch-size", "2", "--run-name", "three")
+    forked(1, multirank.program, *flags, "--batch-size", "6", "--run-name", "one")
+    three, one = losses_of(tmp_path / "three"), losses_of(tmp_path / "one")
+    assert three == pytest.approx(one, rel=3e-6) and len(one) == 4 and one[-1] < one[0]
+    saved = str(tmp_path / "three" / "checkpoints" / "step-00000002")
+    forked(1, multirank.program, *flags, "--batch-size", "6", "--run-name", "again", "--resume", saved)
+    assert losses_of(tmp_path / "again") == pytest.approx(one[2:], rel=1e-5)
 
 
 def test_the_reference_learns(observed):
@@ -111,6 +149,13 @@ def test_two_replicas_of_two_shards_hold_a_half_each(observed):
     assert get(observed(4), "runs", "2 replicas")["largest_share"] == 0.5
 
 
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_begin_equal_where_each_rank_draws_other_numbers(observed, name):
+    first, second, third, fourth = get(observed(4), "replicas", name)
+    assert (first, second) == (third, fourth)
+    assert (first == second) == (name == "stage 0")  # else they are two shards
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_train_alike_on_one_and_two_ranks(observed, name):
     one, two = (get(observed(ranks), "families", name) for ranks in (1, 2))
@@ -124,6 +169,79 @@ def test_families_train_alike_on_one_and_two_ranks(observed, name):
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_pretrained_weights_give_the_logits_that_transformers_gives(observed, name):
     assert get(observed(2), "round_trips", name) < 1e-4
+
+
+def test_collectives_among_ranks_are_torchs_own(observed):
+    assert len(get(observed(4), "switches", "of torch")) == 3  # two layers and the root take torch's switches
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A rank that shards with nobody
+
+ALONE = {
+    "fp32": "--precision fp32",
+    "bf16": "--precision bf16",
+    "bf16-pure": "--precision bf16-pure",
+    "bf16 in 2 microbatches, stage 1": "--precision bf16 --gradient-accumulation-steps 2 --zero-stage 1",
+    "bf16-pure checkpointed": "--precision bf16-pure --activation-checkpointing full --gradient-accumulation-steps 2",
+    "offloaded": "--precision bf16 --cpu-offload",
+    "fp8": "--precision fp8 --fp8-emulate",
+}
+
+
+def train_alone(device, flags: str) -> tuple[list[torch.Tensor], list[torch.Tensor], object]:
+    """(losses of three steps with an evaluation between them, the weights afterwards, the model)."""
+    settings, config = resolved(["--demo", "--no-compile", "--sequence-length", 32, "--batch-size", 2, *flags.split()])
+    model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    optimizer, losses = train_fsdp.build_optimizer(settings, model), []
+    tokens = torch.randint(1, 1000, (2, 33), generator=torch.Generator().manual_seed(1))
+    batches = itertools.repeat({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+    for _ in range(3):
+        losses.append(train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker())[0])
+        with train_fsdp.evaluating(model):
+            losses.append(model(**next(batches), use_cache=False).loss)
+    return losses, [optimizers.local(parameter).detach().clone() for parameter in model.parameters()], model
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_leaving_out_the_copies_of_one_rank_changes_no_bit(device, monkeypatch, name):
+    ours = train_alone(device, ALONE[name])
+    monkeypatch.setattr(train_fsdp, "leave_out_copies", lambda model, mesh: None)
+    torchs = train_alone(device, ALONE[name])
+    assert all(torch.equal(*pair) for pair in zip(ours[0] + ours[1], torchs[0] + torchs[1], strict=True))
+
+
+@pytest.mark.parametrize("precision, computes_itself", [("fp32", True), ("bf16-pure", True), ("bf16", False)])
+def test_one_rank_holds_a_second_copy_of_its_parameters_only_in_another_precision(device, precision, computes_itself):
+    *_, model = train_alone(device, f"--precision {precision}")
+    layer = models.decoder_layers(model)[0]
+    held = {parameter.to_local().data_ptr() for parameter in layer.parameters()}
+    used = set()
+    layer.mlp.register_forward_pre_hook(lambda *_: used.update(p.data_ptr() for p in layer.parameters()))
+    with train_fsdp.evaluating(model):
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+    assert len(used) == len(held)
+    assert (used == held) == computes_itself and used.isdisjoint(held) != computes_itself
+
+
+class Casts(TorchDispatchMode):
+    """Elements of tensors of a parameter's size that are made by a cast, not written into what computes."""
+
+    def __init__(self, sizes: set[int]):
+        super().__init__()
+        self.sizes, self.count = sizes, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if "_to_copy" in op.name() and args[0].numel() in self.sizes:
+            self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_one_rank_casts_a_parameter_into_what_computes_without_a_copy_between(device):
+    *_, model = train_alone(device, "--precision bf16")
+    with train_fsdp.evaluating(model), Casts({p.numel() for p in model.parameters() if p.dim() > 1}) as casts:
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+    assert casts.count == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,16 +4,20 @@ tests/planranks.py measures with 1, 2 and 4 ranks and plans the same, each once 
 """
 
 import concurrent.futures
+import dataclasses
+import itertools
 import json
 
 import planranks
 import pytest
 import torch
-from conftest import forked, metrics_of, python, words, write_model
+from conftest import forked, metrics_of, parse, python, words, write_model
 from multirank import COUNTED, MODELS, SIZES
 
+import train_fsdp
 import utils
-from harness import gpus
+from harness import gpus, planning, recorder
+from harness.models import load_config
 
 GIB = 2**30
 CASES = [
@@ -182,8 +186,10 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
     "flags, words_of_the_error",
     [
         (["--plan", "--plan-gpu", "Voodoo 2"], "--plan-gpu 'Voodoo 2'"),
-        (["--plan", "--plan-gpu", "H100"], "H100 SXM, H100 PCIe"),
         (["--plan", "--plan-gpus", "0"], "--plan-gpus"),
+        (["--plan", "--plan-gpus", "1000000000000"], "--plan-gpus"),
+        (["--plan", "--batch-size", "1000000000"], "--batch-size"),
+        (["--plan", "--plan-gpu", "cpu", "--cache-dir", "/nowhere"], "--plan-gpu cpu: of a processor"),
         (["--plan", "--plan-rates", "/nowhere.json"], "--plan-rates /nowhere.json"),
         (["--plan", "--plan-gpu", "A100 80GB", "--precision", "fp8"], "--precision fp8"),
         (["--plan", "--plan-gpus", "8", "--dp-replicate-size", "3"], "--dp-replicate-size 3"),
@@ -191,10 +197,12 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
     ],
 )
 def test_a_mistake_in_a_plan_is_one_line(flags, words_of_the_error):
-    process = python(*flags)
+    process = python(*flags, *(["--json"] if "--plan" in flags else []))
     assert process.returncode == 2
     assert process.stderr.startswith("train_fsdp.py: error: ") and process.stderr.count("\n") == 1
     assert words_of_the_error in process.stderr
+    if "--plan" in flags:  # who reads the object is told there too
+        assert json.loads(process.stdout) == {"error": process.stderr.strip().removeprefix("train_fsdp.py: error: ")}
 
 
 def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
@@ -209,6 +217,61 @@ def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
     assert 0 < final["predicted_peak_memory_alloc"] < final["predicted_peak_memory_reserved"] <= 0.7
     assert final["predicted_step_time_ms"] > 0
     assert "planned    alloc" in process.stdout
+
+
+def test_a_plan_for_a_hundred_thousand_gpus_cuts_what_rank_0_holds_and_no_list_of_all():
+    """What FSDP2 cuts for each rank is cut for this one; the chunks are those of `torch.chunk`."""
+    for length, count in itertools.product((1, 2, 7, 8, 100), (1, 2, 3, 8, 50)):
+        tensor = torch.arange(3 * length).view(length, 3)
+        chunks, real = recorder.Chunks(tensor, count, 0), torch.chunk(tensor, count)
+        for rank in range(count):
+            assert torch.equal(chunks[rank], real[rank] if rank < len(real) else tensor.new_empty(0))
+    forked(1, plan_a_hundred_thousand)
+
+
+def plan_a_hundred_thousand() -> None:
+    """In a process of its own: a plan makes a process group."""
+    groups, new_group = [], torch.distributed.device_mesh.new_group
+
+    def count_group(ranks, **rest):
+        groups.append(len(ranks))
+        return new_group(ranks, **rest)
+
+    recorder.dist.new_group = count_group
+    settings = parse(
+        words("--plan --demo --no-compile --dp-replicate-size 12500 --plan-gpus 100000 --sequence-length 64")
+    )
+    settings = dataclasses.replace(settings, compile=False, attention="sdpa", fused_loss=True)
+    record = recorder.record_step(settings, train_fsdp.RECIPE, load_config("demo"), 100_000, 2, 1)
+    assert sorted(groups) == [8, 12_500]
+    assert {key[1:4] for key in record.collectives} >= {("all_gather", 8, 8), ("all_reduce", 12_500, 1)}
+    assert len(record.kinds) < 20_000  # storages, not one for each rank
+
+
+def test_a_loss_in_many_chunks_is_planned_by_three_of_them():
+    forked(1, plan_many_chunks)
+
+
+def plan_many_chunks() -> None:
+    """In a process of its own: a plan makes a process group."""
+    settings = parse(words("--plan --demo --no-compile --plan-gpus 2 --sequence-length 112"))
+    settings = dataclasses.replace(settings, batch_size=1, compile=False, attention="sdpa", fused_loss=True)
+
+    def record(tokens: int) -> recorder.StepRecorder:
+        recorder.loss.tokens_at_once = lambda weight: tokens
+        return recorder.record_step(settings, train_fsdp.RECIPE, load_config("demo"), 2, 2, 1)
+
+    whole, few, many = (record(tokens) for tokens in (112, 56, 4))  # 1, 2 and 28 chunks
+    flops = [sum(op.flops * times for (_, op), times in one.operators.items()) for one in (whole, few, many)]
+    assert flops[1:] == [flops[0]] * 2
+    calls = [one.counts["dispatches", "forward"] for one in (whole, few, many)]
+    assert calls[2] - calls[0] == 27 * (calls[1] - calls[0])
+    assert len(many.kinds) < len(few.kinds) + 60  # what is recorded does not grow with them
+
+
+def test_what_overflows_is_null_in_json():
+    tree = {"a": [1.5, float("inf")], "b": {"c": float("nan"), "d": "Infinity"}, "e": (float("-inf"), True)}
+    assert planning.without_infinities(tree) == {"a": [1.5, None], "b": {"c": None, "d": "Infinity"}, "e": [None, True]}
 
 
 def test_attentions_backward_takes_two_and_a_half_times_its_forward():

@@ -4,6 +4,8 @@ No GPU has run these. What ranks say of themselves is made up, but for the CPU's
 a library in the place of the driver's, compiled here.
 """
 
+import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -11,19 +13,22 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import types
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, forked, parse, start, train, words
+from conftest import ROOT, forked, parse, start, train, words, write_checkpoint
 
 import utils
-from harness import gpus, models, preflight
+from harness import driver, gpus, host, models, preflight
+from harness.settings import Settings
 from utils import GIB, UserError
 
 H100 = {"gpu": "NVIDIA H100 80GB HBM3", "memory": 80 * GIB, "taken": 0, "holders": []}
-CPU = {"threads": 1, "cores": 64, "affinity": "0-63/64", "shared": 10**10}
+CPU = {"threads": 1, "cores": 64, "affinity": "0-63/64", "shared": 10**10, "files": 65536}
 
 
 def ranks(count: int, per_node: int, of: dict = H100, **others: dict) -> list[dict]:
@@ -36,7 +41,7 @@ def ranks(count: int, per_node: int, of: dict = H100, **others: dict) -> list[di
 
 
 def test_ranks_that_are_alike_and_have_enough_are_warned_of_nothing(tmp_path):
-    settings, described = parse(["--demo"]), ranks(8, 8)
+    settings, described = parse(["--demo", "--num-workers", 1]), ranks(8, 8)
     model = models.on_meta(models.load_config("demo"))
     for lines in (
         preflight.check_versions(described),
@@ -46,6 +51,7 @@ def test_ranks_that_are_alike_and_have_enough_are_warned_of_nothing(tmp_path):
         preflight.check_links(described, 8),
         preflight.check_threads(settings, described, computes=False),
         preflight.check_shared_memory(settings, described),
+        preflight.check_files(described),
         preflight.check_disk(settings, 1000, tmp_path),
     ):
         assert [*lines] == []
@@ -163,7 +169,8 @@ def test_what_data_workers_read_ahead_is_what_they_take_of_shared_memory():
 
 def test_too_little_shared_memory_is_an_error_for_data_workers_and_a_warning_for_nccl():
     docker = {"shared": 64 * 2**20}  # what docker gives
-    few, many = parse(["--demo"]), parse(["--demo", "--batch-size", 64, "--sequence-length", 8192, "--num-workers", 4])
+    few = parse(["--demo", "--num-workers", 1])
+    many = parse(["--demo", "--batch-size", 64, "--sequence-length", 8192, "--num-workers", 4])
     assert [*preflight.check_shared_memory(few, ranks(1, 1, H100 | docker))] == []
     assert [*preflight.check_shared_memory(few, ranks(8, 8, CPU | docker))] == []  # gloo takes none
     (line,) = preflight.check_shared_memory(few, ranks(8, 8, H100 | docker))
@@ -176,6 +183,53 @@ def test_too_little_shared_memory_is_an_error_for_data_workers_and_a_warning_for
     (line,) = preflight.check_shared_memory(few, ranks(32, 8, H100 | docker))
     assert line.startswith("/dev/shm of node-0 and 3 more nodes: ")
     assert [*preflight.check_shared_memory(parse(["--demo", "--num-workers", 0]), ranks(8, 8, CPU | docker))] == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Open files, and sockets of data workers
+
+LOAD = """
+import resource, sys, tempfile
+from harness import host
+if sys.argv[1:] == ["shorten"]:
+    host.shorten_sockets()
+import torch
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.ones(3)
+for batch in torch.utils.data.DataLoader(Rows(), 2, num_workers=1, timeout=20):
+    print(batch.sum().item(), tempfile.gettempdir())
+"""
+
+
+def test_data_workers_reach_their_rank_where_tmpdir_is_too_long_for_a_socket(tmp_path):
+    long = tmp_path / ("t" * 120)
+    long.mkdir()
+    process = start([sys.executable, "-W", "ignore", "-c", LOAD, "shorten"], TMPDIR=str(long))
+    assert process.stdout == 2 * f"6.0 {long}\n", process.stderr
+
+
+def test_a_tmpdir_too_long_for_sockets_is_refused_where_tmp_cannot_take_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 120)
+
+    def refuse():
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(host.multiprocessing.util, "get_temp_dir", refuse)
+    with pytest.raises(UserError, match=r"^TMPDIR: its path of 121 bytes is too long .* \(Permission denied\); give a"):
+        host.shorten_sockets()
+    assert tempfile.gettempdir() == "/" + "t" * 120
+    monkeypatch.setattr(tempfile, "tempdir", "/short")
+    host.shorten_sockets()  # asks nobody
+
+
+def test_files_may_be_opened_up_to_the_hard_limit_and_a_low_one_is_named():
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 900)); from harness import host; "
+    assert start([sys.executable, "-c", code + "print(host.raise_file_limit())"]).stdout == "900\n"
+    (line,) = preflight.check_files(ranks(8, 4, r5={"files": 900}, r6={"files": 1000}))
+    assert line.startswith("rank 5 (node-1, pid 105): 900 open files are allowed, ") and "ulimit" in line
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -355,6 +409,52 @@ def test_nvidias_package_is_asked_as_it_wants_to_be_with_a_library_in_the_driver
     assert slowdown == 0x40  # not the power cap's bit
 
 
+class NVMLError(Exception):
+    pass
+
+
+def fails(error: Exception):
+    def function(*_):
+        raise error
+
+    return function
+
+
+ANSWERS = {
+    "NVMLError": NVMLError,
+    "nvmlInit": lambda: None,
+    "nvmlDeviceGetHandleByUUID": lambda uuid: 1,
+    "nvmlSystemGetDriverVersion": lambda: "580.95.05",
+    "nvmlDeviceGetIndex": lambda gpu: 0,
+    "nvmlDeviceGetCount": lambda: 1,
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: 0x40,
+    "nvmlDeviceGetComputeRunningProcesses": fails(NVMLError()),
+}
+
+
+@pytest.mark.parametrize(
+    "other, described",
+    [
+        ({}, {"driver": "580.95.05", "index": 0, "links": []}),  # it knows no fabric, not even the name
+        ({"nvmlSystemGetDriverVersion": fails(OSError("cannot be loaded"))}, {"index": 0, "links": []}),
+        ({"nvmlInit": fails(OSError("libnvidia-ml.so.1"))}, {}),
+        ({"nvmlInit": fails(AttributeError("nvmlInit_v2"))}, {}),
+        ({"nvmlInit": fails(NVMLError("no driver"))}, {}),
+    ],
+)
+def test_a_driver_or_a_package_of_another_version_ends_no_run(monkeypatch, other, described):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(uuid="abc"))
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**ANSWERS | other))
+    driver.find.cache_clear()
+    try:
+        assert (driver.describe(), driver.slowdown()) == (described, 0x40 if described else 0)
+        del sys.modules["pynvml"].nvmlDeviceGetCurrentClocksEventReasons
+        assert driver.slowdown() == 0
+    finally:
+        driver.find.cache_clear()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The disk
 
@@ -370,6 +470,13 @@ def test_a_checkpoint_is_as_large_as_is_said(device, tmp_path, arguments, flags,
     parameters = models.count_parameters(models.load_config(settings.model))
     assert preflight.checkpoint_bytes(settings, parameters) == each * parameters
     assert size == pytest.approx(each * parameters, rel=0.15)  # a small model: names and offsets count too
+
+
+def test_what_each_optimizer_keeps_is_known_and_one_of_which_it_is_not_is_named():
+    for name in next(field for field in dataclasses.fields(Settings) if field.name == "optimizer").type.__args__:
+        assert min(host.state_sizes(Settings(optimizer=name))) > 0
+    with pytest.raises(NotImplementedError, match=r"--optimizer lion: state_sizes in .*host.py lacks its bytes"):
+        host.bytes_at_rest(Settings(optimizer="lion"))
 
 
 @pytest.fixture
@@ -392,6 +499,46 @@ def test_a_run_whose_checkpoint_has_no_room_ends_before_it_trains(small_disk, mi
     assert said.startswith("--export ") and "free; name another disk" in said
 
 
+def test_a_last_state_that_has_no_room_is_one_warning_and_no_error(small_disk, device, arguments, mistake, capfd):
+    assert train([*arguments, "--output-dir", small_disk], device) == 0
+    output, errors = capfd.readouterr()
+    assert errors.count("the last state will not be kept; make room") == errors.count("warning") == 1
+    assert "no weights: --final-checkpoint or --export DIR keeps them" in output
+    assert not (small_disk / "r" / "checkpoints").exists()
+    flags = json.loads((small_disk / "r" / "config.json").read_text())["flags"]
+    assert flags["lacks_disk"] and flags["final_checkpoint"] is None  # which --config repeats: there may be room then
+    said = mistake("--output-dir", small_disk, "--run-name", "asked", "--final-checkpoint", exit_code=1)
+    assert said.startswith("--output-dir: a checkpoint takes 3.1 MB (")
+
+
+def hosts(*memory: float, ranks: int = 4, resident: float = 1e9) -> list[dict]:
+    nodes = [(f"node-{number}", "boot") for number in range(len(memory))]
+    each = [{"node": n, "host_memory": m, "resident": resident} for n, m in zip(nodes, memory, strict=True)]
+    return [about for about in each for _ in range(ranks)]
+
+
+def test_copies_for_checkpoints_that_a_host_cannot_hold_are_a_warning(monkeypatch):
+    often = parse(["--model", "demo", "--dataset", "demo", "--checkpoint-interval", 5])
+    for settings, staged, at_rest, described, said in (
+        (often, 9e9, 0, hosts(44e9), 0),  # 4 x (9 + 1)
+        (often, 9e9, 0, hosts(39e9), "of 4 ranks on node-0 take 36 GB, with 4 GB for all else there are 39 GB"),
+        (often, 9e9, 0, hosts(44e9, 39e9), "of 4 ranks on node-1 take 36 GB"),
+        (often, 9e9, 5e9, hosts(44e9), "with 24 GB for all else"),  # a CPU, or --cpu-offload: the model is there too
+        (parse(["--model", "demo", "--checkpoint-interval", 5, "--no-async-checkpoint"]), 9e9, 0, hosts(1e9), 0),
+        (parse(["--model", "demo", "--dataset", "demo"]), 9e9, 0, hosts(1e9), 0),
+    ):  # fmt: skip
+        found = [*preflight.check_staging(settings, staged, at_rest, described)]
+        assert len(found) == bool(said) and (not said or said in found[0])
+
+
+def test_a_run_without_memory_for_such_copies_waits_for_each_save(device, arguments, monkeypatch, capfd):
+    monkeypatch.setattr(preflight.host, "memory", lambda: 10_000_000)
+    assert train([*arguments, "--checkpoint-interval", 1, "--num-steps", 3], device) == 0
+    output, errors = capfd.readouterr()
+    assert errors.count("take 3.1 MB, with ") == 1 and "the run waits for each save" in errors
+    assert output.count("saved      step-") == 3 and "stood still" not in output
+
+
 def test_room_for_fewer_checkpoints_than_are_kept_is_a_warning(tmp_path, monkeypatch):
     parameters = 10**9  # 12 GB
     for free, there, flags, lines in (
@@ -400,13 +547,16 @@ def test_room_for_fewer_checkpoints_than_are_kept_is_a_warning(tmp_path, monkeyp
         (30e9, 1, "--checkpoint-interval 5", 0),  # a resumed run: one of them is there already
         (30e9, 0, "--checkpoint-interval 5 --keep-checkpoints 1", 0),
         (26e9, 0, "--checkpoint-interval 5 --keep-checkpoints 1 --export {}/e", 1),
-        (11e9, 0, "", 1),  # SIGTERM
+        (11e9, 0, "", 1),  # the last state
+        (11e9, 0, "--no-final-checkpoint", 1),  # SIGTERM
+        (15e9, 0, "--export {}/e", 1),  # 4 GB of weights come after it
+        (17e9, 0, "--export {}/e", 0),
         (13e9, 0, "", 0),
     ):
         monkeypatch.setattr(preflight, "free_bytes", lambda _, free=free: free)
         folder = tmp_path / str(there)
         for number in range(there):
-            (folder / "checkpoints" / f"step-{number}").mkdir(parents=True, exist_ok=True)
+            write_checkpoint(folder, number)
         settings = parse(["--model", "demo", "--dataset", "demo", *flags.format(tmp_path).split()])
         found = [*preflight.check_disk(settings, parameters, folder)]
         assert len(found) == lines, (free, there, flags, found)

@@ -1,6 +1,11 @@
 """Joining and leaving the world; what a rank says when it fails, and what a signal does to it."""
 
+import subprocess
+import sys
+
+import multirank
 import pytest
+from conftest import PROGRAM, ROOT, forked
 
 from harness import processes
 from utils import UserError
@@ -22,3 +27,19 @@ def test_restarts_on_several_nodes_need_a_store_of_their_own(nodes, restarts, sh
     processes.check_restarts(dict(zip(names, (nodes, restarts, shared), strict=True)))
     with pytest.raises(UserError, match="--max-restarts 3: on several nodes"):
         processes.check_restarts(dict(zip(names, ("2", "3", "True"), strict=True)))
+
+
+def test_every_group_gives_up_a_rank_that_does_not_come():
+    assert forked(2, multirank.abandoned, timeout=100).split("\n")[:2] == ["replicas: gave up", "objects: gave up"]
+
+
+@pytest.mark.parametrize("number", processes.StopRequest.SIGNALS)
+def test_a_signal_while_torch_is_loaded_ends_with_143(number):
+    with subprocess.Popen(
+        [sys.executable, PROGRAM, "--demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        process.stdout.readline()
+        process.send_signal(number)
+        said = process.stderr.read()
+    assert process.returncode == 143
+    assert said == f"train_fsdp.py: {number.name} outside training, nothing to save\n"

@@ -54,7 +54,7 @@ def test_the_demo_ends_with_a_story(demo):
     assert process.stdout.count(f"\n{PROMPT}") == 2  # after the evaluation at step 6, and at the end
     *_, stories, after = process.stdout.split("\n\n")
     assert stories.startswith(PROMPT)
-    assert re.match("sample +.*\nexport +.*\ngo on +.*\nreport +.*/first/report.html$", after)
+    assert re.match("sample +.*\nevaluate +.*\nexport +.*\ngo on +.*\nreport +.*/first/report.html$", after)
 
 
 def test_each_logged_step_is_a_line_of_metrics(demo):

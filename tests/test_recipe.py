@@ -172,6 +172,41 @@ def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_
     torch.testing.assert_close(gathered._scale, weights["model.layers.0.self_attn.q_proj.weight"]._precomputed_scale)
 
 
+def test_weights_are_cast_before_the_all_gather_to_the_bits_that_torchao_gives(trainer):
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+    model, step = trainer("smollm3", "--precision", "fp8", "--fp8-emulate")
+    step()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    shard, mesh = weight._local_tensor, weight.device_mesh
+    cast = lambda shard: shard.fsdp_pre_all_gather(mesh, weight.shape, weight.stride(), None, None)  # noqa: E731
+    for exact in (1.0, 1e-3, 1e3):  # with it what is beyond the largest float8, and what is too small for one
+        shard._precomputed_scale = scale = exact * torch.finfo(shard._dtype).max / shard._tensor.abs().max()
+        (bits,), (kept,) = cast(shard)
+        expected = hp_tensor_and_scale_to_float8(shard._tensor, scale, shard._dtype)
+        assert torch.equal(bits.view(torch.uint8), expected._data.view(torch.uint8)) and kept is scale
+    moved = shard.to("cpu", copy=True)  # as --cpu-offload moves it to a device
+    assert moved._tensor is not shard._tensor and torch.equal(moved._precomputed_scale, scale)
+    assert torch.equal(cast(moved)[0][0].view(torch.uint8), bits.view(torch.uint8))
+    shard._precomputed_scale = None  # before the first step
+    (bits,), (scale,) = cast(shard)
+    expected = hp_tensor_to_float8_dynamic(shard._tensor, shard._dtype, None, reduce_amax=True, device_mesh=mesh)
+    assert torch.equal(bits.view(torch.uint8), expected._data.view(torch.uint8)) and torch.equal(scale, expected._scale)
+
+
+def test_a_compiled_cast_gives_the_bits_of_the_eager_one():
+    weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-9, 0, 64)
+    weight[0, :4] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
+    compiled = torch.compile(models.cast_to_float8)
+    for scale in (1.0, 448.0, 1e4):
+        casts = (models.cast_to_float8, compiled)
+        eager, fused = (cast(weight, torch.tensor(scale), torch.float8_e4m3fn) for cast in casts)
+        known = ~eager.float().isnan()  # the sign of a NaN may differ
+        assert torch.equal(known, ~fused.float().isnan()) and not known.all()
+        assert torch.equal(eager.view(torch.uint8)[known], fused.view(torch.uint8)[known])
+
+
 def test_the_first_weights_in_bf16_are_those_of_fp32_rounded(device, arguments):
     """torch 2.11 draws other numbers in bf16 on a CPU, out of uniform ones of 8 bits."""
     fp32, bf16 = (built(device, [*arguments, "--precision", precision])[2] for precision in ("fp32", "bf16-pure"))

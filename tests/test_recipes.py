@@ -36,8 +36,8 @@ def test_a_recipe_fits_and_its_plan_is_the_one_that_is_shown(recipe):
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
     line = next(line for line in SHOWN.splitlines() if f"[{recipe.name}]" in line)
-    gib, card, speed = re.search(r"fits, ([\d.]+) of ([\d.]+) GiB .*: ([\d,]+) tokens/s", line).groups()
-    assert plan["fits"]
+    gib, card, speed = re.search(r"fits: ([\d.]+) of ([\d.]+) GiB .*; ([\d,]+) tokens/s", line).groups()
+    assert plan["verdict"] == "fits"
     assert plan["memory_gib"]["reserved"] == pytest.approx(float(gib), abs=0.2)
     assert plan["capacity_gib"] == float(card)
     assert plan["tokens_per_sec"] == pytest.approx(int(speed.replace(",", "")), rel=0.01)

@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import resource
 import socket
 import time
 import types
@@ -13,8 +14,9 @@ import torch
 from conftest import metrics_of, parse, python, train
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
+import train_fsdp
 import utils
-from harness import checkpoints, endpoint, report, settings, terminal
+from harness import checkpoints, commands, endings, endpoint, report, settings
 from utils import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
@@ -31,6 +33,35 @@ def run(device, tmp_path):
     yield go
     gc.unfreeze()
     gc.enable()
+
+
+class Kept:
+    """What a compiler leaves: objects that stay and refer to each other."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_what_the_first_step_and_the_first_evaluation_leave_is_not_collected_at_log_lines(run, monkeypatch):
+    made, looked_at = [], []
+
+    def leaving(function, *lines):
+        def wrapper(*args):
+            if len(looked_at) in lines:  # after that many log lines
+                made.extend(Kept() for _ in range(10))
+            return function(*args)
+
+        return wrapper
+
+    def log(self, *more):
+        looked_at.append(sum(isinstance(thing, Kept) for thing in gc.get_objects()))
+
+    monkeypatch.setattr(train_fsdp, "train_step", leaving(train_fsdp.train_step, 0, 2))
+    monkeypatch.setattr(train_fsdp, "evaluate", leaving(train_fsdp.evaluate, 1))
+    monkeypatch.setattr(report.Report, "log", log)
+    run("--num-steps", "4", "--log-interval", "1", "--eval-interval", "2", "--eval-steps", "1")
+    assert len(made) == 30  # in the first step, the first evaluation and the third step
+    assert looked_at == [0, 0, 10, 10]  # those of the third step
 
 
 @pytest.fixture
@@ -134,7 +165,7 @@ def test_a_log_line_has_the_slowest_ranks_step_and_the_longest_wait_for_data(obs
 
 def test_the_command_that_goes_on_is_the_run_without_what_it_says_anew():
     argv = ("--demo", "--num_steps", "5", "--export=x", "--lr", "1", "--resume", "p", "--run-name=--lr", "--lr=2")
-    kept = terminal.without(argv, "num_steps", "export", "resume", "run_name")
+    kept = commands.without(argv, "num_steps", "export", "resume", "run_name")
     assert kept == ["--demo", "--lr", "1", "--lr=2"]
 
 
@@ -190,6 +221,115 @@ def test_the_endpoint_without_its_package_is_refused(run, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Disks that fail for a while
+
+
+@pytest.fixture
+def disturbed(arguments, device, monkeypatch, tmp_path):
+    """`disturbed({step: function}, *flags)`: a run of 8 steps in which a function is called behind a step's log line;
+    its folder."""
+    folder = tmp_path / "out" / "r"
+
+    def go(happens: dict, *flags):
+        log = report.Report.log
+
+        def log_and_disturb(self, metrics, *more):
+            log(self, metrics, *more)
+            happens.get(metrics["step"], lambda: None)()
+
+        monkeypatch.setattr(report.Report, "log", log_and_disturb)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            return train([*arguments, "--num-steps", 8, "--log-interval", 1, "--no-final-checkpoint", *flags], device)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    go.folder, go.metrics = folder, folder / "metrics.jsonl"
+    yield go
+    gc.unfreeze()
+    gc.enable()
+
+
+def limit_files(size: int) -> None:
+    """Writing more than `size` bytes into one file fails from now on, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def steps_in(folder) -> list[int]:
+    return [line["step"] for line in metrics_of(folder)]
+
+
+def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room_again(disturbed, capsys):
+    fill = lambda: limit_files(disturbed.metrics.stat().st_size + 100)  # noqa: E731 - in the middle of a line
+    assert disturbed({2: fill, 5: lambda: limit_files(resource.RLIM_INFINITY)}) == 0
+    assert steps_in(disturbed.folder) == [*range(1, 9), 8]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("failed", "recovered"))]
+    assert told == [
+        "failed     metrics.jsonl, from step 3 on: File too large; its lines wait in memory, the run goes on",
+        "recovered  metrics.jsonl: it has every line up to step 6",
+    ]
+
+
+def test_lines_that_are_refused_to_the_end_make_the_run_fail_and_the_page_says_why_not(disturbed, capsys):
+    with pytest.raises(UserError, match=r"metrics.jsonl could not be written, 6 lines are lost") as failed:
+        disturbed({3: lambda: limit_files(disturbed.metrics.stat().st_size)})
+    assert failed.value.exit_code == 1
+    said = capsys.readouterr().out
+    assert said.count("failed     ") == 1 and "report     not written: File too large" in said
+    assert steps_in(disturbed.folder) == [1, 2, 3]
+
+
+def test_no_checkpoint_is_published_before_the_lines_up_to_it_and_a_file_that_was_replaced_is_put_back(
+    disturbed, capsys
+):
+    def replace_by_a_folder():
+        disturbed.metrics.unlink()
+        disturbed.metrics.mkdir()
+
+    saves = ["--checkpoint-interval", 2, "--no-async-checkpoint", "--keep-checkpoints", 9]
+    with pytest.raises(UserError, match="1 checkpoints could not be saved"):
+        disturbed({3: replace_by_a_folder, 5: disturbed.metrics.rmdir, 7: disturbed.metrics.unlink}, *saves)
+    assert steps_in(disturbed.folder) == [*range(1, 9), 8]
+    assert sorted(path.name[-1] for path in (disturbed.folder / "checkpoints").iterdir()) == ["2", "6", "8"]
+    said = capsys.readouterr().out
+    assert "failed     checkpoint step-00000004: metrics.jsonl: Is a directory, 1 lines wait" in said
+    assert said.count("failed     metrics.jsonl") == said.count("recovered  metrics.jsonl") == 1
+
+
+def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_it_trained(
+    arguments, device, capsys, tmp_path
+):
+    flags = [*arguments, "--log-interval", 1, "--perf-warmup-steps", 1, "--checkpoint-interval", 3]
+    assert train([*flags, "--num-steps", 3], device) == 0
+    folder, capsys_of_first = tmp_path / "out" / "r", capsys.readouterr()
+    assert "since the first start" not in capsys_of_first.out
+    assert train([*flags, "--num-steps", 6, "--lr", 0.01, "--resume", "auto"], device) == 0
+    lines = metrics_of(folder)
+    changed = "num steps 3 -> 6, lr 0.0003 -> 0.01"
+    assert [line["step"] for line in lines if line.get("changed") == changed] == [4]
+    starts = json.loads((folder / "config.json").read_text())["starts"]
+    assert [(start["step"], start.get("changed")) for start in starts] == [(0, None), (3, changed)]
+    assert changed.replace(">", "&gt;") in (folder / "report.html").read_text()
+    assert 0 < lines[-1]["trained_seconds"] < lines[-1]["elapsed_seconds"]
+    assert re.search(r"tokens in [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
+
+
+def test_ctrl_c_leaves_the_page_and_the_loop_can_still_log(disturbed, monkeypatch, capfd):
+    monkeypatch.setattr(endings, "LISTENERS", [])
+    monkeypatch.setattr(endings, "ENDING", [])
+
+    def interrupt():  # what the thread that reads signals does before it ends the process
+        endings.announce(130, patience=60)
+        endings.ENDING.clear()
+
+    assert disturbed({1: interrupt}) == 0
+    page = disturbed.folder / "report.html"
+    assert f"report     {page}\n" in capfd.readouterr().err
+    assert "ended at step 1 of 8" in page.read_text()
+    assert steps_in(disturbed.folder) == [*range(1, 9), 8]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Memory record
 
 
@@ -232,3 +372,12 @@ def test_a_clock_that_went_back_between_two_starts_takes_no_time_away(device):
         before = state.elapsed
         state.take(saved | {"started": started, "elapsed": elapsed})
         assert state.elapsed - before == pytest.approx(least, abs=1)
+
+
+def test_a_run_that_resumes_but_does_not_save_on_its_way_is_told_how_often_it_should():
+    said = report.describe_unsaved(parse(["--demo", "--resume", "auto"]), 100_000, 300.0)
+    assert said.endswith("--checkpoint-interval 3000 saves about every 15 minutes at 300 ms a step")
+    said = report.describe_unsaved(parse(["--demo", "--resume", "auto"]), 600, 300.0)
+    assert said.endswith("nothing is saved before the end, within 3 min")
+    for flags in ("--resume auto --checkpoint-interval 9", "--resume none"):
+        assert not report.describe_unsaved(parse(["--demo", *flags.split()]), 100_000, 300.0)

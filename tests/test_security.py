@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.models.auto import tokenization_auto
 
 import utils
-from harness import checkpoints, endpoint, folders, models, report
+from harness import checkpoints, endpoint, folders, metrics_file, models
 from utils import UserError
 
 STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
@@ -356,7 +356,7 @@ def test_lines_of_metrics_that_are_no_entries_are_left_out(tmp_path):
     lines = ['{"step": 1, "loss": 2.0}', "[]", "5", "{}", '{"step": "1"}', "[" * 100_000, '{"step": 2', '{"step": 9}']
     path = tmp_path / "metrics.jsonl"
     path.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
-    report.open_metrics(path, step=5).close()
+    metrics_file.MetricsFile(path, step=5).close()
     assert path.read_text() == lines[0] + "\n"
 
 

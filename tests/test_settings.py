@@ -1,8 +1,12 @@
 """The command line: flags, their defaults, and what does not go together."""
 
+import dataclasses
+import datetime
 import json
+import math
 import re
 import shlex
+import typing
 
 import pytest
 from conftest import parse, python, words
@@ -25,7 +29,7 @@ def test_help_names_every_flag_with_its_default():
         if described:
             described[list(described)[-1]] += line.strip() + " "
     args = vars(parse([]))
-    for name in args.keys() - {"argv", "given_accumulation"}:  # what was given, before a resume changes it
+    for name in args.keys() - {"argv", "given_accumulation", "lacks_disk", "lacks_memory"}:  # no flags
         assert "--" + name.replace("_", "-") in described, name
     without_default = {"-h", "--version", "--demo", "--config", "--sample-prompt", "--peak-tflops"}  # off unless given
     without_default |= {"--defer-grad-sync", "--cpu-offload", "--fp8-emulate", "--export"}
@@ -259,6 +263,9 @@ def test_demo_in_a_file_is_demo(toml):
         ("model = ['demo']", "model: a list where one value belongs"),
         ("lr = 1\n[more]\nlr = 2", "lr stands there twice"),
         ("batch-size = 1\nbatch_size = 2", "batch_size stands there twice"),
+        (".".join("a" * 3000) + " = 1", "a: no such flag"),
+        ("lr = " + "[" * 3000, "it is no TOML (maximum recursion"),
+        ("model = 'a\\u0000b'".replace("'", '"'), "--model: its value holds a NUL byte"),
         ("lr: 3", "it is no TOML (Expected '=' after a key"),
     ],
 )
@@ -268,6 +275,14 @@ def test_a_mistake_in_a_file_is_told_as_on_the_command_line_and_names_the_file(t
         parse(file)
     assert str(raised.value).startswith(f"--config {file[1]}: {said}") and "\n" not in str(raised.value)
     assert raised.value.exit_code == 2
+
+
+def test_a_file_of_windows_is_read_and_a_key_that_json_has_twice_is_named(tmp_path):
+    (tmp_path / "f.toml").write_bytes(b"\xef\xbb\xbfseed = 3\r\nlr = 1.0\r\n")
+    assert (parse(["--config", tmp_path / "f.toml"]).seed, parse(["--config", tmp_path / "f.toml"]).lr) == (3, 1.0)
+    (tmp_path / "config.json").write_text('{"flags": {"lr": 1, "seed": 2, "lr": 3}}')
+    with pytest.raises(UserError, match=r"config.json: it is no JSON .lr stands there twice"):
+        parse(["--config", tmp_path / "config.json"])
 
 
 def test_flags_of_a_file_that_contradict_the_command_lines_are_found(toml):
@@ -303,6 +318,155 @@ def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_p
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Values that no flag can take
+
+
+ONE_VALUE = [action for action in settings.make_parser().flags().values() if action.nargs is None]
+TEXTS = [action.option_strings[0] for action in ONE_VALUE if action.type in (settings.text, settings.path)]
+
+
+@pytest.mark.parametrize("flag", [action.option_strings[0] for action in ONE_VALUE] + ["--betas"])
+def test_an_empty_value_is_an_error_that_names_the_flag(toml, flag):
+    ways = [[flag, ""], [f"{flag}="], [flag, "  "]]
+    if flag not in ("--config", "--betas"):
+        ways.append(toml(f'{flag[2:]} = ""'))
+    for argv in ways:
+        with pytest.raises(UserError) as raised:
+            parse(argv)
+        said = str(raised.value)
+        assert raised.value.exit_code == 2 and "\n" not in said
+        assert re.search(rf"(^|flags\.toml: ){flag}: ", said)
+
+
+def test_every_field_that_holds_a_text_is_a_flag_of_texts():
+    hints = typing.get_type_hints(settings.Settings)
+    fields = {field.name for field in dataclasses.fields(settings.Settings) if "help" in field.metadata}
+    of_texts = {name for name in fields if str in (hints[name], *typing.get_args(hints[name]))}
+    assert {name.replace("_", "-") for name in of_texts} | {"sample-prompt"} == {flag[2:] for flag in TEXTS}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "\udcff",
+        "a\udcff/b",
+        "two\nlines",
+        "x" * 10_000,
+        "/x" * 5_000,
+        "~no_such_user_here/x",
+        "-dash",
+        "\x1b[2J",
+        "%s {}",
+    ],
+    ids=["bad-byte", "bad-byte-in-path", "newline", "long-name", "long-path", "no-user", "dash", "escape", "format"],
+)
+@pytest.mark.parametrize("flag", TEXTS)
+def test_an_odd_text_is_taken_or_is_one_line_that_names_the_flag(flag, value):
+    try:
+        parse([f"{flag}={value}", "--plan"])
+    except UserError as error:
+        assert error.exit_code == 2 and "\n" not in str(error)
+        assert flag in str(error)
+        if "\udcff" in value:
+            assert "bytes that are not" in str(error)
+    else:
+        assert "\udcff" not in value and (not value.startswith("~no_such") or flag != "--config")
+
+
+EXTREMES = ["0", "-1", "1e300", "-1e300", "nan", "inf", "-inf", str(2**64), str(2**63), str(2**31), "1e-300", "1e400"]
+NUMBERS = [
+    action
+    for action in settings.make_parser().flags().values()
+    if getattr(action.type, "__name__", "") in ("int", "float", "gpu_counts", "batch_size") and not action.choices
+]
+
+
+@pytest.mark.parametrize("action", NUMBERS, ids=lambda action: action.option_strings[0])
+def test_an_extreme_number_is_in_the_flags_range_or_is_one_line(action):
+    flag, field = action.option_strings[0], action.dest
+    for text in EXTREMES:
+        try:
+            taken = parse([flag, *[text] * (action.nargs or 1), "--plan", "--export", "x", "--init", "pretrained"])
+        except UserError as error:
+            assert error.exit_code == 2 and "\n" not in str(error)
+            assert flag in str(error)
+        else:
+            given = getattr(taken, field)
+            for number in given if isinstance(given, tuple) else [given]:
+                assert math.isfinite(number) and number >= 0
+                assert isinstance(number, float) or number < (2**63 if field == "seed" else 2**31)
+                assert field != "timeout_minutes" or datetime.timedelta(minutes=number)
+
+
+@pytest.mark.parametrize("flags", ["--lr-scheduler polynomial --lr 1e-7", "--seed 18446744073709551616"])
+def test_numbers_that_a_library_refuses_are_named_first(flags):
+    with pytest.raises(UserError, match=r"^--(lr|seed): "):
+        parse(flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--dataset /no/such/file.txt", "--dataset /no/such/file.txt: no such file or folder"),
+        ("--dataset ./tales", "--dataset ./tales: no such file or folder"),
+        ("--sample-prompts no-such-file", "--sample-prompts no-such-file: cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_file_that_is_not_there_is_named_before_torch_is_loaded(flags, named):
+    with pytest.raises(UserError) as raised:
+        parse(flags.split())
+    assert str(raised.value) == named
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A flag that is given twice
+
+
+@pytest.mark.parametrize(
+    "argv, field, value, warning",
+    [
+        ("--lr 1e-3 --seed 3 --lr=1e-4", "lr", 1e-4, "--lr: it stands there 2 times, 1e-3, 1e-4"),
+        (
+            "--betas 0.8 0.9 --betas 0.9 0.95",
+            "betas",
+            (0.9, 0.95),
+            "--betas: it stands there 2 times, 0.8 0.9, 0.9 0.95",
+        ),
+        ("--compile --no-compile", "compile", False, "--compile: it stands there 2 times, --compile, --no-compile"),
+        ("--run_name a --run-name b", "run_name", "b", "--run-name: it stands there 2 times, a, b"),
+    ],
+)
+def test_the_last_value_wins_with_one_warning_that_names_both(argv, field, value, warning):
+    assert getattr(parse(argv.split()), field) == value
+    assert [*settings.given_twice(argv.split())] == [f"{warning}; the last one counts"]
+
+
+def test_the_same_value_twice_is_no_word_worth():
+    assert [*settings.given_twice(["--demo", "--lr", "1", "--lr=1", "--demo"])] == []
+
+
+def test_every_prompt_is_kept_and_those_of_the_demo_or_a_file_give_way(toml):
+    prompts = ["--sample-prompt", "a", "--seed", "1", "--sample-prompt=b", "--sample-prompt", "-- c"]
+    assert parse(prompts).sample_prompt == parse(["--demo", *prompts]).sample_prompt == ("a", "b", "-- c")
+    assert [*settings.given_twice(prompts)] == []
+    assert len(parse(["--demo"]).sample_prompt) == 1
+    assert parse(["--demo", "--dataset", "mine.txt"]).sample_prompt is None
+    file = toml('sample-prompt = ["x", "y"]\nlr = 1.0')
+    assert parse(file).sample_prompt == ("x", "y")
+    read = parse([*file, *prompts])
+    assert read.sample_prompt == ("a", "b", "-- c") and read.lr == 1.0
+    assert parse(read.argv).sample_prompt == read.sample_prompt
+    assert parse(toml("sample-prompt = 'x'")).sample_prompt == ("x",)  # as an older run wrote it
+
+
+def test_a_warning_of_the_command_line_is_printed(monkeypatch, capfd):
+    monkeypatch.setattr(settings.sys, "argv", ["train_fsdp.py", "--config", "a.toml", "--config=b.toml"])
+    settings.warn(parse([]))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "train_fsdp.py: warning: --config: it stands there 2 times, a.toml, b.toml; the last one counts"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # What has no effect where it stands
 
 
@@ -318,12 +482,13 @@ def test_a_flag_of_a_plan_does_not_start_a_training(flags):
     [
         ("--eval-steps 3", "--eval-interval 5"),
         ("--eval-split test", "--eval-interval 5"),
-        ("--keep-checkpoints 3", "--checkpoint-interval 5"),
+        ("--keep-checkpoints 3 --no-final-checkpoint", "--checkpoint-interval 5"),
+        ("--keep-checkpoints 3 --dataset synthetic", "--final-checkpoint"),
         ("--no-async-checkpoint", "--checkpoint-interval 5"),
         ("--metrics-host 0.0.0.0", "--metrics-port 4000"),
         ("--project-name p", "--log-with tensorboard"),
         ("--sample-tokens 9", "--sample-prompt Once"),
-        ("--sample-tokens 9", "--sample-prompts file"),
+        ("--sample-tokens 9", f"--sample-prompts {__file__}"),
         ("--sample-prompt Once --dataset synthetic", "--init pretrained"),
         ("--skip-bad-records --dataset synthetic", "--plan"),
         ("--text-field story --dataset tales.txt", "--dataset tales.jsonl"),

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import utils
-from harness import processes, samples, streaming
+from harness import checkpoints, corpora, held_out, processes, samples, streaming
 
 SEQ_LEN = 16
 DOCUMENTS = 3 * streaming.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
@@ -217,10 +217,10 @@ def test_two_ranks_go_on_with_what_one_began(device, flags, whole, tmp_path):
 
 
 def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus, tokenizer):
-    held_out = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="validation")
-    flat = np.concatenate(list(utils.token_batches(held_out.documents(), tokenizer)))
-    assert held_out.head(3).tokens.tolist() == flat[: 3 * SEQ_LEN + 1].tolist()
-    assert held_out.head(0).tokens.tolist() == flat.tolist()
+    validation = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="validation")
+    flat = np.concatenate(list(utils.token_batches(validation.documents(), tokenizer)))
+    assert validation.head(3).tokens.tolist() == flat[: 3 * SEQ_LEN + 1].tolist()
+    assert validation.head(0).tokens.tolist() == flat.tolist()
     evaluated = ["--eval-interval", "12", "--output-dir", tmp_path, "--run-name"]
     packed = [flag for flag in flags if flag != "--streaming"]
     train([*flags, *evaluated, "streamed", "--lr", "1e-12", "--warmup-steps", 0], device)
@@ -272,15 +272,132 @@ def test_what_is_held_out_where_nothing_is_said_is_the_same_streamed_and_cached(
         losses.append(metrics_of(tmp_path / name)[-1]["eval_loss"])
         said = capfd.readouterr().out.splitlines()
         assert [line for line in said if line.startswith(f"data       {corpus / 'train.jsonl'}, train: ")]
-        assert [line for line in said if line.startswith("held out   the last 5 % of it: ")]
+        assert [line for line in said if line.startswith("held out   one of every 20 documents of it: ")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def opened(tokenizer, source, split: str = "train"):
+    return streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(source), split=split, seed=7)
+
+
+@pytest.fixture
+def three_files(tmp_path, texts):
+    """A folder whose files have 50, 10 and the remaining texts, and a copy of it elsewhere."""
+    for name in ("data", "copy"):
+        (tmp_path / name).mkdir()
+        for number, first in enumerate((0, 50, 60)):
+            lines = (json.dumps({"text": text}) for text in texts[first : (50, 60, None)[number]])
+            (tmp_path / name / f"{number}.jsonl").write_text("\n".join(lines))
+        (tmp_path / name / "list.csv").write_text("no story")
+    return tmp_path / "data", tmp_path / "copy"
+
+
+def test_held_out_documents_are_spread_over_all_files_whole_and_the_same_streamed_and_cached(
+    device, tokenizer, texts, three_files, tmp_path
+):
+    numbers = held_out.held_out_numbers(len(texts)).tolist()
+    assert numbers == [number for number in range(len(texts)) if held_out.is_held_out(number)]
+    assert [number // 20 for number in numbers] in (
+        [*range(9)],
+        [*range(10)],
+    )  # one of each 20, of the last 17 one or none
+    assert len({number % 20 for number in numbers}) > 3
+    encode = lambda chosen: np.concatenate([*utils.token_batches(chosen, tokenizer)]).tolist()  # noqa: E731
+    out = encode([texts[number] for number in numbers])
+    kept = encode([text for number, text in enumerate(texts) if number not in numbers])
+    train, held = opened(tokenizer, three_files[0]).hold_out(held_out.RULE)
+    assert held.head(0).tokens.tolist() == out
+    assert train.head(0).tokens.tolist() == kept
+    epoch = itertools.takewhile(lambda chunk: chunk[0][1] == 0, train.chunks((0, 0, 0)))
+    assert sorted(np.concatenate([tokens for _, tokens in epoch]).tolist()) == sorted(kept)
+    packed = utils.get_dataset(tokenizer, SEQ_LEN, dataset=str(three_files[0]), cache_dir=tmp_path / "cache")
+    train, held, _ = corpora.hold_out(packed, "data", tokenizer.eos_token_id, held_out.RULE)
+    assert [window.tolist() for window in held] == [w.tolist() for w in utils.PackedDataset(np.array(out), SEQ_LEN)]
+    assert [window.tolist() for window in train] == [w.tolist() for w in utils.PackedDataset(np.array(kept), SEQ_LEN)]
+    assert train.fingerprint() == utils.PackedDataset(np.array(kept, np.uint16), SEQ_LEN).fingerprint()
+
+
+def test_few_documents_are_cut_at_a_share_of_their_tokens_as_is_one(device, tokenizer, texts, tmp_path):
+    for count in (1, 19):
+        (tmp_path / "few.txt").write_text(utils.DOCUMENT_MARK.join(text * 80 for text in texts[:count]))
+        packed = utils.get_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / "few.txt"), cache_dir=tmp_path / "cache")
+        train, held, named = corpora.hold_out(packed, "few", tokenizer.eos_token_id, held_out.RULE)
+        assert len(train.tokens) == len(packed.tokens) * 95 // 100
+        assert [*train.tokens, *held.tokens] == packed.tokens.tolist()
+        assert named == "the last 5 % of it"
+
+
+def test_a_checkpoint_from_before_the_rule_keeps_the_end_of_its_text_held_out(
+    device, flags, three_files, tmp_path, capfd
+):
+    for streams in ("--streaming", ""):
+        folder = tmp_path / f"out{streams}"
+        run = [flag for flag in flags if flag != "--streaming"] + words(streams)
+        run += ["--dataset", three_files[0], "--eval-interval", 12, "--output-dir", folder, "--run-name", "r"]
+        with pytest.MonkeyPatch.context() as patch:  # as the version before
+            patch.setattr(corpora, "hold_out", lambda *of, by=corpora.hold_out: by(*of[:-1], held_out.OLD_RULE))
+            assert train([*run, "--num-steps", 4, "--checkpoint-interval", 2], device) == 0
+        assert "held out   the last 5 % of it: " in capfd.readouterr().out
+        for manifest in folder.glob("r/checkpoints/*/manifest.json"):
+            forget(manifest, "held_out", "ids_first", "corpus")
+        for steps in (6, 8):  # and what it saves itself keeps it
+            more = ["--num-steps", steps, "--checkpoint-interval", 2, "--resume", "auto"]
+            assert train([*run, *more], device) == 0
+            said = capfd.readouterr().out
+            assert "held out   the last 5 % of it: " in said
+            assert "files      3 of 4 (left out: list.csv)" in said
+
+
+def forget(manifest, *fields: str) -> None:
+    """Takes fields out of a manifest, as one of a version that did not know them."""
+    content = json.loads(manifest.read_text())
+    content = {key: value for key, value in content.items() if key not in (*fields, "sha256")}
+    manifest.write_text(json.dumps(content | {"sha256": checkpoints.seal(content)}))
+
+
+def shorten(folder):
+    text = (folder / "2.jsonl").read_text()
+    (folder / "2.jsonl").write_text(text[: text.rindex("\n")])
+
+
+OTHER_DATA = {
+    "a file added": (lambda data: (data / "3.jsonl").write_text('{"text": "A new story."}'), "", "--dataset: "),
+    "a file removed": (lambda data: (data / "2.jsonl").unlink(), "", "--dataset: "),
+    "a file renamed": (lambda data: (data / "2.jsonl").rename(data / "a.jsonl"), "", "--dataset: "),
+    "a file shortened": (shorten, "", "--dataset: "),
+    "held out now": (None, "--eval-interval 1", "--eval-interval was 0"),
+    "a part of it": (None, "--dataset-split train[:90%]", "--dataset-split was train "),
+    "another data set": (shorten, "--dataset {data}/../data", "--dataset was "),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_DATA)
+def test_a_stream_is_not_resumed_on_other_data_that_begin_as_its_own_do(device, flags, three_files, tmp_path, case):
+    change, more, says = OTHER_DATA[case]
+    run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto", "--num-steps"]
+    train([*run, 2, "--dataset", three_files[0], "--checkpoint-interval", 2], device)
+    if change:
+        change(three_files[0])
+    more = words(more.format(data=three_files[0]))
+    with pytest.raises(utils.UserError) as raised:
+        train([*run, 4, "--dataset", three_files[0], *more], device)
+    assert str(raised.value).startswith(says)
+    for manifest in tmp_path.glob("r/checkpoints/*/manifest.json"):
+        forget(manifest, "held_out", "ids_first", "corpus")
+    assert train([*run, 4, "--dataset", three_files[0], *more], device) == 0  # one of the version before
+
+
+def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, three_files, tmp_path):
+    run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto", "--num-steps"]
+    train([*run, 2, "--dataset", three_files[0], "--checkpoint-interval", 2], device)
+    assert train([*run, 4, "--dataset", three_files[1]], device) == 0
 
 
 def test_too_few_documents_are_not_divided_while_streaming(tokenizer, tmp_path):
     (tmp_path / "one.txt").write_text("Tom had a red ball. " * 50)
     stream = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / "one.txt"))
     with pytest.raises(utils.UserError, match=r"1 documents are too few .* leave out --streaming"):
-        stream.hold_out(5)
+        stream.hold_out(held_out.RULE)
 
 
 def test_the_default_split_of_a_stream_is_whole():

@@ -1,12 +1,18 @@
 """What is on a terminal: the first line, the bar below the log lines, wrapped words, what Ctrl-C leaves behind; what a
 run asks of its machine."""
 
+import ast
+import contextlib
+import dataclasses
 import fcntl
 import io
+import json
 import multiprocessing
 import os
+import pathlib
 import pty
 import re
+import resource
 import shlex
 import signal
 import struct
@@ -22,7 +28,7 @@ from conftest import PROGRAM, ROOT, metrics_of, parse, words, write_model
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from multirank import SIZES, resolved
 
-from harness import host, models, processes, report, terminal
+from harness import host, models, processes, report, saved, terminal
 from utils import UserError
 
 FIGURES = ["loss 0.5226", "9,443 tok/s", "2,360 tok/s/GPU", "MFU 38.1 %", "61.2 GiB", "eta 00:19"]
@@ -129,8 +135,8 @@ def test_the_first_line_comes_before_torch(interrupted):
 def test_ctrl_c_says_where_what_is_saved_and_the_command_that_goes_on(interrupted):
     sent, exit_code, folder = interrupted
     assert exit_code == 130
-    where, saved, go_on = sent.rstrip().splitlines()[-3:]
-    assert re.search(r"stopped    by Ctrl-C in \w+ of step \d+ of 4,000$", where)
+    where, saved, go_on, *_ = sent[sent.rindex("stopped    by Ctrl-C") :].splitlines()
+    assert re.fullmatch(r"stopped    by Ctrl-C in \w+ of step \d+ of 4,000", where)
     assert saved == f"saved      {max((folder / 'checkpoints').glob('step-*'))}"
     script, *flags = shlex.split(go_on.removeprefix("go on      "))[1:]
     settings = parse(flags)
@@ -152,7 +158,25 @@ def wait_for_ever(settings) -> None:
     lock.acquire()
 
 
-def test_ctrl_c_ends_a_rank_that_waits_for_ever():
+@contextlib.contextmanager
+def many_open_files(count: int):
+    """`count` more descriptors are in use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, count + 500)), hard))
+    with contextlib.ExitStack() as files:
+        for _ in range(count):
+            files.enter_context(open(os.devnull))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("open_files", [0, 1100])
+def test_ctrl_c_ends_a_rank_that_waits_for_ever(open_files):
+    with many_open_files(open_files):
+        check_ctrl_c()
+
+
+def check_ctrl_c() -> None:
     child = multiprocessing.get_context("fork").Process(target=wait_for_ever, args=(None,))
     child.start()
     time.sleep(0.5)
@@ -235,19 +259,22 @@ def test_a_container_bounds_memory_and_cores(cgroup):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """`threads(**environment)`: (threads, wait policy) of a rank on a machine with eight cores and no GPU."""
+    """`threads(flags, busy, **environment)`: (threads, how they wait) of a rank on a machine with eight cores and no
+    GPU, `busy` of which others use."""
     monkeypatch.setattr(host, "cores", lambda: 8)
     monkeypatch.setattr(os.path, "exists", lambda path: False)
 
-    def choose(**environment):
+    def choose(flags=(), busy=0.0, **environment):
+        monkeypatch.setattr(host, "busy_cores", lambda: busy)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
                 patch.delenv(name, raising=False)
             for name, value in environment.items():
                 patch.setenv(name, value)
-            host.set_threads(parse([]))
-            chosen = os.environ["OMP_NUM_THREADS"], os.environ.get("OMP_WAIT_POLICY")
-        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+            host.set_threads(parse([*flags]))
+            policy, spins = os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")
+            chosen = os.environ["OMP_NUM_THREADS"], policy or f"spin {spins}"
+        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
             os.environ.pop(name, None)
         os.environ["OMP_NUM_THREADS"] = "1"
         return chosen
@@ -255,12 +282,38 @@ def threads(monkeypatch):
     return choose
 
 
-def test_ranks_share_the_cores_and_wait_without_holding_them(threads):
-    assert threads() == ("8", "passive")
-    assert threads(LOCAL_WORLD_SIZE="3") == ("2", "passive")
+SPIN = f"spin {host.SPIN_COUNT}"
+
+
+def test_ranks_share_the_cores_and_wait_on_them_where_they_are_free(threads):
+    assert threads() == ("8", SPIN)
+    assert threads(busy=0.3) == ("8", SPIN)
+    assert threads(LOCAL_WORLD_SIZE="3") == ("2", SPIN)
+    assert threads(busy=2.0, LOCAL_WORLD_SIZE="3") == ("2", SPIN)  # the other two ranks, which are starting
+    assert threads(OMP_NUM_THREADS="5", busy=3.0) == ("5", SPIN)
+    assert threads(["--streaming"], OMP_NUM_THREADS="7") == ("7", SPIN)
+
+
+def test_threads_that_would_take_a_core_from_somebody_sleep_while_they_wait(threads):
+    assert threads(busy=1.0) == ("8", "passive")
+    assert threads(["--streaming"]) == ("8", "passive")  # its reader needs a core
+    assert threads(OMP_NUM_THREADS="9") == ("9", "passive")  # more than the affinity mask or a quota leaves
+    assert threads(OMP_NUM_THREADS="5", busy=4.0) == ("5", "passive")
     assert threads(LOCAL_WORLD_SIZE="16") == ("1", "passive")
+
+
+def test_what_the_environment_says_of_threads_stays(threads):
     assert threads(OMP_NUM_THREADS="5", OMP_WAIT_POLICY="active") == ("5", "active")
-    assert threads(GOMP_SPINCOUNT="7") == ("8", None)
+    assert threads(GOMP_SPINCOUNT="7") == ("8", "spin 7")
+
+
+def test_a_process_that_computes_beside_this_one_counts_as_a_busy_core():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        try:
+            busy = host.busy_cores(0.5)
+        finally:
+            spinning.kill()
+    assert 0.3 < busy <= os.cpu_count()
 
 
 @pytest.mark.parametrize("given, expected", [({}, "4"), ({"OMP_NUM_THREADS": "1"}, "1")])
@@ -324,3 +377,70 @@ def test_one_of_a_kind_is_singular():
     )
     both = parse(words("--gradient-accumulation-steps 3 --sequence-length 64")).describe_batch(4)
     assert both.startswith("4 ranks x 3 microbatches x 1 sequence x ")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands that are printed
+
+
+ODD_NAMES = ["-x", "--lr", "it's", 'a "b"', "two\nlines", "~", "$HOME", "a b", "émile", "back\\slash"]
+
+
+def flags_of(command: str) -> list[str]:
+    """What a shell makes of a printed command, behind the program's name."""
+    words = shlex.split(command)
+    return words[next(index for index, word in enumerate(words) if word.endswith("train_fsdp.py")) + 1 :]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("flags", ["--export={name} --lr=1", "--checkpoint-interval=2 --lr=1 --eval-interval=5"])
+def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, name, flags):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["my program/train_fsdp.py"])
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    argv = [f"--output-dir={name}", "--run-name=-r", *(word.format(name=name) for word in flags.split())]
+    settings = parse(argv)
+    folder = pathlib.Path(settings.output_dir, settings.run_name).expanduser()
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    manifest = {"step": 2, "files": {}}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.seal(manifest)}))
+
+    again = parse(flags_of(terminal.command(settings, folder)))
+    assert (again.resume, again.run_name, again.output_dir, again.lr) == ("auto", "-r", name, 1)
+    assert again.export == settings.export
+    said = report.next_commands(settings, folder, "- 'Well', she said", None).strip()
+    lines = dict(
+        re.findall(
+            r"^(sample|evaluate|load|export|go on) +(.*?)(?=\n(?:sample|evaluate|load|export|go on|kept) |\Z)",
+            said,
+            re.M | re.S,
+        )
+    )
+    assert ("evaluate" in lines) == bool(settings.eval_interval)
+    assert parse(flags_of(lines["sample"])).sample_prompt == ("- 'Well', she said",)
+    for key in lines.keys() - {"load"}:
+        assert pathlib.Path(parse(flags_of(lines[key])).resume) == folder
+    assert (parse(flags_of(lines["go on"])).num_steps, parse(flags_of(lines["go on"])).lr) == (2000, 1)
+    if settings.export:
+        call = ast.parse(lines["load"]).body[0].value
+        assert ast.literal_eval(call.args[0]) == os.path.expanduser(name)
+    else:
+        assert parse(flags_of(lines["export"])).export == f"{folder}-export"
+
+
+def test_a_run_of_many_flags_goes_on_by_its_own_config_and_keeps_its_export(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_fsdp.py"])
+    flags = "--demo --lr 1e-3 --seed 7 --eval-interval 50 --log-interval 5 --weight-decay 0.2 --warmup-steps 3"
+    flags += " --max-grad-norm 2 --optimizer adamw-bf16 --sample-prompt a --sample-prompt b --export e --output-dir o"
+    settings = parse(flags.split())
+    folder = tmp_path / "o" / "r"
+    folder.mkdir(parents=True)
+    assert terminal.command(settings, pathlib.Path("o/r")).count("--") > 10  # no config.json
+    (folder / "config.json").write_text(json.dumps({"flags": dataclasses.asdict(settings)}))
+    command = terminal.command(settings, pathlib.Path("o/r"))
+    assert command.endswith("--config o/r/config.json --export e --resume auto --run-name r")
+    again = dataclasses.asdict(parse(flags_of(command)))
+    differ = {name for name, value in again.items() if value != dataclasses.asdict(settings)[name]}
+    assert differ == {"argv", "config", "demo", "resume", "run_name"}

@@ -5,13 +5,16 @@ import html
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import types
 from subprocess import DEVNULL
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from conftest import PROGRAM, metrics_of, parse, words
@@ -153,6 +156,79 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(begin, tmp_path, 
         shown.log(line(step), [])
     said = "failed     tensorboard, from step 1 on: No space left on device; the run goes on without it\n"
     assert (capsys.readouterr().out, told, shown.open) == (said, [1, 2], [other])
+
+
+def test_a_tracker_that_failed_gets_the_rows_that_it_lacks_when_there_is_room_again(begin, tmp_path, capsys):
+    shown, full = begin("tensorboard"), OSError(28, "No space left on device")
+    file = tmp_path / "metrics.jsonl"
+
+    def log(step):
+        with file.open("a") as lines:
+            lines.write(json.dumps(line(step)) + "\n")
+        shown.log(line(step), [])
+
+    log(1)
+    broken = shown.open[0].tokens.flush = Mock(side_effect=full)  # the row is in one of the two files
+    log(2)
+    log(3)
+    shown.mend()  # it is too early
+    assert broken.called and shown.failed
+    time.sleep(1.1)  # its files are named by the second
+    shown.settle()
+    log(4)
+    tags = read_events(tmp_path / "train_fsdp"), read_events(tmp_path / "train_fsdp" / "by_tokens")
+    assert [event.step for event in tags[0].Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in tags[1].Scalars("by_tokens/loss")] == [64, 128, 192, 256]
+    assert capsys.readouterr().out == (
+        "failed     tensorboard, from step 2 on: No space left on device; the run goes on without it\n"
+        "recovered  tensorboard: it has the 2 rows after step 1 that it lacked\n"
+    )
+
+
+def all_rows(folder) -> list[int]:
+    """The steps in all .wandb files of a run, in the order in which they were begun."""
+    files = sorted(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    records = [record.history.item for file in files for record in wandb_records(file) if record.HasField("history")]
+    return [as_dict(items)["_step"] for items in records]
+
+
+@pytest.mark.parametrize("how", ["its process is killed", "its file does not grow"])
+def test_wandb_offline_goes_on_in_a_new_file_that_has_what_the_one_before_lacks(
+    begin, tmp_path, monkeypatch, capsys, how
+):
+    shown = begin("wandb")
+    (wandb_run,), file = shown.open, tmp_path / "metrics.jsonl"
+
+    def log(step):
+        with file.open("a") as lines:
+            lines.write(json.dumps(line(step)) + "\n")
+        shown.log(line(step), [])
+
+    log(1)
+    log(2)
+    shown.settle()
+    if how == "its process is killed":
+        for process in psutil.Process().children():
+            if process.name() == "wandb-core":
+                process.kill()
+                process.wait()
+    else:  # as on a full disk, of which wandb says nothing
+        stuck = tmp_path / "stuck.wandb"
+        shutil.copy(wandb_run.file, stuck)
+        wandb_run.file, wandb_run.size = stuck, stuck.stat().st_size
+        monkeypatch.setattr(trackers, "STUCK", 0.2)
+    for step in (3, 4, 5):
+        log(step)
+        time.sleep(0.3)
+    assert shown.failed == [wandb_run]
+    time.sleep(0.5)  # its folder is named by the second
+    shown.settle()
+    log(6)
+    shown.settle()
+    assert shown.open == [wandb_run]
+    assert sorted({*all_rows(tmp_path)}) == [1, 2, 3, 4, 5, 6] and all_rows(tmp_path)[-4:] == [3, 4, 5, 6]
+    assert "recovered  wandb: it has the 3 rows after step 2 that it lacked" in capsys.readouterr().out
+    end(0, monkeypatch)
 
 
 def test_a_tracker_that_does_not_start_is_one_line_that_says_how_to_do_without(begin, monkeypatch):

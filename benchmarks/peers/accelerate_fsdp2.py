@@ -1,6 +1,7 @@
-"""accelerate's own FSDP2 path: fp32 weights, bf16 compute, a layer a shard, torch.compile by region, fused AdamW."""
+"""accelerate's own FSDP2 path: fp32 weights, a layer a shard, torch.compile by region, fused AdamW. On a CPU, where it
+has no FSDP2, its DDP."""
 
-from common import Clock, RandomTokens, build_model, device, leave, parse_args, world_of_one
+from common import Clock, build_model, build_optimizer, build_windows, device, leave, parse_args, world_of_one
 
 args = parse_args(__doc__)
 world_of_one()
@@ -11,6 +12,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 model = build_model(args)
 clock = Clock(args, model)
+cuda = device().type == "cuda"
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2,
     reshard_after_forward=False,
@@ -18,12 +20,15 @@ plugin = FullyShardedDataParallelPlugin(
     transformer_cls_names_to_wrap=list(model._no_split_modules),
 )
 dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True) if args.compile else None
-accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, dynamo_plugin=dynamo, cpu=device().type == "cpu")
-if device().type == "cuda" and not accelerator.is_fsdp2:
-    raise RuntimeError(f"accelerate chose {accelerator.distributed_type}, not FSDP2")  # on a CPU it has none
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+precision = "bf16" if args.precision == "bf16" else "no"
+accelerator = Accelerator(
+    mixed_precision=precision, fsdp_plugin=plugin if cuda else None, dynamo_plugin=dynamo, cpu=not cuda
+)
+if cuda and not accelerator.is_fsdp2:
+    raise RuntimeError(f"accelerate chose {accelerator.distributed_type}, not FSDP2")
+optimizer = build_optimizer(model)
 loader = torch.utils.data.DataLoader(
-    RandomTokens(args, model.config.vocab_size), args.batch_size, num_workers=1, pin_memory=device().type == "cuda"
+    build_windows(args, model.config.vocab_size), args.batch_size, num_workers=1, pin_memory=cuda
 )
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
@@ -33,5 +38,5 @@ for batch in loader:
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    clock.step(loss.detach(), distributed=str(accelerator.distributed_type), precision="fp32 weights, bf16 compute")
+    clock.step(loss.detach(), distributed=str(accelerator.distributed_type), precision=args.precision)
 leave()

@@ -1,4 +1,4 @@
-"""What the peers share: flags, the model from this project's preset, random tokens, the clock, the line of figures."""
+"""What the peers share: flags, the model, the optimizer, the windows, the clock, the line of figures."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import os
 import pathlib
 import sys
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,15 +18,21 @@ import utils
 from harness import report, samples
 
 
-def parse_args(description: str) -> argparse.Namespace:
+def make_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--model", default="smollm3-3b", help="one of this project's presets, or demo")
+    parser.add_argument("--model", default="smollm3-3b", help="a preset, demo, or a folder with weights")
+    parser.add_argument("--tokens", help="raw uint16 token ids, in train_fsdp.py's order [random tokens]")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="of compute; weights are fp32")
     parser.add_argument("--sequence-length", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank")
     parser.add_argument("--num-steps", type=int, default=30)
     parser.add_argument("--perf-warmup-steps", type=int, default=10)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    return parser.parse_args()
+    return parser
+
+
+def parse_args(description: str) -> argparse.Namespace:
+    return make_parser(description).parse_args()
 
 
 def device() -> torch.device:
@@ -43,12 +50,28 @@ def world_of_one() -> None:
 
 
 def build_model(args: argparse.Namespace, where: torch.device | None = None) -> torch.nn.Module:
-    """Random fp32 weights, on this rank's device or on `where`."""
+    """fp32 weights, random ones or those of a folder, on this rank's device or on `where`."""
+    kinds = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    if pathlib.Path(args.model).is_dir():
+        model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=False, **kinds)
+        model.config.use_cache = False
+        return model.train().to(where or device())
     name = "demo/config" if args.model == "demo" else f"presets/{args.model}"
     config = AutoConfig.from_pretrained(ROOT / "assets" / f"{name}.json", use_cache=False)
     torch.manual_seed(42)
     with where or device():
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, **kinds)
+
+
+def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW as train_fsdp.py has it: fused, matrices decayed."""
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+
+
+def build_windows(args: argparse.Namespace, vocab_size: int) -> torch.utils.data.Dataset:
+    return RandomTokens(args, vocab_size) if args.tokens is None else Corpus(args)
 
 
 class RandomTokens(torch.utils.data.Dataset):
@@ -65,6 +88,26 @@ class RandomTokens(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = torch.from_numpy(self.windows[index][:-1].astype("int64"))
         return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+class Corpus(torch.utils.data.Dataset):
+    """Windows of a token file in train_fsdp.py's order (seed 42). `shift_labels` are the labels that transformers' loss
+    takes as they are, so that every program has the loss of the same tokens."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
+        self.length = args.sequence_length
+        windows = (len(self.tokens) - 1) // self.length
+        self.order = np.random.Generator(np.random.PCG64([42, 0])).permutation(windows)
+        self.count = args.num_steps * args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = self.order[index % len(self.order)] * self.length
+        window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype("int64"))
+        return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 
 
 class Clock:

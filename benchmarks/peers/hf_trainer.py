@@ -1,15 +1,18 @@
-"""transformers' Trainer: bf16 autocast, torch.compile, Liger kernels where installed, FSDP2 on several GPUs."""
+"""transformers' Trainer: bf16 autocast, torch.compile, Liger kernels where installed, FSDP2 on several GPUs, DDP on
+several CPU ranks."""
 
 import tempfile
 from importlib.util import find_spec
 
-from common import Clock, RandomTokens, build_model, device, leave, parse_args
+from common import Clock, build_model, build_windows, device, leave, parse_args
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 args = parse_args(__doc__)
 model = build_model(args)
 clock = Clock(args, model)
-liger = bool(find_spec("liger_kernel")) and device().type == "cuda"
+cuda = device().type == "cuda"
+liger = bool(find_spec("liger_kernel")) and cuda
+shards = clock.world > 1 and cuda
 
 
 class TimedTrainer(Trainer):
@@ -21,7 +24,7 @@ class TimedTrainer(Trainer):
 
 class Steps(TrainerCallback):
     def on_step_end(self, *_, **__):
-        clock.step(trainer.newest_loss, liger="yes" if liger else "not installed", precision="autocast, fp32 weights")
+        clock.step(trainer.newest_loss, liger="yes" if liger else "not installed", precision=args.precision)
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -29,22 +32,27 @@ with tempfile.TemporaryDirectory() as folder:
         folder,
         max_steps=args.num_steps,
         per_device_train_batch_size=args.batch_size,
-        bf16=True,
+        bf16=args.precision == "bf16",
         torch_compile=args.compile,
         use_liger_kernel=liger,
         optim="adamw_torch_fused",
-        fsdp=True if clock.world > 1 else None,
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": model._no_split_modules}
-        if clock.world > 1
-        else None,
-        use_cpu=device().type == "cpu",
+        fsdp=True if shards else None,
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": model._no_split_modules} if shards else None,
+        use_cpu=not cuda,
+        remove_unused_columns=False,  # shift_labels, which go through the model to its loss
+        learning_rate=3e-4,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        train_sampling_strategy="sequential",
         dataloader_num_workers=1,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
-    data = RandomTokens(args, model.config.vocab_size)
+    data = build_windows(args, model.config.vocab_size)
     trainer = TimedTrainer(model=model, args=settings, train_dataset=data, callbacks=[Steps()])
     trainer.train()
 leave()

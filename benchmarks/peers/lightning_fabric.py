@@ -1,18 +1,21 @@
-"""Lightning Fabric with its FSDP2 strategy: fp32 weights, bf16 compute, torch.compile per layer, fused AdamW."""
+"""Lightning Fabric with its FSDP2 strategy, torch.compile per layer, fused AdamW; with --strategy ddp its DDP."""
 
-from common import Clock, RandomTokens, build_model, device, leave, parse_args, world_of_one
+from common import Clock, build_model, build_optimizer, build_windows, device, leave, make_parser, world_of_one
 
-args = parse_args(__doc__)
+parser = make_parser(__doc__)
+parser.add_argument("--strategy", choices=["fsdp2", "ddp"], default="fsdp2")
+args = parser.parse_args()
 world_of_one()
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def parallelize(model: torch.nn.Module, mesh) -> torch.nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    low = torch.bfloat16 if args.precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         if args.compile:
             layer.compile()
@@ -22,13 +25,17 @@ def parallelize(model: torch.nn.Module, mesh) -> torch.nn.Module:
 
 model = build_model(args)
 clock = Clock(args, model)
-strategy = ModelParallelStrategy(parallelize, data_parallel_size=clock.world, tensor_parallel_size=1)
-fabric = Fabric(accelerator=device().type, devices=clock.world, strategy=strategy, precision="32-true")
+precision = "32-true"
+if args.strategy == "fsdp2":
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=clock.world, tensor_parallel_size=1)
+else:
+    strategy = DDPStrategy() if clock.world > 1 else "auto"
+    precision = "bf16-mixed" if args.precision == "bf16" else "32-true"
+fabric = Fabric(accelerator=device().type, devices=clock.world, strategy=strategy, precision=precision)
 fabric.launch()
 model = fabric.setup_module(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-optimizer = fabric.setup_optimizers(optimizer)
-data = RandomTokens(args, model.config.vocab_size)
+optimizer = fabric.setup_optimizers(build_optimizer(model))
+data = build_windows(args, model.config.vocab_size)
 loader = torch.utils.data.DataLoader(data, args.batch_size, num_workers=1, pin_memory=device().type == "cuda")
 
 for batch in fabric.setup_dataloaders(loader):
@@ -37,5 +44,5 @@ for batch in fabric.setup_dataloaders(loader):
     fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
     optimizer.step()
     optimizer.zero_grad()
-    clock.step(loss.detach(), precision="fp32 weights, bf16 compute")
+    clock.step(loss.detach(), precision=args.precision)
 leave()

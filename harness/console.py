@@ -1,0 +1,72 @@
+"""Console: stdout and stderr that never fail. A pipe that nobody reads any more, a closed one, a full disk behind it
+change nothing of what a process does, nor its exit code; a character that the console's encoding lacks is replaced.
+Called by the script before all else, and by whatever else is started by itself. It must run on any Python 3."""
+
+import contextlib
+import errno
+import io
+import os
+import select
+import sys
+
+GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # any other may have room again later
+
+
+def lead_nowhere(descriptor):
+    """Opens /dev/null in the place of a descriptor, for libraries and children of this process too."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        if nowhere != descriptor:
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+        os.set_inheritable(descriptor, True)
+
+
+def send(descriptor, data):
+    """Writes all of some bytes; what cannot be written is dropped."""
+    data = bytes(data)
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # whoever shares the pipe made it so
+            select.select([], [descriptor], [])
+        except OSError as error:
+            if error.errno in GONE:
+                lead_nowhere(descriptor)
+            return
+
+
+class Output(io.RawIOBase):
+    """A descriptor, for a stream that is written."""
+
+    def __init__(self, descriptor):
+        self.descriptor = descriptor
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return self.descriptor
+
+    def isatty(self):
+        return os.isatty(self.descriptor)
+
+    def write(self, data):
+        send(self.descriptor, data)
+        return len(data)
+
+
+def never_fail():
+    """Puts such streams in the place of this process's own. A closed descriptor is opened: a file of the run would get
+    its number otherwise, and the lines of libraries that write to that number."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            lead_nowhere(descriptor)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)  # None where the descriptor was closed
+        encoding = old.encoding if old else "utf-8"
+        by_line = not old or old.line_buffering or getattr(old, "write_through", False)  # the last: python -u
+        buffer = io.BufferedWriter(Output(descriptor))
+        setattr(sys, name, io.TextIOWrapper(buffer, encoding, "replace", line_buffering=by_line))

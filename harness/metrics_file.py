@@ -1,0 +1,95 @@
+"""Metrics file: metrics.jsonl, written so that no line is lost to a disk that is full for a while. Called by `report`.
+Independent of what a line says."""
+
+import collections
+import contextlib
+import json
+import math
+import os
+import pathlib
+import threading
+
+from harness.checkpoints import sync
+from harness.folders import replace_file
+from harness.page import whole_lines
+from harness.saved import place_of
+
+
+def as_json(metrics: dict) -> dict:
+    """The metrics with null for what is no number, which JSON does not know."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in metrics.items()}  # fmt: skip
+
+
+def metrics_text(lines: list[dict]) -> str:
+    return "".join(json.dumps(as_json(line), allow_nan=False) + "\n" for line in lines)
+
+
+class MetricsFile:
+    """metrics.jsonl, open for appending. What cannot be written waits in memory, all of it, about half a KB a line."""
+
+    def __init__(self, path: pathlib.Path, step: int):
+        """Opens it without what an earlier start wrote after `step`."""
+        known = [line for line in whole_lines(path) if line["step"] <= step]
+        lines = [line for line in known if "final" not in line]
+        for line in known:  # stories of an end that is none any more stay with its step
+            if "samples" in line and lines and lines[-1]["step"] == line["step"]:
+                lines[-1]["samples"] = line["samples"]
+        replace_file(path, metrics_text(lines))
+        self.path, self.folder = path, place_of(path.parent)
+        self.waiting: collections.deque[bytes] = collections.deque()
+        self.lock = threading.Lock()  # a checkpoint's thread makes the lines durable while the loop adds more
+        self._open()
+
+    def _open(self) -> None:
+        self.file = self.path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
+        self.reader = self.path.open("rb")
+
+    def add(self, line: dict) -> None:
+        self.waiting.append(metrics_text([line]).encode())
+
+    def write(self) -> None:
+        """Writes what waits, as far as the disk takes it; a line that it cut continues at the next call.
+
+        Raises:
+            OSError: something waits still.
+        """
+        with self.lock:
+            self._put_back()
+            while self.waiting:
+                written = self.file.write(self.waiting[0])
+                rest = self.waiting.popleft()[written:]
+                if rest:
+                    self.waiting.appendleft(rest)
+
+    def _put_back(self) -> None:
+        """Writes the file anew, with all its lines, where it was removed or replaced and its folder is where it was."""
+        if place_of(self.path.parent) != self.folder:
+            return  # moved away with the file in it, or gone
+        status = os.fstat(self.file.fileno())
+        if place_of(self.path) == (status.st_dev, status.st_ino):
+            return
+        self.reader.seek(0)
+        replace_file(self.path, self.reader.read().decode())
+        self.file.close()
+        self.reader.close()
+        self._open()
+
+    def sync(self) -> None:
+        """Makes all lines so far durable, those included that could not be written at their time.
+
+        Raises:
+            OSError: they are not.
+        """
+        try:
+            self.write()
+        except OSError as error:
+            raise OSError(f"metrics.jsonl: {error.strerror}, {len(self.waiting)} lines wait") from error
+        os.fsync(self.file.fileno())
+        sync(self.path.parent)
+
+    def close(self) -> None:
+        """What the disk has taken by `write` and a sync stays there, whatever closing says."""
+        for file in (self.file, self.reader):
+            with contextlib.suppress(OSError):
+                file.close()
