@@ -14,13 +14,14 @@ import signal
 import sys
 import warnings
 
-from harness import console, versions
+from harness.base import console, versions
 
 if __name__ == "__main__":
     console.never_fail()
 versions.refuse_old_python()  # which could not read the next import
 
-from harness.settings import PROFILED_STEPS, Settings, one_line, parse_args, warn
+from harness.base.text import one_line
+from harness.settings import PROFILED_STEPS, Settings, parse_args, warn
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = parse_args()
@@ -74,11 +75,14 @@ from harness import (
     preflight,
     report,
     samples,
-    saved,
     streaming,
     trackers,
 )
 from harness.advice import as_flags, memory_savers
+from harness.base import saved
+from harness.base.errors import UserError
+from harness.base.ranks import on_main_rank
+from harness.base.text import first_line
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies, make_replicas_equal
 from harness.corpora import load_data, opening
@@ -94,7 +98,6 @@ from harness.processes import (
     fail,
     leave,
     limit_waiting,
-    on_main_rank,
     open_store,
     say,
     say_story,
@@ -103,7 +106,6 @@ from harness.processes import (
 )
 from harness.terminal import command, progress
 from harness.waiting import Waiting
-from utils import UserError
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
@@ -734,7 +736,7 @@ def main(settings: Settings) -> None:
         fail(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code, as_json=settings.json)
     except torch.cuda.OutOfMemoryError as error:
         savers = ", ".join(as_flags(changes) for changes in memory_savers(settings)[:3])
-        fail(f"train_fsdp.py: error: {utils.first_line(error)} Try {savers}.", 1, as_json=settings.json)
+        fail(f"train_fsdp.py: error: {first_line(error)} Try {savers}.", 1, as_json=settings.json)
     except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
         if gone := watch and watch.explain(error):
             fail(f"train_fsdp.py: error: {gone}", 1, patience=0, as_json=settings.json)

@@ -6,7 +6,6 @@ Importing this module starts nothing and needs no GPU, no network and no optiona
 import codecs
 import contextlib
 import copy
-import csv
 import fnmatch
 import functools
 import glob
@@ -20,45 +19,25 @@ import pathlib
 import re
 import tempfile
 import time
-import traceback
-from collections import Counter, namedtuple
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import flop_registry
 
+from harness.base.devices import wait_for_device
+from harness.base.errors import NoSplitError, UnreadableError, UserError
+from harness.base.gpu_table import find_gpu
+from harness.base.ranks import from_main_process
+from harness.base.text import first_line, shortened
+
 IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
-GIB = 2**30
-
-
-class UserError(Exception):
-    """Something the user can mend: the message names the flag or file, what is wrong and what to do."""
-
-    def __init__(self, message: str, exit_code: int = 2):
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-class UnreadableError(UserError):
-    """Data that cannot be read; `harness.faults` finds out why."""
-
-    record: tuple[Any, str] | None = None  # the first bad record and its field, where there is one
-
-
-class NoSplitError(UserError):
-    """A data set that can be read has no split of a name."""
-
-
-# ---- Data: documents are tokenized once into one flat, memory-mapped token array and read back as windows ------------
-
 DATA_SUFFIXES = (".jsonl", ".txt", ".md", ".parquet")  # in any case, and compressed: .TXT, .jsonl.gz
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: what Arrow calls it
 SPLITS = {"train": "train(ing)?", "validation": "valid(ation)?|val|dev", "test": "test(ing)?|eval(uation)?"}
@@ -66,34 +45,6 @@ DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text file, as in
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 NOT_UTF8 = "\ufdd0not UTF-8\ufdd1"  # stands for bytes of a file that are no text, until `read_record` meets it
 codecs.register_error("mark", lambda error: (NOT_UTF8, error.end))
-
-
-def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
-    """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
-
-    Every rank calls this; what `make` raises is raised on every rank, so that none waits for one that has given up.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return make()
-    # gloo, with a patience of its own: tokenizing a large corpus outlasts NCCL's watchdog
-    group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
-    result, error = None, None
-    try:
-        result = make() if is_main else None
-    except UserError as exception:
-        error = exception
-    except Exception:  # not every exception can be pickled
-        error = RuntimeError(traceback.format_exc())
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (is_main, error), group=group)
-    if errors := [error for _, error in everyone if error is not None]:
-        raise errors[0]
-    mains, answer = [rank for rank, (main, _) in enumerate(everyone) if main], result
-    for main in mains:  # a tokenizer is large: broadcasts, where gathering would hold it once for each rank
-        dist.broadcast_object_list(box := [result], src=main, group=group)
-        answer = box[0] if main <= dist.get_rank() else answer
-    dist.destroy_process_group(group)
-    return answer
 
 
 def kind_of(path) -> str:
@@ -183,12 +134,6 @@ def find_files(dataset: str) -> tuple[list[pathlib.Path], list[str]]:
         name = name if name.isprintable() else ascii(name)
         named.append(f"{name} ({why})" if why else name)
     return sorted(files.values()), named
-
-
-def shortened(names: list[str], count: int = 5) -> str:
-    """The first names of a list, and how many more there are."""
-    more = f" and {len(names) - count:,} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
 
 
 def local_files(dataset: str) -> list[pathlib.Path]:
@@ -391,11 +336,6 @@ def read_documents(records: Iterator, source: Any, text_field: Field, skip_bad: 
             yield from filter(None, parts if len(parts) > 1 else [document] * any(parts))
         elif document is not None and len(document):
             yield document
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line that fits into one of ours."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def take(documents: Iterator, count: int, characters: int = 2**21) -> Iterator:
@@ -650,23 +590,7 @@ def create_collate_fn(
     return collate
 
 
-# ---- FLOPs and MFU ---------------------------------------------------------------------------------------------------
-
 MOST_OPERATORS = 100_000  # of one count, which takes seconds; a dense model of 80 layers has 20,000
-
-
-# By the vendors' datasheets, see CONTRIBUTING.md; the first whose name fits. A bare "H100" is none: its forms differ.
-with (pathlib.Path(__file__).parent / "assets" / "gpus.csv").open() as file:
-    header, *rows = csv.reader(file)
-Gpu = namedtuple("Gpu", header)
-GPUS = [Gpu(name, *map(float, figures), source) for name, *figures, source in rows]
-
-
-def find_gpu(name: str) -> Gpu | None:
-    """The kind of a GPU by its driver's name; None, never a guess, for an unlisted one, a laptop's, a slice of one."""
-    if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
-        return None
-    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}", name, re.IGNORECASE)), None)
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
@@ -815,9 +739,6 @@ def estimate_mfu(
     return metrics
 
 
-# ---- Speed and memory while training ---------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class PerformanceTracker:
     """Speed of the steps after warmup.
@@ -923,8 +844,3 @@ class PerformanceTracker:
             "step_time_ms": 1000 * seconds / window["steps"],
             "data_wait_percent": 100 * window["data_wait"] / seconds,
         }
-
-
-def wait_for_device() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()

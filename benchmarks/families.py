@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import utils
+from harness.base.text import first_line
 
 SEQUENCE, STEPS, BATCH, TOLERANCE = 64, 4, 4, 1e-5
 RESULTS, TABLE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "MODELS.md"
@@ -255,7 +256,7 @@ def walk(names: list[str], out: pathlib.Path) -> None:
                 found["built"] = True
                 found |= train(pathlib.Path(folder), device)
         except Exception as error:  # of any kind: it is what is looked for
-            found["error"] = f"{type(error).__name__}: {utils.first_line(error)}"[:200]
+            found["error"] = f"{type(error).__name__}: {first_line(error)}"[:200]
             found["error"] = re.sub(r"/tmp/\S+?: ", "", found["error"])
         if dist.get_rank() == 0:
             with out.open("a") as file:

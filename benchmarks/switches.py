@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import train_fsdp
 from harness import collectives
+from harness.base.errors import UserError
 from harness.settings import parse_args
-from utils import UserError
 
 
 class InItsOwnGroup(collectives.DefaultReduceScatter):

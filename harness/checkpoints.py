@@ -24,12 +24,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import utils
-from harness import heartbeats, saved
+from harness import heartbeats
+from harness.base import saved
+from harness.base.devices import wait_for_device
+from harness.base.errors import UserError
+from harness.base.ranks import of_all_ranks
+from harness.base.saved import MANIFEST, open_file, place_of, seal
+from harness.base.text import first_line
 from harness.processes import say
-from harness.saved import MANIFEST, open_file, place_of, seal
 from harness.settings import Settings, checkpoint_folder, no_checkpoint
 from harness.staging import Stager, like, local_part
-from utils import UserError
 
 # What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is
 # not among them: DCP would unpickle such an entry without restriction, and a state of tensors has none.
@@ -69,7 +73,7 @@ def checkpoint_error(error: BaseException) -> str:
     """One line of what went wrong; DCP wraps it, by rank, into an exception that is no Exception."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return utils.first_line(error)
+    return first_line(error)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -272,7 +276,7 @@ class Checkpoints:
             return
         # what is waited for is written from where it is: there need be no memory for a copy of all
         staged = state.tensors() if wait else self.stager.stage(state.tensors())
-        utils.wait_for_device()
+        wait_for_device()
         stall = None if wait else time.perf_counter() - start
         self.thread = threading.Thread(target=self._write, args=(staged, state.numbers() | self.run, stall))
         self.thread.start()
@@ -348,7 +352,7 @@ class Checkpoints:
             self.failures += 1
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            cause = utils.first_line(error)
+            cause = first_line(error)
             say(f"failed     checkpoint {final.name}: {cause}; the run goes on, older checkpoints stay")
             return
         size = sum(size for size, _ in files.values())
@@ -379,13 +383,6 @@ def sync(path: pathlib.Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list:
-    """`mine` of each rank."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def damage(path: pathlib.Path) -> tuple[dict, str]:

@@ -16,12 +16,15 @@ from tqdm import tqdm
 
 import utils
 from harness import held_out as held
-from harness import models, samples, streaming, terminal
+from harness import samples, streaming, terminal
+from harness.base.errors import NoSplitError, UnreadableError, UserError
+from harness.base.hub import answer_from_cache_without_network
+from harness.base.ranks import from_main_process, on_main_rank
+from harness.base.text import counted, shortened
 from harness.commands import given
 from harness.faults import name_fault
-from harness.processes import on_main_rank, say
-from harness.settings import ASSETS, Settings, counted, is_local
-from utils import NoSplitError, UnreadableError, UserError
+from harness.processes import say
+from harness.settings import ASSETS, Settings, is_local
 
 
 def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, manifest: dict | None = None):
@@ -44,7 +47,7 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, m
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     source = os.path.expanduser(settings.dataset)
     source = str(ASSETS / "demo" / "stories") if source == "demo" else source
-    models.answer_from_cache_without_network(source)
+    answer_from_cache_without_network(source)
     corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
     corpus |= {"skip_bad_records": settings.skip_bad_records, "accelerator": accelerator}
     ids_first = "text_field" not in given(settings.argv)  # a field that is asked for wins over token ids
@@ -115,7 +118,7 @@ def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_wh
     except UnreadableError as error:
         field = corpus.get("text_field", utils.DEFAULT_FIELD)
         fault = functools.partial(name_fault, error, corpus["dataset"], split, field)
-        raise utils.from_main_process(fault, not dist.is_initialized() or dist.get_rank() == 0) from error
+        raise from_main_process(fault, not dist.is_initialized() or dist.get_rank() == 0) from error
     remove_leftovers(packed.path.parent)
     counts, done = packed.counts, ""
     if "seconds" in counts:
@@ -134,7 +137,7 @@ def cached(settings: Settings, corpus: dict, split: str) -> utils.PackedDataset:
 def describe_files(source: str) -> dict[str, str]:
     """The line of the header about what lies beside the data files of a folder or pattern and is not read."""
     files, left_out = utils.find_files(source)
-    read = f"{len(files):,} of {len(files) + len(left_out):,} (left out: {utils.shortened(left_out)})"
+    read = f"{len(files):,} of {len(files) + len(left_out):,} (left out: {shortened(left_out)})"
     return {"files": read} if left_out else {}
 
 

@@ -14,10 +14,10 @@ from wsgiref.simple_server import WSGIServer
 import psutil
 import torch
 
-import utils
 from harness import endings, heartbeats
+from harness.base.devices import GIB
+from harness.base.errors import UserError
 from harness.settings import Settings
-from utils import UserError
 
 STATES = ("running", "done", "stopped", "failed")
 PATIENCE = {0: 60.0, 143: 20.0, 130: 2.0}  # seconds by exit code; after SIGTERM a scheduler kills 30 s later
@@ -62,7 +62,7 @@ class Endpoint:
             "start_time_seconds": psutil.Process().create_time(),
         }
         if torch.cuda.is_available():
-            self.figures["gpu_memory_gib"] = torch.cuda.get_device_properties().total_memory / utils.GIB
+            self.figures["gpu_memory_gib"] = torch.cuda.get_device_properties().total_memory / GIB
         registry.register(self)
         try:
             server, _ = start_http_server(port, host, registry)

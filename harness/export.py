@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-import utils
-from harness import heartbeats, saved
+from harness import heartbeats
+from harness.base import saved
+from harness.base.errors import UserError
+from harness.base.ranks import from_main_process
+from harness.base.text import first_line
 from harness.checkpoints import TrainState, persistent_tensors
 from harness.commands import given
 from harness.folders import name_of
@@ -50,12 +53,12 @@ def step_of_export(settings: Settings) -> int:
     config = saved.read_config(folder)
     own = run and config.get("run_id") == run and saved.is_same_run(folder, run, config.get("folder"))
     if not (own and same_weights(settings, config.get("flags"))):
-        raise utils.UserError(f"--export: {settings.export} exists already; choose another folder or remove it")
+        raise UserError(f"--export: {settings.export} exists already; choose another folder or remove it")
     newest = saved.newest(folder)
     reached = max(settings.num_steps, saved.step_of(newest) if newest else 0)
     if step < reached:
         what = f"holds this run after step {step}, which is to be at step {reached}"
-        raise utils.UserError(f"--export: {settings.export} {what}; choose another folder or remove it")
+        raise UserError(f"--export: {settings.export} {what}; choose another folder or remove it")
     return step
 
 
@@ -126,7 +129,7 @@ def generation_config(settings: Settings, model, tokenizer) -> tuple[dict, str]:
                 raise ValueError("its eos_token_id is no token id")
             config = source
         except Exception as error:  # whatever stands in that file
-            why = utils.first_line(error)
+            why = first_line(error)
     elif tokenizer:
         config |= {name: getattr(tokenizer, name) for name in SPECIAL}
     ends, own = config.get("eos_token_id"), tokenizer and tokenizer.eos_token_id
@@ -171,7 +174,7 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
 
     path, model, origin = settings.export, state.model, {"run_id": state.run_id, "step": str(state.step)}
     if not state.finite():
-        raise utils.UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
+        raise UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
     main, final = dist.get_rank() == 0, pathlib.Path(path).expanduser()
     temporary = final.with_name(f".{final.name}.writing")
     tensors, error = persistent_tensors(model), ""
@@ -185,7 +188,7 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
             if main and not error:
                 work(*args, **options)
         except Exception as exception:
-            error = utils.first_line(exception)
+            error = first_line(exception)
             shutil.rmtree(temporary, ignore_errors=True)
 
     def flush() -> None:
@@ -231,9 +234,9 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
                 whole[name] = full.cpu()
         attempt(take, whole)
     attempt(finish)
-    error = utils.from_main_process(lambda: error, main)
+    error = from_main_process(lambda: error, main)
     if error:
-        raise utils.UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
+        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
     say(f"exported   {final}" + ", without a tokenizer" * (tokenizer is None))
     if lost:
         say(f"           without the generation config of {settings.model}, which cannot be read ({lost})")

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import utils
+from harness.base.errors import UnreadableError, UserError
+from harness.base.text import first_line
 from harness.settings import is_local
 
 DISK = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)]
@@ -23,25 +25,23 @@ MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 COUNT_SECONDS = 60  # after which a large corpus is not searched for more
 
 
-def name_fault(
-    error: Exception, dataset: str, split: str, text_field: utils.Field = utils.DEFAULT_FIELD
-) -> utils.UserError:
+def name_fault(error: Exception, dataset: str, split: str, text_field: utils.Field = utils.DEFAULT_FIELD) -> UserError:
     """What to say of data that cannot be read: of an `UnreadableError`, or of what a library raised while reading."""
     source, record = f"--dataset {dataset}, split {split!r}", getattr(error, "record", None)
-    said = utils.first_line(error)
-    if is_local(dataset) and isinstance(error, utils.UnreadableError) and not record:
-        return utils.UserError(str(error))
+    said = first_line(error)
+    if is_local(dataset) and isinstance(error, UnreadableError) and not record:
+        return UserError(str(error))
     files = utils.local_files(dataset)
     if not files and (why := next((why for why in DISK if why in said), "")):
         import datasets
 
         place = f"HF_DATASETS_CACHE {datasets.config.HF_DATASETS_CACHE}"
-        return utils.UserError(f"{place}: cannot be written ({why})")
-    if not files and isinstance(error, utils.UnreadableError) and not record:
+        return UserError(f"{place}: cannot be written ({why})")
+    if not files and isinstance(error, UnreadableError) and not record:
         hint = f"without a network use a local {'/'.join(utils.DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
         cause = re.sub(r".*?cannot be read \((.*)\)$", r"\1", said)
         problem = f"not a local file or folder, and not to be had from the hub ({cause})"
-        return utils.UserError(f"--dataset {dataset}: {problem}; {hint}")
+        return UserError(f"--dataset {dataset}: {problem}; {hint}")
     first, convert, unit, here, counts, deadline = "", "", "line", "", [], time.monotonic() + COUNT_SECONDS
     of_split = utils.files_of_split(dataset, utils.parse_split(split)[0], files) if files else ()
     for file in of_split:
@@ -59,19 +59,19 @@ def name_fault(
                             first += encoding
                 if time.monotonic() > deadline:
                     break
-        except utils.UserError as fault:
+        except UserError as fault:
             return fault
         counts.append((bad, read))
         here = here or (f"; {bad:,} of {read:,} {unit}s are bad" if bad else "")
     bad, read = map(sum, zip(*counts, strict=True)) if counts else (0, 0)
     counted = here + f", {bad:,} of {read:,} in all {len(of_split)} files" * (len(of_split) > 1 and bool(bad))
     if not record:
-        return utils.UserError(f"{first or source}{counted}: cannot be read ({said})")
+        return UserError(f"{first or source}{counted}: cannot be read ({said})")
     problem = first or f"{source}: {describe(*record, text_field)}"
     mend = f"convert it: {convert}" if convert else "mend them"
     advice = mend + ", or leave bad records out with --skip-bad-records" * (not bad or bad < read)
     advice = "name the field with --text-field, or " * ("no field" in problem) + advice
-    return utils.UserError(f"{problem}{counted}; {advice}")
+    return UserError(f"{problem}{counted}; {advice}")
 
 
 def records_of(file: pathlib.Path, text_field: utils.Field) -> Iterator[tuple[Any, str]]:

@@ -3,7 +3,7 @@ that compares that file with what this makes. It knows the parser, not what a fl
 
 import argparse
 
-from harness import console
+from harness.base import console
 from harness.settings import make_parser
 
 BEGINNING = """# All flags

@@ -9,9 +9,10 @@ import pathlib
 import tempfile
 import time
 
-from harness import endings, heartbeats, saved
+from harness import endings, heartbeats
+from harness.base import saved
+from harness.base.errors import UserError
 from harness.settings import Settings, not_a_folder_name
-from utils import UserError
 
 
 def name_of(settings: Settings) -> str:

@@ -8,10 +8,11 @@ import re
 
 import torch
 
-from harness import kinds
+from harness.base import gpu_names
+from harness.base.errors import UserError
+from harness.base.gpu_table import find_gpu
 from harness.rates import Rates, find_file, read_file
 from harness.settings import Settings
-from utils import UserError, find_gpu
 
 # Maximum achievable matmul TFLOPS as a share of the dense peak, bf16 and float8: the best shape of a search, published
 # in stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table".
@@ -61,11 +62,11 @@ def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
     Raises:
         UserError: the GPU is not in the table and not described, or a given rate is none of these.
     """
-    if problem := kinds.wrong_rates(given):
+    if problem := gpu_names.wrong_rates(given):
         raise UserError(problem)
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:
-        if problem := kinds.unlisted(gpu, given):
+        if problem := gpu_names.unlisted(gpu, given):
             raise UserError(problem)
         rates = {"fp8_tflops": 0.0, "host_us": HOST_US, "kernel_us": KERNEL_US} | given
         return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", kind and kind.peak_tflops), rates)
@@ -106,7 +107,7 @@ def choose_rates(settings: Settings) -> Rates:
         UserError: the kind of GPU is not in the table, the file cannot be read, or the processor was not measured.
     """
     typed = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
-    kind_of_name, others = kinds.choose_kind(typed or "H100 SXM")
+    kind_of_name, others = gpu_names.choose_kind(typed or "H100 SXM")
     gpu = kind_of_name or typed
     named = settings.plan_rates not in (None, "none") and pathlib.Path(settings.plan_rates).expanduser()
     is_cpu = gpu.lower() == "cpu"

@@ -10,8 +10,8 @@ from collections import Counter
 
 import torch
 
-import utils
 from harness import driver, heartbeats
+from harness.base.devices import wait_for_device
 from harness.processes import columns, say
 
 SHARE = 0.001  # of the time of training that the kernel may take; where steps are short it is not timed at each line
@@ -42,14 +42,14 @@ class KernelClock:
         side, dtype, products = KERNEL[self.device.type]
         factor = torch.ones(side, side, dtype=dtype, device=self.device)
         result = torch.mm(factor, factor)
-        utils.wait_for_device()
+        wait_for_device()
         ends = [self.now()]
         for _ in range(BATCHES):
             for _ in range(products):
                 torch.mm(factor, factor, out=result)
             ends.append(self.now())
         reasons = driver.slowdown()
-        utils.wait_for_device()
+        wait_for_device()
         if self.device.type == "cuda":
             batches = [start.elapsed_time(end) for start, end in itertools.pairwise(ends)]
         else:

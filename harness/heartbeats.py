@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from harness import endings, terminal
+from harness.base import console
 
 BEAT = 2.0  # seconds between two beats
 SILENT = 3  # beats that did not come: stopped, killed or cut off
@@ -185,7 +186,7 @@ class Heartbeats(threading.Thread):
             says = os.environ.get("LOCAL_RANK", "0") == "0"
         line = f"train_fsdp.py: error: --timeout-minutes: {problem}\n"
         if says:
-            terminal.record_error(line.rstrip())
+            console.record_error(line.rstrip())
         if says:  # in a thread, as a pipe that nobody empties would hold this one up
             threading.Thread(target=lambda: terminal.tell(line.rstrip()), daemon=True).start()
         with contextlib.suppress(OSError):

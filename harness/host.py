@@ -122,7 +122,7 @@ def shorten_sockets() -> None:
     Raises:
         UserError: nobody may write in /tmp.
     """
-    from utils import UserError
+    from harness.base.errors import UserError
 
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) + SOCKET_NAME <= SOCKET_PATH:
@@ -169,7 +169,8 @@ def bytes_at_rest(settings: Settings) -> int:
 def check_memory(settings: Settings, parameters: int, shards: int) -> None:
     """Raises a UserError where parameters, gradients and optimizer states alone, of the ranks here, are more than this
     host can hold: a lower bound of what training takes. `shards` is how many ranks share one replica."""
-    from utils import GIB, UserError
+    from harness.base.devices import GIB
+    from harness.base.errors import UserError
 
     each = bytes_at_rest(settings)
     need, there = parameters * each * ranks_here() / shards, memory()

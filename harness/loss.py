@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness import models
-from utils import IGNORE_INDEX, UserError
+from harness.base.errors import UserError
+from utils import IGNORE_INDEX
 
 LOGITS_BYTES = 2**30  # that exist at one time; the gradient of as many, and eager two fp32 copies, are beside them
 

@@ -23,14 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import utils
-from harness import checkpoints, collectives, heartbeats, models
+from harness import collectives, heartbeats, models
+from harness.base.devices import GIB, wait_for_device
+from harness.base.errors import UserError
+from harness.base.gpu_table import find_gpu
+from harness.base.ranks import of_all_ranks
+from harness.base.text import first_line
 from harness.folders import replace_file
 from harness.gpus import LINK_SHARE, NETWORK_SHARE, name_of
 from harness.processes import StopRequest, columns, open_store, say, start_processes, stop_processes
 from harness.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
 from harness.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
 from harness.settings import Settings
-from utils import UserError
 
 PATIENCE = 20.0  # seconds for all operators of a step
 TOLERANCE = 0.1  # by which a rank may be slower than the median
@@ -187,7 +191,7 @@ def time_operators(record: StepRecorder, device: torch.device, seconds: float) -
                 call = Call(operator, *example, device, working_set)
                 found[operator] = *time_call(call, device, seconds / len(record.examples)), call.nbytes
             except (RuntimeError, NotImplementedError, IndexError) as error:  # torch.OutOfMemoryError is a RuntimeError
-                failed[operator] = utils.first_line(error)
+                failed[operator] = first_line(error)
     return found, failed
 
 
@@ -198,7 +202,7 @@ def time_together(call: Callable, device: torch.device, repeats: int = 7) -> flo
         dist.barrier()
         begin = time.perf_counter()
         call()
-        utils.wait_for_device()
+        wait_for_device()
         slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds.append(slowest.item())
@@ -318,7 +322,7 @@ def describe_device(device: torch.device, local_ranks: int) -> dict:
     whole = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
     return {
         "device": name_of(device),
-        "memory_gib": whole / utils.GIB / (1 if cuda else local_ranks),
+        "memory_gib": whole / GIB / (1 if cuda else local_ranks),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
         "threads": None if cuda else torch.get_num_threads(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -351,10 +355,10 @@ def measure(settings: Settings, recipe) -> None:
     by_size = time_collectives(record, mesh)
     step = time_step(settings, recipe, at_depth(config, depth), mesh, steps=3)
     links = time_links(device) if world > 1 else []
-    of_ranks = checkpoints.of_all_ranks((sum(least for _, least, _ in found.values()), host, found))
+    of_ranks = of_all_ranks((sum(least for _, least, _ in found.values()), host, found))
 
     slow = slow_ranks([seconds for seconds, *_ in of_ranks], heartbeats.RANKS)
-    gpu = utils.find_gpu(about["device"]) if device.type == "cuda" else None
+    gpu = find_gpu(about["device"]) if device.type == "cuda" else None
     expected = {"in a node": gpu.link * LINK_SHARE, "between nodes": gpu.network * NETWORK_SHARE} if gpu else {}
     slow += slow_links(links, heartbeats.RANKS, expected)
     operators: dict[str, list] = {}

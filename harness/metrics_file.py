@@ -9,10 +9,10 @@ import os
 import pathlib
 import threading
 
+from harness.base.saved import place_of
 from harness.checkpoints import sync
 from harness.folders import replace_file
 from harness.page import whole_lines
-from harness.saved import place_of
 
 
 def as_json(metrics: dict) -> dict:

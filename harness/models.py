@@ -8,8 +8,6 @@ import math
 import os
 import pathlib
 import re
-import socket
-import urllib.parse
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -34,37 +32,22 @@ from transformers.models.auto import tokenization_auto
 from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 import utils
-from harness import versions
+from harness.base import versions
+from harness.base.errors import UserError
+from harness.base.hub import answer_from_cache_without_network
+from harness.base.text import first_line
 from harness.settings import ASSETS, PRESETS, Settings, misfits_float8
 from harness.terminal import is_first_rank
-from utils import UserError
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
 # folder's code, whatever AutoTokenizer was told: no time to answer means that nobody is asked.
 transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 any_class_from_name = tokenization_auto.tokenizer_class_from_name
 use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
-
 MAX_TOKENS = 2**27  # of a microbatch: that many labels alone are 1 GiB, and none is ready before all of them are made
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 # What torch takes in the place of its own flash attention on a GPU of this major capability, if it is installed.
 FLASH_KERNELS = {9: ("FA3", is_flash_attn_3_available), 10: ("FA4", is_flash_attn_4_available)}
-
-
-def answer_from_cache_without_network(source: str) -> None:
-    """Makes the hub libraries answer from their caches at once where `source` is not local and the hub has no address.
-
-    They would try for 20 s otherwise, for each file, with a warning for each try.
-    """
-    from huggingface_hub import constants
-
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    try:
-        if not (proxy or os.path.exists(source)):
-            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def find_source(model: str) -> tuple[str, str]:
@@ -91,7 +74,7 @@ def load_config(model: str):
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
         what = "its config.json cannot be used" if os.path.exists(source) else nowhere
-        raise UserError(f"--model {model}: {what} ({utils.first_line(error)})") from error
+        raise UserError(f"--model {model}: {what} ({first_line(error)})") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
     if why := malformed(config.get_text_config()):
@@ -179,7 +162,7 @@ def load_tokenizer(settings: Settings, config):
             hint = f"`hf auth login` where {source} is gated, or a network; else {hint}"
         if settings.tokenizer is None and settings.model in PRESETS:
             where += f"; the preset {settings.model} has its config alone here"
-        raise UserError(f"--tokenizer {source}: {where} ({utils.first_line(error)}); {hint}") from error
+        raise UserError(f"--tokenizer {source}: {where} ({first_line(error)}); {hint}") from error
     vocabulary = config.get_text_config().vocab_size
     if (size := len(tokenizer)) > vocabulary:
         raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {vocabulary}")
@@ -314,9 +297,9 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, ImportError) as error:
-        raise UserError(f"--attention {attention}: {utils.first_line(error)}") from error
+        raise UserError(f"--attention {attention}: {first_line(error)}") from error
     except Exception as error:  # a negative size, an activation that nobody knows
-        what = f"{type(error).__name__}: {utils.first_line(error)}"
+        what = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"--model: transformers builds no model of its config.json ({what})") from error
 
 
@@ -532,7 +515,7 @@ class PretrainedWeights:
                     layer = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
                     self.slices.setdefault(layer and int(layer[1]), {})[key] = tensors.get_slice(key)
         except Exception as error:
-            raise UserError(f"--init pretrained: no weights from {source} ({utils.first_line(error)})") from error
+            raise UserError(f"--init pretrained: no weights from {source} ({first_line(error)})") from error
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""

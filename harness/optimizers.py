@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from harness.base.errors import UserError
 from harness.settings import Settings
-from utils import UserError
 
 
 def local(tensor: DTensor) -> torch.Tensor:

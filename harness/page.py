@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable
 from html import escape
 from importlib.util import find_spec
 
-from harness import console
+from harness.base import console
+from harness.base.errors import UserError
+from harness.base.saved import read_config
+from harness.base.text import first_line
 from harness.folders import replace_file
-from harness.saved import read_config
 from harness.settings import ASSETS, Settings
-from utils import UserError, first_line
 
 POINTS = 1000  # of a line in a chart there are at most about twice as many
 SHOWN = 6  # stories of a prompt that are not folded away

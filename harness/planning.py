@@ -14,12 +14,15 @@ import numpy as np
 
 import utils
 from harness import advice, models, page
+from harness.base.devices import GIB
+from harness.base.errors import UserError
+from harness.base.gpu_table import find_gpu
+from harness.base.text import first_line
 from harness.commands import given, without
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates, verdict_of
 from harness.plan_text import assumptions, describe_plan, describe_verdict
 from harness.rates import Rates, predict_time
 from harness.settings import Settings
-from utils import UserError
 
 # The script's own functions, which a plan drives.
 Recipe = collections.namedtuple("Recipe", "resolve build_mesh build_model build_optimizer train_step")
@@ -44,7 +47,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
         records = [record_step(settings, recipe, config, world, depth, edge) for depth in depths]
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
-        raise UserError(f"--plan: {why} ({utils.first_line(error)})") from error
+        raise UserError(f"--plan: {why} ({first_line(error)})") from error
     few, many = records[0], records[-1]
     beyond = (layers - depths[-1]) / period if len(depths) == 2 else 0
 
@@ -72,19 +75,19 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
             counts[key] for key in counts if key[:2] == ("list_bytes", "optimizer")
         )
     at, peak = max(peaks.items(), key=lambda item: item[1].sum())
-    total = peak.sum() / utils.GIB
+    total = peak.sum() / GIB
     groups = {key[2:] for key in counts if key[0] == "calls" and key[2:][1] > 1}
     communicators = len({key[1:] for key in groups})
     # a stream's memory serves no other stream: each keeps what it held at its own peak
-    held = [max(peak.sum() for peak in one.values()) / utils.GIB for one in of_pools]
+    held = [max(peak.sum() for peak in one.values()) / GIB for one in of_pools]
     reserved = sum(held) * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB
-    of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / utils.GIB
+    of_the_step = np.max([found for key, found in peaks.items() if "build" not in key], axis=0) / GIB
     memory = dict(zip(KINDS, of_the_step.tolist(), strict=True))
     collectives = []
     for group in sorted(groups):
         calls, sent = (sum(counts.get((of, phase, *group), 0) for phase in PHASES) for of in ("calls", "sent_bytes"))
         entry = dict(zip(("collective", "ranks", "per_node"), group, strict=True))
-        entry |= {"calls": round(calls), "gib": sent / utils.GIB, "gib_between_nodes": 0.0}
+        entry |= {"calls": round(calls), "gib": sent / GIB, "gib_between_nodes": 0.0}
         if entry["per_node"] < entry["ranks"]:  # of a ring's hops one in per_node leaves the node
             entry["gib_between_nodes"] = entry["gib"] / entry["per_node"]
         collectives.append(entry)
@@ -95,17 +98,17 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
         "gpus": world,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops or None,
-        "memory_gib": memory | {"total": total, "reserved": reserved, "host": float(on_host.sum()) / utils.GIB},
+        "memory_gib": memory | {"total": total, "reserved": reserved, "host": float(on_host.sum()) / GIB},
         "held_by_streams_gib": held,
         "beside_tensors_gib": {  # what the process holds of the card beyond the tensors' peak
             "other streams": sum(held) - total,
             "fragmentation": sum(held) * FRAGMENTATION,
             "CUDA and NCCL": CONTEXT_GIB + communicators * NCCL_GIB,
         },
-        "at_peak_gib": dict(zip(KINDS, (peak / utils.GIB).tolist(), strict=True)),
+        "at_peak_gib": dict(zip(KINDS, (peak / GIB).tolist(), strict=True)),
         "peak_at": at[-2] if len(at) == 3 else at[-1],
         "peaks_gib": {
-            phase: dict(zip(KINDS, max(found, key=np.sum) / utils.GIB, strict=True))
+            phase: dict(zip(KINDS, max(found, key=np.sum) / GIB, strict=True))
             for phase in ("build", "forward", "head", "backward", "optimizer")
             if (found := [peak for key, peak in peaks.items() if phase in key])
         },
@@ -187,7 +190,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
         }
     if result["fits"] and settings.num_steps and "num_steps" in given(settings.argv):
         result["run"] = price_of_run(settings, result)
-    assumed = not rates.sections and utils.find_gpu(rates.device)
+    assumed = not rates.sections and find_gpu(rates.device)
     result["published_share"] = PUBLISHED_SHARE if assumed else None
     result["verdict_text"] = describe_verdict(settings, result)
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])

@@ -20,12 +20,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness import checkpoints, driver, gpus, host, models, saved, terminal
-from harness.processes import on_main_rank
+from harness import driver, gpus, host, models, terminal
+from harness.base import saved
+from harness.base.devices import GIB
+from harness.base.errors import UserError
+from harness.base.ranks import of_all_ranks, on_main_rank
+from harness.base.text import counted
+from harness.base.versions import versions
 from harness.rates import Rates
-from harness.settings import ROOT, Settings, counted
-from harness.versions import versions
-from utils import GIB, UserError
+from harness.settings import ROOT, Settings
 
 SHARED_MEMORY = "/dev/shm"
 # Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes
@@ -439,7 +442,7 @@ def check(
     Returns the settings with what the disk, or a host's memory, has no room for."""
     if settings.num_workers:
         host.shorten_sockets()
-    described = checkpoints.of_all_ranks(describe(device))
+    described = of_all_ranks(describe(device))
 
     def look() -> Settings:
         model, near = models.on_meta(config), [about["node"] for about in described].count(described[0]["node"])

@@ -10,17 +10,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from harness import endings, heartbeats, terminal
+from harness.base import console
+from harness.base.errors import UserError
+from harness.base.text import first_line
 from harness.settings import Settings
-from utils import UserError, first_line, from_main_process
 
 STORE_PATIENCE = 15  # seconds until something is said of a store that does not answer
 AFTER_HEARTBEATS = timedelta(minutes=1)  # until collectives give up, when --timeout-minutes has passed
@@ -241,17 +242,12 @@ def fail(message: str, exit_code: int, patience: float = 3, as_json: bool = Fals
         first = heartbeats.speaks_first(heartbeats.HERE.store)
     sys.stdout.flush()
     if first:
-        terminal.record_error(message, happened)
+        console.record_error(message, happened)
         terminal.tell(message)
         if as_json:
-            terminal.tell_json(message)
+            console.tell_json(message)
     endings.announce(exit_code, patience=5)
     os._exit(exit_code)  # no clean-up: it would wait for ranks and workers that do not answer any more
-
-
-def on_main_rank(make: Callable[[], Any]) -> Any:
-    """What `make` returns on rank 0, on every rank; what it raises, too."""
-    return from_main_process(make, dist.get_rank() == 0)
 
 
 def say(*message) -> None:

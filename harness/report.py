@@ -19,6 +19,11 @@ from tqdm import tqdm
 
 import utils
 from harness import endings, models, page, terminal, trackers
+from harness.base.devices import GIB, wait_for_device
+from harness.base.errors import UserError
+from harness.base.saved import newest, place_of, read_config
+from harness.base.text import counted, first_line
+from harness.base.versions import commit, versions
 from harness.checkpoints import TrainState
 from harness.commands import flags_of_run, to_paste, with_value
 from harness.endpoint import Endpoint
@@ -27,11 +32,8 @@ from harness.health import KernelClock
 from harness.metrics_file import MetricsFile, as_json, metrics_text
 from harness.page import whole_lines
 from harness.processes import columns, say
-from harness.saved import newest, place_of, read_config
-from harness.settings import Settings, counted
+from harness.settings import Settings
 from harness.trackers import Trackers
-from harness.versions import commit, versions
-from utils import UserError
 
 SAVE_MINUTES = 15  # between two checkpoints, as advised to a run that saves none
 
@@ -62,10 +64,10 @@ def profiling(folder: pathlib.Path, state: TrainState):
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
     with state.tracker.excluded():
         with contextlib.nullcontext() if dist.get_rank() else torch.profiler.profile() as profile:
-            utils.wait_for_device()  # the clock starts when the profiler has: CUPTI takes seconds
+            wait_for_device()  # the clock starts when the profiler has: CUPTI takes seconds
             before, start = state.step, time.perf_counter()
             yield
-            utils.wait_for_device()
+            wait_for_device()
             seconds = time.perf_counter() - start
         if profile:
             (folder / "profile").mkdir(exist_ok=True)
@@ -297,7 +299,7 @@ def write_page(folder: pathlib.Path) -> pathlib.Path | None:
     try:
         return page.write_report([folder], folder / "report.html")
     except Exception as error:  # whatever it is, the run has its result
-        say(columns({"report": f"not written: {getattr(error, 'strerror', None) or utils.first_line(error)}"}))
+        say(columns({"report": f"not written: {getattr(error, 'strerror', None) or first_line(error)}"}))
         return None
 
 
@@ -516,7 +518,7 @@ def memory_figures(device: torch.device) -> dict[str, float]:
         return {}
     stats = torch.cuda.memory_stats(device)
     names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / utils.GIB for name, key in names.items()}
+    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}
 
 
 def time_shares(events, seconds: float) -> dict[str, float]:

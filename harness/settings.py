@@ -21,7 +21,8 @@ import typing
 from collections.abc import Iterator
 from typing import Literal
 
-from harness import kinds, saved, versions
+from harness.base import gpu_names, saved, versions
+from harness.base.text import counted, one_line
 from harness.commands import given, without
 from harness.flagfile import Collect, read_flags, suggest
 
@@ -105,17 +106,6 @@ def flag(default, help: str, **options):
     """A field that is a flag. `group` opens a group of --help, `least` and `below` bound a number, which is positive
     otherwise; all else is argparse's own."""
     return dataclasses.field(default=default, metadata={"help": help} | options)
-
-
-def one_line(message: str) -> str:
-    """A message as one line, whatever the names in it hold."""
-    return message.replace("\r", "\\r").replace("\n", "\\n")
-
-
-def counted(count: int | str, name: str) -> str:
-    """`1 rank`, `1,024 ranks`."""
-    number = count if isinstance(count, str) else f"{count:,}"
-    return f"{number} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")
 
 
 # fmt: off
@@ -241,7 +231,6 @@ class Settings:
         counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
         sequences = " x ".join(counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
-# fmt: on
 
 
 class Parser(argparse.ArgumentParser):
@@ -255,11 +244,11 @@ class Parser(argparse.ArgumentParser):
             sys.exit(2)
         said = one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from harness.terminal import record_error
+            from harness.base.console import record_error
 
             record_error(said)
         if self.as_json:
-            from harness.terminal import tell_json
+            from harness.base.console import tell_json
 
             tell_json(said)
         self.exit(2, f"{said}\n")
@@ -356,7 +345,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     args.betas, args.config = tuple(args.betas), named.config
     del args.version
     settings = Settings(**vars(args), given_accumulation=args.gradient_accumulation_steps, argv=tuple(argv))
-    if problem := contradiction(settings) or kinds.wrong_plan(settings):
+    if problem := contradiction(settings) or gpu_names.wrong_plan(settings):
         parser.error(problem + f" (with the flags of {named.config})" * bool(named.config))
     return settings
 

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.base.text import first_line
 from harness.processes import say
-from utils import first_line
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 

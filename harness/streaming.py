@@ -19,6 +19,8 @@ from torch.utils.data import IterableDataset
 
 import utils
 from harness import held_out as held
+from harness.base.errors import UnreadableError, UserError
+from harness.base.ranks import from_main_process
 from harness.faults import name_fault
 from harness.processes import say
 
@@ -56,7 +58,7 @@ class StreamedDataset:
                 content = [(os.path.relpath(file, top), file.stat().st_size) for file in of_split]
             elif "[" in split:
                 slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
-                raise utils.UserError(f"--dataset {source}, split {split!r}: {slices}")
+                raise UserError(f"--dataset {source}, split {split!r}: {slices}")
             else:
                 self.rows = utils.load_documents(source, split, subset, streaming=True)
                 sizes = [(name, part.num_examples) for name, part in (self.rows.info.splits or {}).items()]
@@ -77,7 +79,7 @@ class StreamedDataset:
             if windows and sum(map(len, read)) > windows * self.seq_len:
                 break
         if not sum(map(len, read)):
-            raise utils.UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text")
+            raise UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text")
         tokens = np.concatenate(read)[: windows * self.seq_len + 1 if windows else None]
         return utils.pack(tokens, self.seq_len, self.source, self.split)
 
@@ -95,7 +97,7 @@ class StreamedDataset:
             split = (self.rows.info.splits or {}).get(self.split)
             if not (split and split.num_examples):
                 problem = "how many documents it has is not known, so that none can be held out while streaming"
-                raise utils.UserError(f"--dataset {self.source}: {problem}; name an --eval-split")
+                raise UserError(f"--dataset {self.source}: {problem}; name an --eval-split")
             kept = split.num_examples * (100 - held.PERCENT) // 100
             train.rows, held_out.rows = self.rows.take(kept), self.rows.skip(kept)
         else:
@@ -103,9 +105,9 @@ class StreamedDataset:
         train.beginning = train.head(1).fingerprint()
         return train, held_out
 
-    def _too_few(self, documents: int) -> utils.UserError:
+    def _too_few(self, documents: int) -> UserError:
         few = f"{documents:,} documents are too few to be divided while streaming"
-        return utils.UserError(f"--dataset {self.source}: {few}; leave out --streaming")
+        return UserError(f"--dataset {self.source}: {few}; leave out --streaming")
 
     def _uncounted(self) -> "StreamedDataset":
         """The same with counts of its own, for what is read again later."""
@@ -184,7 +186,7 @@ class StreamedDataset:
         """Errors of the data within are a UserError; they can be the network's or a file's, hours into a run too."""
         try:
             yield
-        except (utils.UnreadableError, OSError, ValueError) as error:
+        except (UnreadableError, OSError, ValueError) as error:
             raise name_fault(error, self.source, self.split, self.reading[0]) from error
 
 
@@ -218,13 +220,13 @@ class StreamedBatches(IterableDataset):
     first_sample: int = 0
     position: tuple[int, int, int] | None = None  # None: the beginning
 
-    def __iter__(self) -> Iterator[dict[str, Any] | utils.UserError]:
+    def __iter__(self) -> Iterator[dict[str, Any] | UserError]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
         logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what goes wrong is said once, by the UserError
         try:
             yield from self._batches()
-        except utils.UserError as error:
-            yield utils.UserError(str(error), exit_code=1)
+        except UserError as error:
+            yield UserError(str(error), exit_code=1)
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         seq_len, collate = self.stream.seq_len, utils.create_collate_fn(self.stream.end_of_text, shift_labels=False)
@@ -267,4 +269,4 @@ def stream_dataset(
     dataset, reading = os.path.expanduser(dataset), (text_field, skip_bad_records)
     corpus = (dataset, split, vocab_size or len(tokenizer), seed, reading, subset)
     prepare = functools.partial(StreamedDataset, tokenizer, seq_len, *corpus)
-    return utils.from_main_process(prepare, accelerator is None or accelerator.is_main_process)
+    return from_main_process(prepare, accelerator is None or accelerator.is_main_process)

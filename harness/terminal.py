@@ -3,20 +3,19 @@ width, the bar below the log lines, what Ctrl-C leaves behind. Called by the scr
 nothing heavy and does not know what is trained."""
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Iterable
 
 import psutil
 from tqdm import tqdm
 from tqdm.std import Bar as Meter
 
-from harness import console, endings, saved
+from harness import endings
+from harness.base import console, saved
 from harness.commands import flags_of_run, to_paste, with_value
 
 PIPED = 120  # columns of a story where there is no terminal
@@ -78,11 +77,6 @@ def tell(text: str) -> None:
     console.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
 
 
-def tell_json(message: str) -> None:
-    """An error as the JSON object that stdout has with --json."""
-    print(json.dumps({"error": message.removeprefix("train_fsdp.py: error: ").rstrip()}), flush=True)
-
-
 def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
     """The text, its lines broken at spaces to the width of the terminal; as it is where there is none. `indent` is that
     of the lines that a break makes. What is longer than a line, such as an address, stays whole."""
@@ -135,9 +129,6 @@ def fit(step: int, total: int, figures: list[str], columns: int, ascii: bool = F
     return "  ".join(filter(None, [done, drawn, text]))[:columns]
 
 
-# ---- Ctrl-C and errors -----------------------------------------------------------------------------------------------
-
-
 def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
     """What Ctrl-C leaves behind: where the run was, what is saved, and the command that goes on."""
     if settings.plan or settings.measure or not settings.num_steps:
@@ -187,13 +178,3 @@ def launcher() -> list[str]:
                 del words[0]  # they are scripts, and find their interpreter
     here = os.getcwd() + os.sep
     return [word.removeprefix(here) for word in [*words, script]]
-
-
-def record_error(message: str, happened: float | None = None) -> None:
-    """Leaves an error where torchrun looks for it, which it then prints at the end of its own.
-
-    The earliest is taken for the cause: `happened` is when (seconds since 1970), by default now."""
-    details = {"py_callstack": "\n" + message, "timestamp": str(int(happened or time.time()))}
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
-            pathlib.Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

@@ -9,9 +9,10 @@ It needs the package wandb-workspaces, a login and the network. It does not know
 import argparse
 import sys
 
-from harness import console
+from harness.base import console
+from harness.base.errors import UserError
+from harness.base.text import first_line
 from harness.trackers import GROUPS
-from utils import UserError, first_line
 
 SECTIONS = {  # title: charts, each the keys of metrics.jsonl that share it
     "Training": (["grad_norm"], ["learning_rate"]),

@@ -36,9 +36,10 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness import processes, saved
+from harness import processes
+from harness.base import saved
+from harness.base.errors import UserError
 from harness.settings import Settings, parse_args
-from utils import UserError
 
 torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.

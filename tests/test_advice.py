@@ -18,8 +18,10 @@ from conftest import ROOT, parse, words
 from test_tracker import PEAKS
 
 import train_fsdp
-import utils
-from harness import advice, gpus, kinds, own_plan, plan_text, planning
+from harness import advice, gpus, own_plan, plan_text, planning
+from harness.base import gpu_names
+from harness.base.errors import UserError
+from harness.base.gpu_table import GPUS, find_gpu
 from harness.settings import parse_args
 
 LEVELS = {"none": 10.0, "selective": 6.0, "full": 1.0}  # GiB a sequence
@@ -358,14 +360,16 @@ def test_what_published_runs_reached_is_what_the_table_says():
 
 
 def test_the_kinds_that_an_error_lists_are_those_that_plans_know():
-    listed = {utils.find_gpu(name).name for name in kinds.PLANNED}
-    assert listed == {kind.name for kind in utils.GPUS if kind.memory_gib}
-    assert len(listed) == len(kinds.PLANNED)
+    listed = {find_gpu(name).name for name in gpu_names.PLANNED}
+    assert listed == {kind.name for kind in GPUS if kind.memory_gib}
+    assert len(listed) == len(gpu_names.PLANNED)
 
 
-@pytest.mark.parametrize("typed", [*PEAKS, *kinds.PLANNED, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "GRID A100-10C", "V100"])
+@pytest.mark.parametrize(
+    "typed", [*PEAKS, *gpu_names.PLANNED, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "GRID A100-10C", "V100"]
+)
 def test_a_gpus_row_is_the_same_before_torch_is_there_and_after(typed):
-    row, kind = kinds.row_of(typed), utils.find_gpu(typed)
+    row, kind = gpu_names.row_of(typed), find_gpu(typed)
     assert (row and row["name"]) == (kind and kind.name)
 
 
@@ -390,17 +394,17 @@ def test_a_gpus_row_is_the_same_before_torch_is_there_and_after(typed):
     ],
 )
 def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed, kind, others):
-    assert kinds.choose_kind(typed) == (kind, others)
+    assert gpu_names.choose_kind(typed) == (kind, others)
     if kind:
         rates = gpus.choose_rates(parse(["--plan", "--plan-gpu", typed, "--plan-rates", "none"]))
-        assert rates.device == kind and utils.find_gpu(kind).memory_gib == rates.memory_gib
+        assert rates.device == kind and find_gpu(kind).memory_gib == rates.memory_gib
         assert all(repr(other) in rates.taken for other in others) and bool(rates.taken) == bool(others)
 
 
 @pytest.mark.parametrize("typed, meant", [("H10", "H100 SXM or H100 PCIe or H100 NVL"), ("A6000", "RTX A6000")])
 def test_a_gpu_that_plans_do_not_know_gets_the_nearest_and_all_kinds(typed, meant):
-    said = kinds.unlisted(typed, {})
-    assert f"did you mean {meant}?" in said and ", ".join(kinds.PLANNED) in said and "--plan-rates FILE" in said
+    said = gpu_names.unlisted(typed, {})
+    assert f"did you mean {meant}?" in said and ", ".join(gpu_names.PLANNED) in said and "--plan-rates FILE" in said
     assert "\n" not in said
 
 
@@ -422,7 +426,7 @@ def test_a_gpu_that_plans_do_not_know_gets_the_nearest_and_all_kinds(typed, mean
 def test_what_is_wrong_with_a_plans_flags_is_found_while_they_are_read(tmp_path, flags, contents, said):
     if contents:
         (tmp_path / "FILE").write_text(contents)
-    with pytest.raises(utils.UserError, match=said) as raised:
+    with pytest.raises(UserError, match=said) as raised:
         parse(["--plan", *words(flags.replace("FILE", str(tmp_path / "FILE")))])
     assert "\n" not in str(raised.value)
 
@@ -431,13 +435,11 @@ def test_a_gpu_of_ones_own_is_planned_by_its_description(tmp_path):
     rates = tmp_path / "own.json"
     flags = f"--plan --plan-gpu RTX_6000_Ada --plan-rates {rates}"
     rates.write_text(json.dumps({"memory_gib": 47.4, "matmul_tflops": 218}))
-    with pytest.raises(
-        utils.UserError, match=r"--plan-rates: 'RTX_6000_Ada' .* has to give attention_tflops, memory_gb"
-    ):
+    with pytest.raises(UserError, match=r"--plan-rates: 'RTX_6000_Ada' .* has to give attention_tflops, memory_gb"):
         parse(words(flags))
-    rates.write_text(json.dumps(kinds.DESCRIBED | {"memory_gib": 47.4}))
+    rates.write_text(json.dumps(gpu_names.DESCRIBED | {"memory_gib": 47.4}))
     found = gpus.choose_rates(parse(words(flags)))
     assert (found.device, found.memory_gib, found.peak_tflops) == ("RTX_6000_Ada", 47.4, None)
     assert gpus.choose_rates(parse([*words(flags), "--peak-tflops", "364"])).peak_tflops == 364
-    rates.write_text(json.dumps(kinds.DESCRIBED | {"peak_tflops": 300}))
+    rates.write_text(json.dumps(gpu_names.DESCRIBED | {"peak_tflops": 300}))
     assert gpus.choose_rates(parse(words(flags))).peak_tflops == 300

@@ -22,7 +22,7 @@ import covering
 import multirank
 import psutil
 
-from utils import UserError
+from harness.base.errors import UserError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -39,8 +39,9 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
-import utils
-from harness import checkpoints, endings, export, folders, processes, samples, saved
+from harness import checkpoints, endings, export, folders, processes, samples
+from harness.base import saved
+from harness.base.errors import UserError
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -72,7 +73,7 @@ def refused(run):
     """The message of a run that ends with a mistake of the user."""
 
     def start_run(*args, exit_code: int = 2, **options) -> str:
-        with pytest.raises(utils.UserError) as raised:
+        with pytest.raises(UserError) as raised:
             run(*args, **options)
         assert raised.value.exit_code == exit_code
         assert "\n" not in str(raised.value)
@@ -402,7 +403,7 @@ def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flag
     settings = parse(flags)
     manifest = {"world_size": 3, "flags": vars(settings) | {"given_accumulation": 1}}
     monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 2)
-    with pytest.raises(utils.UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12"):
+    with pytest.raises(UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12"):
         checkpoints.keep_global_batch(settings, manifest)
     monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 1)
     assert checkpoints.keep_global_batch(settings, manifest) == 3

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import utils
 from harness import commands, corpora, samples, streaming
+from harness.base.errors import UserError
 from harness.settings import is_local
 
 END = 0  # end-of-text of the demo tokenizer
@@ -105,7 +106,7 @@ def test_tokens_are_stored_in_the_smallest_type_that_holds_the_vocabulary(tmp_pa
 
 
 def test_a_token_without_an_embedding_is_refused_and_leaves_no_file(tmp_path):
-    with pytest.raises(utils.UserError, match="--tokenizer"):
+    with pytest.raises(UserError, match="--tokenizer"):
         utils.pack_tokens(iter([np.array([3, 100], np.uint32)]), tmp_path / "cache" / "t", 100)
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -275,7 +276,7 @@ def test_percentages_of_too_few_documents_cut_tokens(tokenizer, tmp_path, texts)
 
 @pytest.mark.parametrize("bound", ["[:41]", "[-41:]", "[:101%]"])
 def test_a_bound_beyond_the_documents_is_refused(tokenizer, tmp_path, bound):
-    with pytest.raises(utils.UserError, match="beyond the 40 documents"):
+    with pytest.raises(UserError, match="beyond the 40 documents"):
         load(tokenizer, tmp_path, write_jsonl(tmp_path / "data.jsonl", STORIES_OF_FORTY), f"train{bound}")
 
 
@@ -301,7 +302,7 @@ def test_a_cut_packed_file_is_named(tokenizer, tmp_path, name):
         file.write("\n".join(STORIES_OF_FORTY).encode())
     os.truncate(tmp_path / name, (tmp_path / name).stat().st_size // 2)
     for way in ("cached", "streamed"):
-        with pytest.raises(utils.UserError, match=f"--dataset {tmp_path / name}: cannot be read"):
+        with pytest.raises(UserError, match=f"--dataset {tmp_path / name}: cannot be read"):
             read(way, tokenizer, tmp_path, tmp_path / name)
 
 
@@ -314,7 +315,7 @@ def test_the_text_is_in_the_field_that_is_named(tokenizer, tmp_path, name):
     for way in ("cached", "streamed"):
         tokens = read(way, tokenizer, tmp_path, tmp_path / name, text_field="story")
         assert tokens == encoded(tokenizer, TEXTS)
-        with pytest.raises(utils.UserError, match="--text-field"):
+        with pytest.raises(UserError, match="--text-field"):
             read(way, tokenizer, tmp_path, tmp_path / name)
 
 
@@ -364,12 +365,12 @@ def test_what_is_left_out_of_a_folder_is_named(tokenizer, tmp_path):
 
 def test_a_folder_of_which_nothing_is_read_is_an_error_that_lists_what_was_seen(tokenizer, tmp_path):
     (tmp_path / "data").mkdir()
-    with pytest.raises(utils.UserError, match=r"needs \.jsonl/\.txt/\.md/\.parquet files, .* it is empty"):
+    with pytest.raises(UserError, match=r"needs \.jsonl/\.txt/\.md/\.parquet files, .* it is empty"):
         load(tokenizer, tmp_path, tmp_path / "data")
     for name in ("posts.json", "list.csv"):
         (tmp_path / "data" / name).write_text("no story")
     for source in (tmp_path / "data", tmp_path / "data" / "*"):
-        with pytest.raises(utils.UserError, match=r"there is only .*list\.csv, .*posts\.json"):
+        with pytest.raises(UserError, match=r"there is only .*list\.csv, .*posts\.json"):
             load(tokenizer, tmp_path, source)
 
 
@@ -486,7 +487,7 @@ def test_what_flags_take_for_local_is_what_is_read_from_files(tmp_path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
     try:
         read_from_files = bool(utils.local_files(os.path.expanduser(name)))
-    except utils.UserError:  # of what would be local and is not there, or has no text
+    except UserError:  # of what would be local and is not there, or has no text
         read_from_files = True
     assert is_local(name) == read_from_files
 
@@ -762,7 +763,7 @@ def test_a_cache_serves_from_a_disk_that_can_only_be_read(tokenizer, tmp_path, m
     monkeypatch.setattr(utils.tempfile, "TemporaryDirectory", refuse)
     (tmp_path / "cache" / "tokens-0.binabc").mkdir()  # abandoned, and cannot be removed
     assert load(Broken(tokenizer), tmp_path, file) == first
-    with pytest.raises(utils.UserError, match=r"--cache-dir .*Read-only file system"):
+    with pytest.raises(UserError, match=r"--cache-dir .*Read-only file system"):
         load(tokenizer, tmp_path, write_jsonl(tmp_path / "new.jsonl", TEXTS))
 
 
@@ -802,7 +803,7 @@ def test_a_full_disk_under_what_datasets_writes_is_named(tokenizer, tmp_path, mo
         raise datasets.exceptions.DatasetGenerationError("failed") from OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(datasets, "load_dataset", fill)
-    with pytest.raises(utils.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         load(tokenizer, tmp_path, "someone/stories")
     assert str(raised.value).startswith("HF_DATASETS_CACHE ") and "No space left" in str(raised.value)
 
@@ -897,7 +898,7 @@ def write(path: pathlib.Path, content: bytes | dict | None) -> pathlib.Path:
 @pytest.mark.parametrize("name, content, says", UNUSABLE)
 def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, way, name, content, says):
     file = write(tmp_path / name, content)
-    with pytest.raises(utils.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         read(way, tokenizer, tmp_path, file)
     message = str(raised.value)
     assert message.startswith(f"--dataset {file}") and says in message.removeprefix(f"--dataset {file}")
@@ -921,7 +922,7 @@ def test_the_command_in_the_error_converts_the_file(tokenizer, tmp_path, encodin
     content = text if "jsonl" not in name else json.dumps({"text": text}, ensure_ascii=False)
     write = {"gzip": gzip.compress, "bzip2": bz2.compress}.get(packer, bytes)
     (tmp_path / name).write_bytes(write(content.encode(encoding)))
-    with pytest.raises(utils.UserError, match="not UTF-8") as raised:
+    with pytest.raises(UserError, match="not UTF-8") as raised:
         load(tokenizer, tmp_path, tmp_path / name)
     command = str(raised.value).partition("convert it: ")[2].partition(", or leave")[0]
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
@@ -942,7 +943,7 @@ def test_bad_records_are_left_out_and_counted_if_asked(tokenizer, tmp_path, way,
         assert lines[0].endswith(f", left out: empty documents 1, bad records {len(bad)}")
         assert load(Broken(tokenizer), tmp_path, file, skip_bad_records=True, lines=lines) == expected
         assert lines[1].endswith(f", left out: empty documents 1, bad records {len(bad)}")
-        with pytest.raises(utils.UserError, match="line 2"):  # a cache without them is none for a run that wants all
+        with pytest.raises(UserError, match="line 2"):  # a cache without them is none for a run that wants all
             load(tokenizer, tmp_path, file)
     else:
         stream = streaming.stream_dataset(tokenizer, 4, dataset=file, skip_bad_records=True)
@@ -967,7 +968,7 @@ def test_of_a_folder_the_file_is_named(tokenizer, tmp_path, way, name, content, 
     write(tmp_path / "data" / name.replace("1", "0"), first)
     write(tmp_path / "data" / name, content)
     write(tmp_path / "data" / f"a-validation{pathlib.Path(name).suffix}", first)
-    with pytest.raises(utils.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         read(way, tokenizer, tmp_path, tmp_path / "data")
     assert str(raised.value).startswith(f"--dataset {tmp_path / 'data' / name}{says}")
 
@@ -978,7 +979,7 @@ def test_a_parquet_file_with_a_damaged_page_is_named(tokenizer, tmp_path):
     content[2000:2100] = bytes(100)
     file.write_bytes(content)
     for way in ("cached", "streamed"):
-        with pytest.raises(utils.UserError) as raised:
+        with pytest.raises(UserError) as raised:
             read(way, tokenizer, tmp_path, file)
         assert str(raised.value).startswith(f"--dataset {file}")
 
@@ -991,19 +992,19 @@ def test_a_file_that_is_deleted_under_way_is_named(tokenizer, tmp_path, way, mon
     if way == "streamed":
         stream = streaming.stream_dataset(tokenizer, 4, dataset=str(tmp_path / "data"))
         gone.unlink()
-        with pytest.raises(utils.UserError) as raised:
+        with pytest.raises(UserError) as raised:
             list(itertools.islice(stream.chunks((0, 0, 0)), 20))
     else:
         read = utils.file_records
         monkeypatch.setattr(utils, "file_records", lambda *of: (gone.unlink(missing_ok=True), read(*of))[1])
-        with pytest.raises(utils.UserError) as raised:
+        with pytest.raises(UserError) as raised:
             load(tokenizer, tmp_path, tmp_path / "data")
     assert str(raised.value).startswith(f"--dataset {gone}")
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "/no/such/folder", "./none", "~/none.txt"])
 def test_data_that_is_not_there_is_named(tokenizer, tmp_path, name):
-    with pytest.raises(utils.UserError, match="no such file") as raised:
+    with pytest.raises(UserError, match="no such file") as raised:
         load(tokenizer, tmp_path, name)
     assert str(raised.value).startswith("--dataset ")
     assert f"{name.lstrip('~')}: " in str(raised.value)
@@ -1012,7 +1013,7 @@ def test_data_that_is_not_there_is_named(tokenizer, tmp_path, name):
 @pytest.mark.parametrize("split", ["validation", "train[:x%]", "train[", "test[:5%]", "train+test", ""])
 def test_a_split_that_is_not_there_is_named(tokenizer, tmp_path, split):
     file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
-    with pytest.raises(utils.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         load(tokenizer, tmp_path, file, split)
     assert f"split {split.partition('[')[0] if 'test[' in split else split!r}"[:11] in str(raised.value)
 
@@ -1020,11 +1021,11 @@ def test_a_split_that_is_not_there_is_named(tokenizer, tmp_path, split):
 def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path, tokenizer):
     bare = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo", eos_token=None)
     assert bare.eos_token_id is None
-    with pytest.raises(utils.UserError, match=r"--tokenizer .*end-of-text"):
+    with pytest.raises(UserError, match=r"--tokenizer .*end-of-text"):
         load(bare, tmp_path, write_jsonl(tmp_path / "data.jsonl", TEXTS))
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(tokenizer, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(utils.UserError, match="--cache-dir"):
+    with pytest.raises(UserError, match="--cache-dir"):
         load(tokenizer, tmp_path, write_jsonl(tmp_path / "data.jsonl", TEXTS))

@@ -26,7 +26,8 @@ from conftest import ROOT, parse, start, torchrun_command, write_checkpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
-from harness import flagtable, kinds, settings
+from harness import flagtable, settings
+from harness.base import gpu_names
 from harness.settings import make_parser
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
@@ -317,7 +318,7 @@ def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, t
         if flag == "--resume" and value != "auto":
             write_checkpoint(tmp_path / value, 1)
         if flag == "--plan-rates":
-            (tmp_path / value).write_text(json.dumps(kinds.DESCRIBED))
+            (tmp_path / value).write_text(json.dumps(gpu_names.DESCRIBED))
         if flag == "--config":
             (tmp_path / value).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / value).write_text('{"flags": {}}' if value.endswith(".json") else "")

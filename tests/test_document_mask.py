@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import train_fsdp
 import utils
 from harness import models
-from utils import UserError
+from harness.base.errors import UserError
 
 
 def windows(count: int, length: int) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import transformers
 from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, words, write_model
 
 import train_fsdp
-from utils import UserError
+from harness.base.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import families
 
 from harness import loss, models
-from utils import UserError
+from harness.base.errors import UserError
 
 RECORDED = json.loads(families.RESULTS.read_text())
 

@@ -8,7 +8,7 @@ from conftest import metrics_of, parse, train, words, write_model
 from multirank import SIZES
 
 from harness import folders, report
-from utils import UserError
+from harness.base.errors import UserError
 
 NO_NAMES = ["", " ", ".", "..", "...", "a/b", "a\\b", "a\nb", "a\x1b[2Jb", "a\u202eb", "x" * 201, "é" * 101]
 

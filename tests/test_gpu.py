@@ -28,6 +28,7 @@ from torch._dynamo.utils import counters
 import train_fsdp
 import utils
 from harness import checkpoints, models, samples
+from harness.base.devices import GIB, wait_for_device
 from harness.settings import PRESETS
 
 CUDA = torch.cuda.is_available()
@@ -208,7 +209,7 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
     def timed() -> float:
         began = time.perf_counter()
         step()
-        utils.wait_for_device()
+        wait_for_device()
         return time.perf_counter() - began
 
     saver.save(state)
@@ -297,10 +298,10 @@ def test_memory_is_as_planned(smollm3):
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     step()
-    utils.wait_for_device()
+    wait_for_device()
     if CUDA:
-        total = (torch.cuda.max_memory_allocated() - others) / utils.GIB
-        reserved = torch.cuda.max_memory_reserved() / utils.GIB
+        total = (torch.cuda.max_memory_allocated() - others) / GIB
+        reserved = torch.cuda.max_memory_reserved() / GIB
         told = f"allocated {total:.2f} GiB, planned {planned['total']:.2f}; "
         told += f"reserved {reserved:.2f} GiB and the context, planned {planned['reserved']:.2f}"
         print(told)

@@ -13,7 +13,7 @@ import torch
 from conftest import forked, metrics_of, words
 
 from harness import driver, health, heartbeats
-from harness.versions import installed
+from harness.base.versions import installed
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 import train_fsdp
-from harness import models, versions
-from utils import UserError
+from harness import models
+from harness.base import versions
+from harness.base.errors import UserError
 
 
 def test_a_folder_without_a_config_is_named(mistake, tmp_path):

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
+from harness.base.errors import UserError
 from harness.optimizers import AdamW, build_optimizer, clip_grad_norm, local
-from utils import UserError
 
 
 @pytest.fixture

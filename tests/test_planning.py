@@ -15,8 +15,8 @@ from conftest import forked, metrics_of, parse, python, words, write_model
 from multirank import COUNTED, MODELS, SIZES
 
 import train_fsdp
-import utils
 from harness import gpus, planning, recorder
+from harness.base.errors import UserError
 from harness.models import load_config
 
 GIB = 2**30
@@ -291,5 +291,5 @@ def test_attentions_backward_takes_two_and_a_half_times_its_forward():
 
 @pytest.mark.parametrize("rates", [[1], "fast", {"matmul_tflops": "5"}, {"matmul_tflops": -1}, {"matmul_tflops": True}])
 def test_rates_that_are_no_positive_numbers_are_refused(rates):
-    with pytest.raises(utils.UserError, match="--plan-rates: needs a JSON object of positive numbers"):
+    with pytest.raises(UserError, match="--plan-rates: needs a JSON object of positive numbers"):
         gpus.find_rates("H100 SXM", rates)

@@ -8,7 +8,7 @@ import pytest
 from conftest import PROGRAM, ROOT, forked
 
 from harness import processes
-from utils import UserError
+from harness.base.errors import UserError
 
 
 def test_a_rank_waits_for_the_others_before_it_leaves(monkeypatch):

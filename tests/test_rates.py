@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import forked, parse, python, words
 
-import utils
 from harness import gpus, measuring, rates, recorder
+from harness.base.errors import UserError
 from harness.rates import LIST, Operator, Rates
 from harness.recorder import Layout
 
@@ -84,7 +84,7 @@ def test_on_a_processor_nothing_runs_beside_anything_and_on_a_gpu_launches_and_c
 
 
 def test_a_collective_that_was_not_measured_on_a_processor_is_an_error_that_says_how():
-    with pytest.raises(utils.UserError, match=r"torchrun --nproc_per_node=4 train_fsdp\.py --measure"):
+    with pytest.raises(UserError, match=r"torchrun --nproc_per_node=4 train_fsdp\.py --measure"):
         known().time_of_collective("all_gather", 4, 4, 1, 1.0, 1.0)
 
 
@@ -110,7 +110,7 @@ def test_a_new_measurement_keeps_what_an_earlier_one_by_the_same_versions_found(
 def test_a_damaged_file_is_a_mistake_in_one_line_and_measuring_replaces_it(tmp_path, damage):
     path = tmp_path / "rates.json"
     path.write_text(damage)
-    with pytest.raises(utils.UserError, match=f"--plan-rates {path}: ") as raised:
+    with pytest.raises(UserError, match=f"--plan-rates {path}: ") as raised:
         rates.read_file(path)
     assert "\n" not in str(raised.value)
     new = contents(**{"1": SECTION})
@@ -128,7 +128,7 @@ def test_a_plan_reads_what_was_measured_on_its_kind_of_gpu(tmp_path):
     assert "NVIDIA H200, 2026-01-01, torch 1" in found.source
     assert not gpus.choose_rates(parse([*plan, "H100 SXM"])).sections
     assert not gpus.choose_rates(parse([*plan, "H200", "--plan-rates", "none"])).sections
-    with pytest.raises(utils.UserError, match="--plan-gpu cpu: of a processor nothing is assumed"):
+    with pytest.raises(UserError, match="--plan-gpu cpu: of a processor nothing is assumed"):
         gpus.choose_rates(parse([*plan, "cpu"]))
 
 

@@ -17,7 +17,7 @@ from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 import train_fsdp
 import utils
 from harness import checkpoints, commands, endings, endpoint, report, settings
-from utils import UserError
+from harness.base.errors import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
 

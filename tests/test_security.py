@@ -30,7 +30,7 @@ from transformers.models.auto import tokenization_auto
 
 import utils
 from harness import checkpoints, endpoint, folders, metrics_file, models
-from utils import UserError
+from harness.base.errors import UserError
 
 STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
 

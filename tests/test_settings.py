@@ -13,10 +13,9 @@ from conftest import parse, python, words
 from test_errors import only_line
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
-import utils
 from harness import settings
+from harness.base.errors import UserError
 from harness.flagfile import ELSEWHERE
-from utils import UserError
 
 
 def test_help_names_every_flag_with_its_default():
@@ -92,7 +91,7 @@ def test_help_names_every_flag_with_its_default():
     ],
 )
 def test_a_bad_flag_is_named(flags):
-    with pytest.raises(utils.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         parse(flags.split())
     assert raised.value.exit_code == 2
     assert flags.split()[0] in str(raised.value)

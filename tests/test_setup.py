@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import PROGRAM, ROOT, start
 
-from harness import versions
+from harness.base import versions
 
 PYTHON = """#!/bin/sh
 [ "$1" = -c ] && exit

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import utils
 from harness import checkpoints, corpora, held_out, processes, samples, streaming
+from harness.base.errors import UserError
 
 SEQ_LEN = 16
 DOCUMENTS = 3 * streaming.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
@@ -238,13 +239,13 @@ def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus,
     [("--dataset synthetic", "--streaming: synthetic"), ("--num-workers 2", "--num-workers: with --streaming")],
 )
 def test_flags_that_a_stream_cannot_take_are_refused(more, says):
-    with pytest.raises(utils.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         parse(["--streaming", *words(more)])
     assert says in str(raised.value)
 
 
 def test_hub_data_are_not_sliced(tokenizer):
-    with pytest.raises(utils.UserError, match="is a slice, which --streaming of hub data cannot take"):
+    with pytest.raises(UserError, match="is a slice, which --streaming of hub data cannot take"):
         streaming.stream_dataset(tokenizer, SEQ_LEN, dataset="someone/stories", split="train[:5%]")
 
 
@@ -379,7 +380,7 @@ def test_a_stream_is_not_resumed_on_other_data_that_begin_as_its_own_do(device, 
     if change:
         change(three_files[0])
     more = words(more.format(data=three_files[0]))
-    with pytest.raises(utils.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         train([*run, 4, "--dataset", three_files[0], *more], device)
     assert str(raised.value).startswith(says)
     for manifest in tmp_path.glob("r/checkpoints/*/manifest.json"):
@@ -396,7 +397,7 @@ def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, thre
 def test_too_few_documents_are_not_divided_while_streaming(tokenizer, tmp_path):
     (tmp_path / "one.txt").write_text("Tom had a red ball. " * 50)
     stream = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / "one.txt"))
-    with pytest.raises(utils.UserError, match=r"1 documents are too few .* leave out --streaming"):
+    with pytest.raises(UserError, match=r"1 documents are too few .* leave out --streaming"):
         stream.hold_out(held_out.RULE)
 
 
@@ -410,17 +411,17 @@ def test_a_resume_that_changes_the_order_of_the_data_is_refused(device, flags, t
     packed = [flag for flag in flags if flag != "--streaming"] + ["--output-dir", tmp_path, "--run-name", "r"]
     train([*packed, *words(first)], device, Stop(2))
     other = [] if first else ["--streaming"]
-    with pytest.raises(utils.UserError, match=f"--streaming was {bool(first)} in the checkpoint and is {not first}"):
+    with pytest.raises(UserError, match=f"--streaming was {bool(first)} in the checkpoint and is {not first}"):
         train([*packed, *other, "--resume", "auto"], device)
 
 
 def test_a_split_that_is_not_there_is_named(tokenizer, corpus):
-    with pytest.raises(utils.UserError, match=r"split 'test': .*train.*validation"):
+    with pytest.raises(UserError, match=r"split 'test': .*train.*validation"):
         streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="test")
 
 
 def test_a_token_without_an_embedding_is_refused(tokenizer, corpus):
-    with pytest.raises(utils.UserError, match="--tokenizer: it gave token id"):
+    with pytest.raises(UserError, match="--tokenizer: it gave token id"):
         streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), vocab_size=100)
 
 
@@ -440,7 +441,7 @@ def test_a_file_that_breaks_off_ends_the_run_in_one_line(device, flags, corpus, 
     (tmp_path / "data" / "train-0.jsonl").write_text(text)
     (tmp_path / "data" / "train-1.jsonl").write_text(text + '{"text": "A fo')
     run = [*flags, "--dataset", tmp_path / "data", "--output-dir", tmp_path]
-    with pytest.raises(utils.UserError, match=r"--dataset .*train-1.jsonl, line 198: broken JSON") as raised:
+    with pytest.raises(UserError, match=r"--dataset .*train-1.jsonl, line 198: broken JSON") as raised:
         train(run, device)
     assert raised.value.exit_code == 1
     assert "\n" not in str(raised.value)

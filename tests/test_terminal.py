@@ -28,8 +28,9 @@ from conftest import PROGRAM, ROOT, metrics_of, parse, words, write_model
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from multirank import SIZES, resolved
 
-from harness import host, models, processes, report, saved, terminal
-from utils import UserError
+from harness import host, models, processes, report, terminal
+from harness.base import console, saved
+from harness.base.errors import UserError
 
 FIGURES = ["loss 0.5226", "9,443 tok/s", "2,360 tok/s/GPU", "MFU 38.1 %", "61.2 GiB", "eta 00:19"]
 
@@ -219,7 +220,7 @@ def test_under_torchrun_the_error_is_the_last_line_but_its_rule(monkeypatch, tmp
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     message = "train_fsdp.py: error: --dataset nope.txt: no such file or folder"
-    terminal.record_error(message, happened=1e9)
+    console.record_error(message, happened=1e9)
     cause = ProcessFailure(local_rank=1, pid=2, exitcode=2, error_file=str(tmp_path / "error.json"))
     ended = ProcessFailure(local_rank=0, pid=1, exitcode=143, error_file="none")
     said = str(ChildFailedError("train_fsdp.py", {0: ended, 1: cause})).splitlines()

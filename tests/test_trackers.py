@@ -25,7 +25,7 @@ from test_tracker import FLOPS, TOKENS
 
 import utils
 from harness import endings, health, own_plan, report, trackers
-from utils import UserError
+from harness.base.errors import UserError
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
 CONFIG = {"flags": {**vars(parse([])), "betas": [0.9, 0.95]}}

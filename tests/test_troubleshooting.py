@@ -22,7 +22,14 @@ from harness.settings import Settings
 
 PAGE = ROOT / "docs" / "TROUBLESHOOTING.md"
 FILES = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").glob("*.py"))]
-ERRORS = {"UserError", "utils.UserError", "NoSplitError", "UnreadableError", "kind", "argparse.ArgumentTypeError"}
+ERRORS = {
+    "UserError",
+    "harness.base.errors.UserError",
+    "NoSplitError",
+    "UnreadableError",
+    "kind",
+    "argparse.ArgumentTypeError",
+}
 SAY = {"fail", "leave", "terminal.tell", "sys.stderr.write", "sys.exit", "self.error", "parser.error", "self.end"}
 TROUBLE = re.compile(r"failed|skipped|slow  |planned +nothing")  # such lines of `say`
 ASKED = ERRORS | SAY | {"say", "print", "ValueError"}

@@ -7,7 +7,7 @@ import json
 import pathlib
 import re
 
-from harness.versions import ROOT
+from harness.base.versions import ROOT
 
 with (ROOT / "assets" / "gpus.csv").open() as file:
     ROWS = list(csv.DictReader(file))

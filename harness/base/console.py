@@ -5,9 +5,12 @@ Called by the script before all else, and by whatever else is started by itself.
 import contextlib
 import errno
 import io
+import json
 import os
+import pathlib
 import select
 import sys
+import time
 
 GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # any other may have room again later
 
@@ -70,3 +73,18 @@ def never_fail():
         by_line = not old or old.line_buffering or getattr(old, "write_through", False)  # the last: python -u
         buffer = io.BufferedWriter(Output(descriptor))
         setattr(sys, name, io.TextIOWrapper(buffer, encoding, "replace", line_buffering=by_line))
+
+
+def tell_json(message: str) -> None:
+    """An error as the JSON object that stdout has with --json."""
+    print(json.dumps({"error": message.removeprefix("train_fsdp.py: error: ").rstrip()}), flush=True)
+
+
+def record_error(message: str, happened: float | None = None) -> None:
+    """Leaves an error where torchrun looks for it, which it then prints at the end of its own.
+
+    The earliest is taken for the cause: `happened` is when (seconds since 1970), by default now."""
+    details = {"py_callstack": "\n" + message, "timestamp": str(int(happened or time.time()))}
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            pathlib.Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

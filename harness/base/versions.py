@@ -11,7 +11,7 @@ import sys
 import time
 from importlib.util import find_spec
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 OLDEST_PYTHON = (3, 11)
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}  # of requirements-floor.txt
 OLDEST_TORCHAO = (0, 18)  # before it a compiled cast to float8 could store NaN (torchao issue 4652)

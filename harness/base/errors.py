@@ -1,0 +1,21 @@
+"""Errors that a user can mend."""
+
+from typing import Any
+
+
+class UserError(Exception):
+    """Something the user can mend: the message names the flag or file, what is wrong and what to do."""
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class UnreadableError(UserError):
+    """Data that cannot be read; `harness.faults` finds out why."""
+
+    record: tuple[Any, str] | None = None  # the first bad record and its field, where there is one
+
+
+class NoSplitError(UserError):
+    """A data set that can be read has no split of a name."""

@@ -1,0 +1,20 @@
+"""The table of GPUs: dense peaks, memory and links by the vendors' datasheets."""
+
+import csv
+import re
+from collections import namedtuple
+
+from harness.base.versions import ROOT
+
+# By the vendors' datasheets, see CONTRIBUTING.md; the first whose name fits. A bare "H100" is none: its forms differ.
+with (ROOT / "assets" / "gpus.csv").open() as file:
+    header, *rows = csv.reader(file)
+Gpu = namedtuple("Gpu", header)
+GPUS = [Gpu(name, *map(float, figures), source) for name, *figures, source in rows]
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The kind of a GPU by its driver's name; None, never a guess, for an unlisted one, a laptop's, a slice of one."""
+    if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
+        return None
+    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}", name, re.IGNORECASE)), None)
