@@ -504,7 +504,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     scheduler = build_scheduler(settings, optimizer)
     verified = verify_sharding(model, optimizer, mesh)
 
-    flops, counted = models.count_flops(model, settings.sequence_length)
+    flops, counted = models.known_flops(model, settings.sequence_length)
     if settings.min_mfu and not flops:
         raise UserError(f"--min-mfu: {counted}")
     peak, world = settings.peak_tflops or utils.get_gpu_peak_tflops(), dist.get_world_size()

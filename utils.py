@@ -610,6 +610,11 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     `seq_len`, not with eager attention. `model` is a causal language model of transformers, sharded too, or its config.
     A ValueError says why there is no figure to be trusted, or no causal one.
     """
+    return flops_per_token(model, seq_len, causal)
+
+
+def flops_per_token(model, seq_len: int, causal: bool = False) -> int:
+    """As `utils.get_model_flops_per_token`, which says what it returns and raises."""
     config = getattr(model, "config", model)
     rest, attention, half = count_flops(config, seq_len, causal)
     if causal and rest * (seq_len // 2) != count_flops(config, seq_len // 2, causal)[0] * seq_len:

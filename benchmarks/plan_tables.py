@@ -45,7 +45,7 @@ def planned(flags: str, given: dict | None = None) -> dict:
     config = models.load_config(settings.model)
     settings = train_fsdp.resolve(settings, config)
     rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", given or {}, settings.attention == "flash")
-    flops, _ = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    flops, _ = models.known_flops(models.on_meta(config, settings.attention), settings.sequence_length)
     return planning.predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops)
 
 

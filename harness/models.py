@@ -319,10 +319,10 @@ def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
         raise UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
 
 
-def count_flops(model: nn.Module, sequence_length: int) -> tuple[int, str]:
+def known_flops(model: nn.Module, sequence_length: int) -> tuple[int, str]:
     """FLOPs per token, 0 where no figure can be trusted, and what to say of them."""
     try:
-        flops = utils.get_model_flops_per_token(model, sequence_length)
+        flops = utils.flops_per_token(model, sequence_length)
         return flops, f"{flops / 1e9:,.3f} GFLOP a token, counted by torch"
     except ValueError as error:
         return 0, f"FLOPs not known, so no MFU ({error})"

@@ -157,7 +157,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
         raise UserError(f"--precision fp8: {why}; use bf16")
     config = models.load_config(settings.model)
     settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
-    flops, counted = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    flops, counted = models.known_flops(models.on_meta(config, settings.attention), settings.sequence_length)
     timed = clock.timed(predict)
     predicted = functools.cache(lambda settings, world: timed(settings, recipe, config, world, rates, flops))
 

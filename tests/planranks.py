@@ -111,7 +111,7 @@ def measure(argv, device) -> dict:
 
 def plan(argv, ranks: int) -> dict:
     settings, config = resolved(["--plan", *argv])
-    flops, _ = models.count_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    flops, _ = models.known_flops(models.on_meta(config, settings.attention), settings.sequence_length)
     return planning.predict(settings, train_fsdp.RECIPE, config, ranks, gpus.find_rates("H100 SXM", {}), flops)
 
 
@@ -137,7 +137,7 @@ def plan_all(workspace: pathlib.Path) -> None:
     models.layer_period = lambda config, full=models.layer_period: (full(config)[0], 10)
     result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
     result["depths"] = depths.copy()
-    models.count_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
+    models.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
     for form in ("", "--json"):
         flags = f"--gradient-accumulation-steps 5 --plan-gpus 8,16 --plan-gpu A100-SXM4-40GB --plan-seconds 0 {form}"
         settings, _ = resolved(["--plan", *arguments(workspace, flags, "ten")])
