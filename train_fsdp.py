@@ -21,7 +21,8 @@ if __name__ == "__main__":
 versions.refuse_old_python()  # which could not read the next import
 
 from harness.base.text import one_line
-from harness.settings import PROFILED_STEPS, Settings, parse_args, warn
+from harness.flags.parser import parse_args, warn
+from harness.flags.settings import PROFILED_STEPS, Settings
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = parse_args()

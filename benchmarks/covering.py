@@ -26,7 +26,9 @@ import traceback
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.settings import Settings, contradiction, parse_args
+from harness.flags.parser import parse_args
+from harness.flags.rules import contradiction
+from harness.flags.settings import Settings
 
 FACTORS = {
     "precision": ("fp32", "bf16", "bf16-pure", "fp8 tensorwise", "fp8 rowwise", "fp8 rowwise_with_gw_hp"),

@@ -194,7 +194,7 @@ def train(folder: pathlib.Path, device) -> dict:
 
     import train_fsdp
     from harness import models
-    from harness.settings import parse_args
+    from harness.flags.parser import parse_args
 
     rank, world = dist.get_rank(), dist.get_world_size()
     flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"

@@ -20,8 +20,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 def run(kept_later: bool, argv: list[str]) -> None:
     """The program; before each log line, what a collection there takes."""
     import train_fsdp
+    from harness.flags.parser import parse_args
     from harness.report import Report
-    from harness.settings import parse_args
 
     log, keep = Report.log, train_fsdp.keep_objects
     calls = []

@@ -14,7 +14,7 @@ warnings.filterwarnings("ignore")
 
 import train_fsdp
 from harness import gpus, models, planning
-from harness.settings import parse_args
+from harness.flags.parser import parse_args
 
 
 def mpt(width: int, layers: int, heads: int, positions: int) -> dict:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 import train_fsdp
 from harness import collectives
 from harness.base.errors import UserError
-from harness.settings import parse_args
+from harness.flags.parser import parse_args
 
 
 class InItsOwnGroup(collectives.DefaultReduceScatter):

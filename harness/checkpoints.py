@@ -31,8 +31,9 @@ from harness.base.errors import UserError
 from harness.base.ranks import of_all_ranks
 from harness.base.saved import MANIFEST, open_file, place_of, seal
 from harness.base.text import first_line
+from harness.flags.resume import checkpoint_folder, no_checkpoint
+from harness.flags.settings import Settings
 from harness.processes import say
-from harness.settings import Settings, checkpoint_folder, no_checkpoint
 from harness.staging import Stager, like, local_part
 
 # What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is

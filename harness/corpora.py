@@ -21,10 +21,10 @@ from harness.base.errors import NoSplitError, UnreadableError, UserError
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.ranks import from_main_process, on_main_rank
 from harness.base.text import counted, shortened
-from harness.commands import given
 from harness.faults import name_fault
+from harness.flags.commands import given
+from harness.flags.settings import ASSETS, Settings, is_local
 from harness.processes import say
-from harness.settings import ASSETS, Settings, is_local
 
 
 def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, manifest: dict | None = None):

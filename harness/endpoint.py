@@ -17,7 +17,7 @@ import torch
 from harness import endings, heartbeats
 from harness.base.devices import GIB
 from harness.base.errors import UserError
-from harness.settings import Settings
+from harness.flags.settings import Settings
 
 STATES = ("running", "done", "stopped", "failed")
 PATIENCE = {0: 60.0, 143: 20.0, 130: 2.0}  # seconds by exit code; after SIGTERM a scheduler kills 30 s later

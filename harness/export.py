@@ -21,11 +21,11 @@ from harness.base.errors import UserError
 from harness.base.ranks import from_main_process
 from harness.base.text import first_line
 from harness.checkpoints import TrainState, persistent_tensors
-from harness.commands import given
+from harness.flags.commands import given
+from harness.flags.settings import Settings
 from harness.folders import name_of
 from harness.models import read_generation_config
 from harness.processes import say
-from harness.settings import Settings
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -17,7 +17,7 @@ from typing import Any
 import utils
 from harness.base.errors import UnreadableError, UserError
 from harness.base.text import first_line
-from harness.settings import is_local
+from harness.flags.settings import is_local
 
 DISK = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)]
 MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}  # before UTF-16, which begins as they do

@@ -4,7 +4,7 @@ that compares that file with what this makes. It knows the parser, not what a fl
 import argparse
 
 from harness.base import console
-from harness.settings import make_parser
+from harness.flags.parser import make_parser
 
 BEGINNING = """# All flags
 

@@ -12,7 +12,8 @@ import time
 from harness import endings, heartbeats
 from harness.base import saved
 from harness.base.errors import UserError
-from harness.settings import Settings, not_a_folder_name
+from harness.flags.rules import not_a_folder_name
+from harness.flags.settings import Settings
 
 
 def name_of(settings: Settings) -> str:

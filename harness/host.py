@@ -11,7 +11,7 @@ import time
 
 import psutil
 
-from harness.settings import Settings
+from harness.flags.settings import Settings
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
 CGROUPS = "/sys/fs/cgroup"

@@ -29,12 +29,12 @@ from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
 from harness.base.ranks import of_all_ranks
 from harness.base.text import first_line
+from harness.flags.settings import Settings
 from harness.folders import replace_file
 from harness.gpus import LINK_SHARE, NETWORK_SHARE, name_of
 from harness.processes import StopRequest, columns, open_store, say, start_processes, stop_processes
 from harness.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
 from harness.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
-from harness.settings import Settings
 
 PATIENCE = 20.0  # seconds for all operators of a step
 TOLERANCE = 0.1  # by which a rank may be slower than the median

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from harness.base.errors import UserError
-from harness.settings import Settings
+from harness.flags.settings import Settings
 
 
 def local(tensor: DTensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ from harness.base import console
 from harness.base.errors import UserError
 from harness.base.saved import read_config
 from harness.base.text import first_line
+from harness.flags.settings import ASSETS, Settings
 from harness.folders import replace_file
-from harness.settings import ASSETS, Settings
 
 POINTS = 1000  # of a line in a chart there are at most about twice as many
 SHOWN = 6  # stories of a prompt that are not folded away

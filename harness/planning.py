@@ -18,11 +18,11 @@ from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
 from harness.base.text import first_line
-from harness.commands import given, without
+from harness.flags.commands import given, without
+from harness.flags.settings import Settings
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates, verdict_of
 from harness.plan_text import assumptions, describe_plan, describe_verdict
 from harness.rates import Rates, predict_time
-from harness.settings import Settings
 
 # The script's own functions, which a plan drives.
 Recipe = collections.namedtuple("Recipe", "resolve build_mesh build_model build_optimizer train_step")

@@ -27,8 +27,8 @@ from harness.base.errors import UserError
 from harness.base.ranks import of_all_ranks, on_main_rank
 from harness.base.text import counted
 from harness.base.versions import versions
+from harness.flags.settings import ROOT, Settings
 from harness.rates import Rates
-from harness.settings import ROOT, Settings
 
 SHARED_MEMORY = "/dev/shm"
 # Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes

@@ -21,7 +21,7 @@ from harness import endings, heartbeats, terminal
 from harness.base import console
 from harness.base.errors import UserError
 from harness.base.text import first_line
-from harness.settings import Settings
+from harness.flags.settings import Settings
 
 STORE_PATIENCE = 15  # seconds until something is said of a store that does not answer
 AFTER_HEARTBEATS = timedelta(minutes=1)  # until collectives give up, when --timeout-minutes has passed

@@ -30,9 +30,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import utils
 from harness import loss
+from harness.flags.settings import Settings
 from harness.models import decoder_layers
 from harness.rates import LIST, Operator
-from harness.settings import Settings
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")

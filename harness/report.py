@@ -25,14 +25,14 @@ from harness.base.saved import newest, place_of, read_config
 from harness.base.text import counted, first_line
 from harness.base.versions import commit, versions
 from harness.checkpoints import TrainState
-from harness.commands import flags_of_run, to_paste, with_value
 from harness.endpoint import Endpoint
+from harness.flags.commands import flags_of_run, to_paste, with_value
+from harness.flags.settings import Settings
 from harness.folders import lock_folder, replace_file
 from harness.health import KernelClock
 from harness.metrics_file import MetricsFile, as_json, metrics_text
 from harness.page import whole_lines
 from harness.processes import columns, say
-from harness.settings import Settings
 from harness.trackers import Trackers
 
 SAVE_MINUTES = 15  # between two checkpoints, as advised to a run that saves none

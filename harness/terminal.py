@@ -16,7 +16,7 @@ from tqdm.std import Bar as Meter
 
 from harness import endings
 from harness.base import console, saved
-from harness.commands import flags_of_run, to_paste, with_value
+from harness.flags.commands import flags_of_run, to_paste, with_value
 
 PIPED = 120  # columns of a story where there is no terminal
 CLEAR = "\r\x1b[K"  # takes away the bar on this line

@@ -22,9 +22,9 @@ from harness import endings, terminal
 from harness.base.errors import UserError
 from harness.base.text import first_line
 from harness.checkpoints import TrainState
+from harness.flags.settings import Settings
 from harness.page import whole_lines
 from harness.processes import StopRequest, say
-from harness.settings import Settings
 
 GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is divided by what stands before the slash
     "loss": "train/loss",

@@ -39,7 +39,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import processes
 from harness.base import saved
 from harness.base.errors import UserError
-from harness.settings import Settings, parse_args
+from harness.flags.parser import parse_args
+from harness.flags.settings import Settings
 
 torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_fsdp
 import utils
 from harness import checkpoints, collectives, heartbeats, models, optimizers, processes, report
-from harness.settings import parse_args
+from harness.flags.parser import parse_args
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
 STEPS = 10

@@ -22,7 +22,7 @@ from harness import advice, gpus, own_plan, plan_text, planning
 from harness.base import gpu_names
 from harness.base.errors import UserError
 from harness.base.gpu_table import GPUS, find_gpu
-from harness.settings import parse_args
+from harness.flags.parser import parse_args
 
 LEVELS = {"none": 10.0, "selective": 6.0, "full": 1.0}  # GiB a sequence
 

@@ -26,9 +26,10 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 import utils
-from harness import commands, corpora, samples, streaming
+from harness import corpora, samples, streaming
 from harness.base.errors import UserError
-from harness.settings import is_local
+from harness.flags import commands
+from harness.flags.settings import is_local
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]

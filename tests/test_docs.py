@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 
 from harness import flagtable, settings
 from harness.base import gpu_names
-from harness.settings import make_parser
+from harness.flags.parser import make_parser
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))

@@ -15,7 +15,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import families
 
 import utils
-from harness import models, settings
+from harness import models
+from harness.flags.settings import PRESETS
 
 EXPERTS = multirank.EXPERTS
 SIZES = multirank.SIZES | {"vocab_size": 512}
@@ -217,7 +218,7 @@ def test_a_routing_that_depends_on_the_data_is_refused_by_what_it_is():
 
 
 def test_every_preset_and_the_demo_name_their_family():
-    assert {"demo", *PARAMETERS} <= set(settings.PRESETS)
+    assert {"demo", *PARAMETERS} <= set(PRESETS)
     for file in (ROOT / "assets" / "presets").glob("*.json"):
         assert json.loads(file.read_text())["model_type"]
 

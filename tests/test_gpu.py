@@ -29,7 +29,7 @@ import train_fsdp
 import utils
 from harness import checkpoints, models, samples
 from harness.base.devices import GIB, wait_for_device
-from harness.settings import PRESETS
+from harness.flags.settings import PRESETS
 
 CUDA = torch.cuda.is_available()
 pytestmark = [

@@ -16,8 +16,10 @@ from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
-from harness import checkpoints, commands, endings, endpoint, report, settings
+from harness import checkpoints, endings, endpoint, report
 from harness.base.errors import UserError
+from harness.flags import commands
+from harness.flags.settings import PROFILED_STEPS
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
 
@@ -78,7 +80,7 @@ def test_a_run_leaves_a_trace_a_table_and_all_its_figures_at_the_endpoint(run, p
 
     trace = json.loads((folder / "profile" / "rank-0.json").read_text())["traceEvents"]
     backwards = [event for event in trace if event.get("name") == "FSDP::post_backward_reduce"]
-    assert len(backwards) == settings.PROFILED_STEPS
+    assert len(backwards) == PROFILED_STEPS
 
     table = re.search(r"^profile +3 steps of (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
     shares = {name: float(share) for name, share in re.findall(r"([a-z ]+) ([\d.]+) %", table)}

@@ -15,7 +15,12 @@ from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 from harness import settings
 from harness.base.errors import UserError
-from harness.flagfile import ELSEWHERE
+from harness.flags import flag_types
+from harness.flags.flag_files import ELSEWHERE
+from harness.flags.flag_types import path
+from harness.flags.parser import EXAMPLES, given_twice, make_parser, warn
+from harness.flags.rules import without_effect
+from harness.flags.settings import Settings
 
 
 def test_help_names_every_flag_with_its_default():
@@ -169,7 +174,7 @@ def test_a_name_that_is_near_nothing_is_met_with_no_guess():
 
 
 def test_what_other_trainers_call_a_flag_is_none_of_ours():
-    flags, others = settings.make_parser().flags(), " ".join(ELSEWHERE.values()).split()
+    flags, others = make_parser().flags(), " ".join(ELSEWHERE.values()).split()
     assert len(others) == len(set(others))
     assert not {f"--{name}" for name in others} & flags.keys()
 
@@ -183,10 +188,10 @@ def test_every_example_of_the_help_is_a_command_that_is_taken(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs" / "tales").mkdir(parents=True)
     (tmp_path / "outputs" / "tales" / "config.json").write_text('{"flags": {}}')
-    examples = [line for line in settings.EXAMPLES.splitlines() if "train_fsdp.py" in line]
+    examples = [line for line in EXAMPLES.splitlines() if "train_fsdp.py" in line]
     assert all("  #" in line for line in examples)
     assert len(examples) >= 5 and all(len(line) <= 118 for line in examples)
-    assert settings.EXAMPLES in python("--help").stdout
+    assert EXAMPLES in python("--help").stdout
     for line in examples:
         parse(shlex.split(line.partition("train_fsdp.py")[2], comments=True))
 
@@ -308,7 +313,7 @@ def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_p
     differ = {name for name, value in vars(read).items() if value != getattr(same, name)}
     assert differ == {"config", "argv", "demo"}  # the demo's own flags stand there one by one
     assert (read.warmup_steps, read.run_name, read.resume, read.export) == (20, None, "none", None)
-    assert not [*settings.without_effect(read)]
+    assert not [*without_effect(read)]
     old = json.loads((tmp_path / "config.json").read_text())
     old["flags"]["batch_sise"] = 3  # as of another version
     (tmp_path / "config.json").write_text(json.dumps(old))
@@ -320,8 +325,8 @@ def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_p
 # Values that no flag can take
 
 
-ONE_VALUE = [action for action in settings.make_parser().flags().values() if action.nargs is None]
-TEXTS = [action.option_strings[0] for action in ONE_VALUE if action.type in (settings.text, settings.path)]
+ONE_VALUE = [action for action in make_parser().flags().values() if action.nargs is None]
+TEXTS = [action.option_strings[0] for action in ONE_VALUE if action.type in (flag_types.text, path)]
 
 
 @pytest.mark.parametrize("flag", [action.option_strings[0] for action in ONE_VALUE] + ["--betas"])
@@ -338,8 +343,8 @@ def test_an_empty_value_is_an_error_that_names_the_flag(toml, flag):
 
 
 def test_every_field_that_holds_a_text_is_a_flag_of_texts():
-    hints = typing.get_type_hints(settings.Settings)
-    fields = {field.name for field in dataclasses.fields(settings.Settings) if "help" in field.metadata}
+    hints = typing.get_type_hints(Settings)
+    fields = {field.name for field in dataclasses.fields(Settings) if "help" in field.metadata}
     of_texts = {name for name in fields if str in (hints[name], *typing.get_args(hints[name]))}
     assert {name.replace("_", "-") for name in of_texts} | {"sample-prompt"} == {flag[2:] for flag in TEXTS}
 
@@ -375,7 +380,7 @@ def test_an_odd_text_is_taken_or_is_one_line_that_names_the_flag(flag, value):
 EXTREMES = ["0", "-1", "1e300", "-1e300", "nan", "inf", "-inf", str(2**64), str(2**63), str(2**31), "1e-300", "1e400"]
 NUMBERS = [
     action
-    for action in settings.make_parser().flags().values()
+    for action in make_parser().flags().values()
     if getattr(action.type, "__name__", "") in ("int", "float", "gpu_counts", "batch_size") and not action.choices
 ]
 
@@ -437,17 +442,17 @@ def test_a_file_that_is_not_there_is_named_before_torch_is_loaded(flags, named):
 )
 def test_the_last_value_wins_with_one_warning_that_names_both(argv, field, value, warning):
     assert getattr(parse(argv.split()), field) == value
-    assert [*settings.given_twice(argv.split())] == [f"{warning}; the last one counts"]
+    assert [*given_twice(argv.split())] == [f"{warning}; the last one counts"]
 
 
 def test_the_same_value_twice_is_no_word_worth():
-    assert [*settings.given_twice(["--demo", "--lr", "1", "--lr=1", "--demo"])] == []
+    assert [*given_twice(["--demo", "--lr", "1", "--lr=1", "--demo"])] == []
 
 
 def test_every_prompt_is_kept_and_those_of_the_demo_or_a_file_give_way(toml):
     prompts = ["--sample-prompt", "a", "--seed", "1", "--sample-prompt=b", "--sample-prompt", "-- c"]
     assert parse(prompts).sample_prompt == parse(["--demo", *prompts]).sample_prompt == ("a", "b", "-- c")
-    assert [*settings.given_twice(prompts)] == []
+    assert [*given_twice(prompts)] == []
     assert len(parse(["--demo"]).sample_prompt) == 1
     assert parse(["--demo", "--dataset", "mine.txt"]).sample_prompt is None
     file = toml('sample-prompt = ["x", "y"]\nlr = 1.0')
@@ -460,7 +465,7 @@ def test_every_prompt_is_kept_and_those_of_the_demo_or_a_file_give_way(toml):
 
 def test_a_warning_of_the_command_line_is_printed(monkeypatch, capfd):
     monkeypatch.setattr(settings.sys, "argv", ["train_fsdp.py", "--config", "a.toml", "--config=b.toml"])
-    settings.warn(parse([]))
+    warn(parse([]))
     (line,) = capfd.readouterr().err.splitlines()
     assert line == "train_fsdp.py: warning: --config: it stands there 2 times, a.toml, b.toml; the last one counts"
 
@@ -502,14 +507,14 @@ def test_a_flag_of_a_plan_does_not_start_a_training(flags):
     ],
 )
 def test_a_flag_that_has_no_effect_is_told_and_not_where_it_has_one(flags, without):
-    (warning,) = settings.without_effect(parse(flags.split()))
+    (warning,) = without_effect(parse(flags.split()))
     assert warning.startswith(f"{flags.split()[0].replace('no-async', 'async')}: ")
-    assert not [*settings.without_effect(parse([*flags.split(), *without.split()]))]
+    assert not [*without_effect(parse([*flags.split(), *without.split()]))]
 
 
 @pytest.mark.parametrize("flags", ["", "--demo", "--demo --plan --json", "--dataset synthetic"])
 def test_what_nobody_gave_is_not_told(flags):
-    assert not [*settings.without_effect(parse(flags.split()))]
+    assert not [*without_effect(parse(flags.split()))]
 
 
 def test_what_accelerates_launcher_asks_for_is_told_and_not_followed(monkeypatch, capfd):
@@ -517,12 +522,12 @@ def test_what_accelerates_launcher_asks_for_is_told_and_not_followed(monkeypatch
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "1")
-    settings.warn(parse([]))
+    warn(parse([]))
     assert capfd.readouterr() == ("", "")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as --precision says
-    settings.warn(parse([]))
+    warn(parse([]))
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("train_fsdp.py: warning: ACCELERATE_USE_FSDP=true ") and "--zero-stage" in line
     assert not asked.keys() & settings.os.environ.keys()

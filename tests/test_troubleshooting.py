@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import ROOT
 
-from harness.settings import Settings
+from harness.flags.settings import Settings
 
 PAGE = ROOT / "docs" / "TROUBLESHOOTING.md"
 FILES = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").glob("*.py"))]

@@ -1,0 +1,160 @@
+"""Rules: which flags contradict each other, and which have no effect in this run."""
+
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+
+from harness.flags.commands import given
+from harness.flags.flag_files import suggest
+from harness.flags.resume import no_checkpoint
+from harness.flags.settings import PRESETS, PROFILED_STEPS, Settings, is_local
+
+POLYNOMIAL_END = 1e-7  # learning rate at which transformers lets that schedule end
+# of accelerate's settings those that this program decides by a flag of its own
+OF_ACCELERATE = {
+    "ACCELERATE_USE_FSDP": "zero_stage",
+    "ACCELERATE_USE_DEEPSPEED": "zero_stage",
+    "ACCELERATE_MIXED_PRECISION": "precision",
+    "ACCELERATE_DYNAMO_BACKEND": "compile",
+}
+
+
+def is_plain_text(dataset: str) -> bool:
+    """Whether --dataset is one file, or a pattern of files, that has no fields."""
+    return bool(re.search(r"\.(txt|md)(\.(gz|bz2|zst))?$", dataset, re.IGNORECASE))
+
+
+def without_effect(s: Settings) -> Iterator[str]:
+    """What was given and changes nothing in this run: a warning each. A plan or a measurement takes a run's flags as
+    they are, and an export those of its checkpoint."""
+    if s.plan or s.measure or not s.num_steps:
+        return
+    writes = s.sample_prompt or s.sample_prompts or (s.demo and s.dataset != "synthetic")
+    # fmt: off
+    idle = [
+        (not s.eval_interval, "eval_steps eval_split", "nothing is evaluated without --eval-interval"),
+        (not s.checkpoint_interval, "async_checkpoint", "without --checkpoint-interval no save is written beside the training"),
+        (not s.checkpoint_interval and not s.keeps_last(), "keep_checkpoints", "only SIGTERM and SIGUSR1 save without --checkpoint-interval and --final-checkpoint"),
+        (s.warmup_steps >= s.num_steps, "warmup_steps", f"the run ends after {s.num_steps:,} steps, before the learning rate reaches --lr"),
+        (s.metrics_port is None, "metrics_host", "nothing listens without --metrics-port"),
+        (s.log_with == "none", "project_name", "no tracker writes without --log-with"),
+        (not writes, "sample_tokens", "nothing is written without --sample-prompt"),
+        (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),
+        (is_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),
+        (is_plain_text(s.dataset), "text_field", "plain text has no fields"),
+        (s.dataset == "synthetic" and not writes, "tokenizer", "nothing is tokenized with --dataset synthetic"),
+        (s.dataset == "synthetic" and s.init == "random", "sample_prompt sample_prompts", "of synthetic tokens a model learns nothing that it could write"),
+        (s.gradient_accumulation_steps == 1, "defer_grad_sync", "one microbatch a step leaves nothing to defer"),
+        (s.zero_stage == 1 and s.gradient_accumulation_steps > 1, "defer_grad_sync", "--zero-stage 1 does so by itself"),
+        (True, "plan_seconds", "only --plan looks for a configuration"),
+        (not s.own_plan and s.batch_size != "auto", "plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan"),
+    ]
+    # fmt: on
+    for is_idle, names, why in idle:
+        if flags := [f"--{name.replace('_', '-')}" for name in names.split() if is_idle and name in given(s.argv)]:
+            yield f"{', '.join(flags)}: {why}"
+
+
+def not_followed(s: Settings) -> Iterator[str]:
+    """Takes settings of accelerate out of the environment where they ask for something else; a warning each."""
+    for name, field in OF_ACCELERATE.items():
+        if (value := os.environ.pop(name, "").lower()) not in ("", "no", "false", "0", str(getattr(s, field))):
+            flag = f"--{field.replace('_', '-')}"
+            yield f"{name}={value} (of accelerate launch or its config) is not followed: this program goes by {flag}"
+
+
+def contradiction(s: Settings) -> str | None:
+    """What does not go together, the first of it; None where all is well."""
+    measured = s.num_steps - s.perf_warmup_steps - s.profile * PROFILED_STEPS
+    first_rank = not int(os.environ.get("RANK", 0))  # one that has a disk of its own gets to say so
+    missing = no_checkpoint(s.resume) if s.resume not in ("none", "auto") and first_rank else ""
+    trains = not (s.plan or s.measure) and s.num_steps > 0
+    absent = missing_data(s.dataset) if trains and first_rank else ""
+    unread = unreadable(s.sample_prompts) if s.sample_prompts and first_rank else ""
+    misfit = misfits_float8(s) if s.num_steps else ""
+    unmeasured = f"no step is left to measure; give --num-steps at least {s.num_steps - measured + 1}"
+    # fmt: off
+    wrong = [
+        (s.precision != "fp8" and (s.fp8_recipe or s.fp8_emulate), "--fp8-recipe/--fp8-emulate: only with --precision fp8"),
+        (misfit, misfit),
+        (s.lr_scheduler == "constant" and s.warmup_steps, "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup"),
+        (s.lr_scheduler == "polynomial" and s.lr <= POLYNOMIAL_END, f"--lr: the polynomial schedule ends at {POLYNOMIAL_END:g}, which {s.lr:g} is not above; give more, or linear"),
+        (absent, f"--dataset {s.dataset}: {absent}"),
+        (unread, f"--sample-prompts {s.sample_prompts}: cannot be read ({unread})"),
+        (s.document_mask and s.dataset == "synthetic", "--document-mask: synthetic tokens are no documents; use another --dataset"),
+        (s.document_mask and s.attention in ("flash", "flash_attention_2"), f"--document-mask: not with {s.attention}; use flex_attention or sdpa"),
+        (s.precision == "fp32" and s.attention in ("flash", "cudnn", "flash_attention_2"), f"--attention {s.attention}: takes no fp32; use sdpa, or another --precision"),
+        (s.streaming and s.dataset == "synthetic", "--streaming: synthetic tokens are read from nowhere; use another --dataset"),
+        (s.streaming and s.num_workers is not None and s.num_workers > 1, "--num-workers: with --streaming one process reads the documents in order; give 1 or 0"),
+        (s.zero_stage == 0 and s.dp_replicate_size > 1, "--dp-replicate-size: stage 0 replicates on every rank already"),
+        (s.liger and s.compile, "--liger: its kernels are for eager layers, the compiler makes its own; leave out --liger or --compile"),
+        (s.optimizer == "adamw-bf16" and max(s.betas) > 0.98, f"--betas: with adamw-bf16 at most 0.98; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),
+        (s.optimizer == "adamw-bf16" and s.precision == "bf16-pure", "--optimizer: with bf16-pure the moments of adamw are bf16 already; leave adamw-bf16 out"),
+        (s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"), "--activation-memory-budget: needs --compile, without --activation-checkpointing"),
+        (s.profile and measured < 1, f"--profile: {unmeasured}"),
+        (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),
+        *((name is not None and not_a_folder_name(name), f"{of}: {name!r} is {not_a_folder_name(name or '')}")
+          for of, name in (("--run-name", s.run_name), ("--project-name", s.project_name))),
+        (s.html and not s.plan, "--html: it is a picture of a plan; give --plan with it"),
+        (s.measure and s.plan, "--measure: it trains nothing and plans nothing; run --plan after it"),
+        (s.measure and s.batch_size == "auto", "--batch-size: --measure times one size; give a number"),
+        (s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts or s.eval_interval), "--num-steps: 0 trains nothing; it goes with --eval-interval 1, --sample-prompt TEXT or --export DIR"),
+        (s.num_steps == 0 and (s.eval_interval or not s.export) and s.resume == "none" and s.init == "random", "--num-steps: 0 trains nothing, and random weights have nothing to show; give --resume PATH, or --model DIR --init pretrained"),
+        *((not s.plan and value, f"--{name}: only with --plan, without which this would train")
+          for name, value in (("plan-gpus", s.plan_gpus), ("gpu-hour-usd", s.gpu_hour_usd))),
+        (s.json and not s.plan and (s.num_steps or not s.eval_interval), "--json: only with --plan, or with --num-steps 0 and --eval-interval"),
+        (problem := unknown_model(s.model), f"--model {s.model}: {problem}"),
+        (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
+        (missing, f"--resume {s.resume}: {missing}"),
+        (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 takes one checkpoint, give its PATH"),
+        (s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
+    ]
+    # fmt: on
+    return next((problem for is_wrong, problem in wrong if is_wrong), None)
+
+
+def misfits_float8(s: Settings) -> str:
+    """Why float8 does not take the tokens of a microbatch; empty if it does, or if their number is not known yet."""
+    if s.sequence_length is None or s.batch_size == "auto" or s.batch_size % s.batch_step() == 0:
+        return ""
+    unit = 16 // math.gcd(16, s.batch_size)
+    length = max(unit, round(s.sequence_length / unit) * unit)
+    what = f"--precision fp8 ({s.fp8_recipe}) takes batch x sequence in multiples of 16, {s.batch_size} x {s.sequence_length} is none"
+    batch = -(-s.batch_size // s.batch_step()) * s.batch_step()
+    return f"--sequence-length {s.sequence_length}: {what}; give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
+
+
+def missing_data(dataset: str) -> str:
+    """Why --dataset can be no text; empty where it may be one, of this machine or of the hub."""
+    path = os.path.expanduser(dataset)
+    can_be_id = dataset.count("/") <= 1 and not path.startswith(("/", "."))
+    return "" if is_local(dataset) or can_be_id else "no such file or folder"
+
+
+def unreadable(file: str) -> str:
+    """Why a file cannot be read; empty where it can."""
+    try:
+        with open(os.path.expanduser(file), "rb"):
+            return ""
+    except OSError as error:
+        return error.strerror
+
+
+def unknown_model(model: str) -> str:
+    """Why a name can be no model's; empty if it is a preset's or a folder's, or may be one of the hub."""
+    path = pathlib.Path(model).expanduser()
+    if model in PRESETS or os.path.isdir(path):
+        return ""
+    if os.path.lexists(path) or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        return "no such folder"
+    near = "" if "/" in model else suggest(model, PRESETS)
+    return near and f"no preset, folder or hub id{near}"
+
+
+def not_a_folder_name(name: str) -> str:
+    """Why a name that is given, or derived from a model's, cannot be that of one folder; empty if it can."""
+    if name.strip(". ") == "" or re.search(r"[/\\#?%:]", name) or not name.isprintable():
+        return "not a plain folder name"
+    return "too long for a folder, more than 200 bytes" if len(os.fsencode(name)) > 200 else ""

@@ -1,0 +1,159 @@
+"""Settings: every flag with its default, type and help, and the frozen object of them all. What a flag leaves open until
+model, machine and checkpoint are known, `resolve` in the script decides."""
+
+import dataclasses
+import glob
+import math
+import os
+from typing import Literal
+
+from harness.base import versions
+from harness.base.text import counted
+from harness.flags.flag_files import Collect
+from harness.flags.flag_types import batch_size, gpu_counts, number, path, text
+
+ROOT = versions.ROOT
+ASSETS = ROOT / "assets"
+PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
+PRESETS["demo"] = ASSETS / "demo" / "config.json"
+PROFILED_STEPS = 3
+
+
+def flag(default, help: str, **options):
+    """A field that is a flag. `group` opens a group of --help, `least` and `below` bound a number, which is positive
+    otherwise; all else is argparse's own."""
+    return dataclasses.field(default=default, metadata={"help": help} | options)
+
+
+# fmt: off
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run was asked for; `--sequence-length` is the field `sequence_length`."""
+
+    demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
+    config: str | None = flag(None, "TOML, or the config.json of a run, of which all is taken but --run-name, --resume and --export; what stands on the command line wins", metavar="FILE", type=path)
+
+    model: str = flag("smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]", group="model", type=path)
+    init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]")
+    tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path)
+
+    dataset: str = flag("roneneldan/TinyStories", "hub id; .jsonl, .parquet, .txt or .md file, also .gz, .bz2 or .zst, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]", group="data", type=path)
+    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]")
+    text_field: str = flag("text", "column of the text in .jsonl, .parquet and hub data [input_ids where there are token ids, else text]")
+    dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]")
+    eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none 5 %% of the training documents, one of every 20]")
+    sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]")
+    batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size)
+    gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]")
+    document_mask: bool = flag(False, "attention stays inside each document, up to the tokenizer's end-of-text token [off]")
+    streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only, at most one data loading process per rank [off]")
+    skip_bad_records: bool = flag(False, "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that are not UTF-8 [the first one is an error]")
+    num_workers: int | None = flag(None, "data loading processes per rank [1; 0 where the CPU computes and the tokens are cached]", least=0, below=1025)
+    cache_dir: str | None = flag(None, "where tokenized data is kept [~/.cache/train_fsdp]", type=path)
+
+    zero_stage: Literal[0, 1, 2, 3] = flag(3, "0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded (with one microbatch the same as 2); 2 parameters kept after forward; 3 parameters resharded after forward [3]", group="sharding")
+    dp_replicate_size: int = flag(1, "HSDP: this many replicas of the shard group [1]")
+    defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stage 1 implies it)")
+    cpu_offload: bool = flag(False, "parameters, gradients and optimizer on the host")
+
+    precision: Literal["bf16", "fp8", "fp32", "bf16-pure"] = flag("bf16", "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16]", group="precision and techniques")
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = flag(None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]")
+    fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed")
+    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]")
+    activation_memory_budget: float | None = flag(None, "the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]", least=0, below=1)
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
+    compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
+    liger: bool = flag(False, "Liger's kernels in eager layers: norms, SwiGLU, rotary positions; a plan is of the layers without them [off]")
+    fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
+
+    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization")
+    optimizer: Literal["adamw", "adamw-bf16", "adamw8bit"] = flag("adamw", "torch's fused AdamW; the same with moments in bf16; torchao's with 8-bit states [adamw]")
+    lr: float = flag(3e-4, "peak learning rate [3e-4]")
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
+    warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0)
+    weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0)
+    betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW [0.9 0.95]", type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"))
+    max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0)
+    seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63)
+
+    eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation")
+    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0)
+    sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end; each further one is continued too", type=text, action=Collect)
+    sample_prompts: str | None = flag(None, "more of them, one a line", metavar="FILE", type=path)
+    sample_tokens: int = flag(128, "length of the continuation [128]")
+
+    checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints")
+    keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]")
+    async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]")
+    final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
+    resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path)
+    export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR", type=path)
+
+    timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", least=0.001, below=1e7, group="failures")
+
+    output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path)
+    run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]")
+    log_with: Literal["none", "wandb", "tensorboard", "all"] = flag("none", "trackers beside metrics.jsonl [none]")
+    project_name: str = flag("train_fsdp", "project in wandb and tensorboard [train_fsdp]")
+    log_interval: int = flag(10, "steps between log lines [10]")
+    metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", least=1, below=65536)
+    metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]")
+
+    perf_warmup_steps: int = flag(10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]", least=0, group="figures and gates")
+    peak_tflops: float | None = flag(None, "dense bf16 peak of one GPU, for one that is not in the table")
+    min_mfu: float | None = flag(None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this percentage [none]")
+    max_memory_gib: float | None = flag(None, "acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]")
+    profile: bool = flag(False, f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed figure [off]")
+    memory_snapshot: bool = flag(False, "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
+
+    plan: bool = flag(False, "no training: what this configuration will need and give, from one step on fake tensors", group="planning")
+    plan_gpus: tuple[int, ...] | None = flag(None, "world size to plan for; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]")
+    plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
+    gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
+    plan_rates: str | None = flag(None, "what --measure wrote, or JSON with rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: nothing measured [what --measure wrote for this GPU, where it did]", metavar="FILE", type=path)
+    plan_seconds: float = flag(30.0, "how long planning takes, from when torch is loaded, the search for the fastest configuration that fits included; a third of it more for each further world size; 0 plans only what is asked for [30]", least=0)
+    gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run", below=1_000_000)
+    json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
+    html: str | None = flag(None, "the plan as a page with charts too", metavar="FILE", type=path)
+    measure: bool = flag(False, "no training: times this device, under torchrun its links too, with what a step of this configuration runs, for plans; names a slow rank or link")
+    own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
+
+    given_accumulation: int = 1  # no flag: the accumulation as given; a resume on other ranks may need another
+    lacks_disk: bool = False  # no flag: there is no room for the last state, which no flag asked for
+    lacks_memory: bool = False  # no flag: a host cannot hold copies of what its ranks save
+    argv: tuple[str, ...] = ()  # no flag: the command line, for a plan of the run in a process of its own
+
+    def keeps_last(self) -> bool:
+        """Whether the state after the last step is to be saved."""
+        if self.final_checkpoint is not None:
+            return self.final_checkpoint
+        return self.checkpoint_interval > 0 or (self.dataset != "synthetic" and not self.lacks_disk)
+
+    def saves_beside(self) -> bool:
+        """Whether checkpoints are written beside the training, from copies."""
+        return self.checkpoint_interval > 0 and self.async_checkpoint and not self.lacks_memory
+
+    def tokens_per_step(self, world: int) -> int:
+        """Tokens of one optimizer step: every rank, every microbatch."""
+        return world * self.gradient_accumulation_steps * self.batch_size * self.sequence_length
+
+    def batch_step(self) -> int:
+        """Of what the batch size has to be a multiple, for the sequence length: float8's product of the tokens of a
+        microbatch, that of the weights' gradient, takes multiples of 16 tokens; rowwise_with_gw_hp computes it in bf16."""
+        if self.fp8_recipe not in ("tensorwise", "rowwise"):
+            return 1
+        return 16 // math.gcd(16, self.sequence_length or 16)
+
+    def describe_batch(self, world: int) -> str:
+        counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
+        sequences = " x ".join(counted(count, name) for name, count in counts.items())
+        return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
+
+
+# fmt: on
+
+
+def is_local(dataset: str) -> bool:
+    """Whether --dataset is read from this machine: what exists, or a pattern for it, which no hub id can be."""
+    path = os.path.expanduser(dataset)
+    return dataset == "demo" or os.path.exists(path) or glob.has_magic(path)
