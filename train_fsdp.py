@@ -27,7 +27,7 @@ from harness.flags.settings import PROFILED_STEPS, Settings
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = parse_args()
     versions.refuse_missing_packages()
-    from harness import host, terminal
+    from harness.job import host, terminal
 
     terminal.begin(SETTINGS)
     warn(SETTINGS)
@@ -66,19 +66,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import (
-    checkpoints,
-    folders,
-    heartbeats,
-    models,
-    own_plan,
-    planning,
-    preflight,
-    report,
-    samples,
-    streaming,
-    trackers,
-)
+from harness import checkpoints, models, own_plan, planning, report, samples, streaming, trackers
 from harness.advice import as_flags, memory_savers
 from harness.base import saved
 from harness.base.errors import UserError
@@ -90,22 +78,14 @@ from harness.corpora import load_data, opening
 from harness.endpoint import Endpoint
 from harness.export import export, step_of_export
 from harness.health import KernelClock
-from harness.host import check_memory
+from harness.job import folders, heartbeats, preflight
+from harness.job.host import check_memory
+from harness.job.printing import columns, say, say_story
+from harness.job.signals import StopRequest
+from harness.job.terminal import command, progress
+from harness.job.world import fail, leave, limit_waiting, open_store, start_processes, stop_processes
 from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
 from harness.optimizers import build_optimizer, clip_grad_norm
-from harness.processes import (
-    StopRequest,
-    columns,
-    fail,
-    leave,
-    limit_waiting,
-    open_store,
-    say,
-    say_story,
-    start_processes,
-    stop_processes,
-)
-from harness.terminal import command, progress
 from harness.waiting import Waiting
 
 # ---- Model -----------------------------------------------------------------------------------------------------------

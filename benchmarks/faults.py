@@ -48,7 +48,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401 - before the 
 import train_fsdp
 from harness import checkpoints, report
 from harness.flags.parser import parse_args
-from harness.processes import StopRequest
+from harness.job.signals import StopRequest
 
 STEPS = 4
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")

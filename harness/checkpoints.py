@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import utils
-from harness import heartbeats
 from harness.base import saved
 from harness.base.devices import wait_for_device
 from harness.base.errors import UserError
@@ -33,7 +32,8 @@ from harness.base.saved import MANIFEST, open_file, place_of, seal
 from harness.base.text import first_line
 from harness.flags.resume import checkpoint_folder, no_checkpoint
 from harness.flags.settings import Settings
-from harness.processes import say
+from harness.job import heartbeats
+from harness.job.printing import say
 from harness.staging import Stager, like, local_part
 
 # What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import utils
 from harness import held_out as held
-from harness import samples, streaming, terminal
+from harness import samples, streaming
 from harness.base.errors import NoSplitError, UnreadableError, UserError
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.ranks import from_main_process, on_main_rank
@@ -24,7 +24,8 @@ from harness.base.text import counted, shortened
 from harness.faults import name_fault
 from harness.flags.commands import given
 from harness.flags.settings import ASSETS, Settings, is_local
-from harness.processes import say
+from harness.job import terminal
+from harness.job.printing import say
 
 
 def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, manifest: dict | None = None):

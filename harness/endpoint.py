@@ -14,10 +14,10 @@ from wsgiref.simple_server import WSGIServer
 import psutil
 import torch
 
-from harness import endings, heartbeats
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
+from harness.job import endings, heartbeats
 
 STATES = ("running", "done", "stopped", "failed")
 PATIENCE = {0: 60.0, 143: 20.0, 130: 2.0}  # seconds by exit code; after SIGTERM a scheduler kills 30 s later

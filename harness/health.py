@@ -10,9 +10,9 @@ from collections import Counter
 
 import torch
 
-from harness import driver, heartbeats
 from harness.base.devices import wait_for_device
-from harness.processes import columns, say
+from harness.job import driver, heartbeats
+from harness.job.printing import columns, say
 
 SHARE = 0.001  # of the time of training that the kernel may take; where steps are short it is not timed at each line
 # Of which the fastest counts: what is disturbed now and then reaches its speed in one, what is sick in none

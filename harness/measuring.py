@@ -23,16 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import utils
-from harness import collectives, heartbeats, models
+from harness import collectives, models
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
 from harness.base.ranks import of_all_ranks
 from harness.base.text import first_line
 from harness.flags.settings import Settings
-from harness.folders import replace_file
 from harness.gpus import LINK_SHARE, NETWORK_SHARE, name_of
-from harness.processes import StopRequest, columns, open_store, say, start_processes, stop_processes
+from harness.job import heartbeats
+from harness.job.folders import replace_file
+from harness.job.printing import columns, say
+from harness.job.signals import StopRequest
+from harness.job.world import open_store, start_processes, stop_processes
 from harness.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
 from harness.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
 

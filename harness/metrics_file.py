@@ -11,7 +11,7 @@ import threading
 
 from harness.base.saved import place_of
 from harness.checkpoints import sync
-from harness.folders import replace_file
+from harness.job.folders import replace_file
 from harness.page import whole_lines
 
 

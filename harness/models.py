@@ -38,7 +38,7 @@ from harness.base.hub import answer_from_cache_without_network
 from harness.base.text import first_line
 from harness.flags.rules import misfits_float8
 from harness.flags.settings import ASSETS, PRESETS, Settings
-from harness.terminal import is_first_rank
+from harness.job.terminal import is_first_rank
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
 # folder's code, whatever AutoTokenizer was told: no time to answer means that nobody is asked.

@@ -21,7 +21,7 @@ from harness.base.errors import UserError
 from harness.base.saved import read_config
 from harness.base.text import first_line
 from harness.flags.settings import ASSETS, Settings
-from harness.folders import replace_file
+from harness.job.folders import replace_file
 
 POINTS = 1000  # of a line in a chart there are at most about twice as many
 SHOWN = 6  # stories of a prompt that are not folded away

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import endings, models, page, terminal, trackers
+from harness import models, page, trackers
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
 from harness.base.saved import newest, place_of, read_config
@@ -28,11 +28,12 @@ from harness.checkpoints import TrainState
 from harness.endpoint import Endpoint
 from harness.flags.commands import flags_of_run, to_paste, with_value
 from harness.flags.settings import Settings
-from harness.folders import lock_folder, replace_file
 from harness.health import KernelClock
+from harness.job import endings, terminal
+from harness.job.folders import lock_folder, replace_file
+from harness.job.printing import columns, say
 from harness.metrics_file import MetricsFile, as_json, metrics_text
 from harness.page import whole_lines
-from harness.processes import columns, say
 from harness.trackers import Trackers
 
 SAVE_MINUTES = 15  # between two checkpoints, as advised to a run that saves none

@@ -22,7 +22,7 @@ from harness import held_out as held
 from harness.base.errors import UnreadableError, UserError
 from harness.base.ranks import from_main_process
 from harness.faults import name_fault
-from harness.processes import say
+from harness.job.printing import say
 
 STREAM_BATCH = 64  # documents per call of the tokenizer: training waits for the first of them
 SHUFFLE_BUFFER = 10_000  # documents of a stream among which the next is drawn

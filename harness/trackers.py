@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
-from harness import endings, terminal
 from harness.base.errors import UserError
 from harness.base.text import first_line
 from harness.checkpoints import TrainState
 from harness.flags.settings import Settings
+from harness.job import endings, terminal
+from harness.job.printing import say
+from harness.job.signals import StopRequest
 from harness.page import whole_lines
-from harness.processes import StopRequest, say
 
 GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is divided by what stands before the slash
     "loss": "train/loss",

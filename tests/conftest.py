@@ -36,11 +36,11 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness import processes
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.flags.parser import parse_args
 from harness.flags.settings import Settings
+from harness.job.world import start_processes
 
 torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
@@ -194,7 +194,7 @@ def device():
     """A world of one in this process, for tests that call the program's functions."""
     import torch.distributed as dist
 
-    yield processes.start_processes()
+    yield start_processes()
     dist.destroy_process_group()
 
 

@@ -29,8 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import checkpoints, collectives, heartbeats, models, optimizers, processes, report
+from harness import checkpoints, collectives, models, optimizers, report
 from harness.flags.parser import parse_args
+from harness.job import heartbeats, world
+from harness.job.signals import StopRequest
+from harness.job.world import new_group, start_processes, stop_processes
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
 STEPS = 10
@@ -195,7 +198,8 @@ def measured(slow: int | None, *argv: str) -> None:
 def uneven(*argv: str) -> None:
     """The program on two nodes of a rank each; rank 1 has another torch, and the fixed kernel takes three times as long
     on it up to step 6."""
-    from harness import health, preflight
+    from harness import health
+    from harness.job import preflight
 
     rank = int(os.environ["RANK"])
     node, own = f"node-{'ab'[rank]}", preflight.versions()
@@ -264,10 +268,10 @@ def stalled(how: str, *argv: str) -> None:
 
 def abandoned() -> None:
     """Rank 0 waits in each group of a job for a rank that never comes; prints what came of it."""
-    processes.AFTER_HEARTBEATS = datetime.timedelta(seconds=1)
-    device = processes.start_processes(timeout_minutes=0.03)
+    world.AFTER_HEARTBEATS = datetime.timedelta(seconds=1)
+    device = start_processes(timeout_minutes=0.03)
     mesh = train_fsdp.build_mesh(parse_args(["--demo", "--zero-stage", "0"]), device)
-    groups = {"replicas": mesh.get_group("replicate"), "objects": processes.new_group()}
+    groups = {"replicas": mesh.get_group("replicate"), "objects": new_group()}
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank():
         store.wait(["done"], datetime.timedelta(hours=1))
@@ -292,7 +296,7 @@ def round_trip_inputs():
 
 
 def main(workspace: pathlib.Path) -> None:
-    device, stop = processes.start_processes(), processes.StopRequest()
+    device, stop = start_processes(), StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
     observed: dict = {"errors": {}}
     built: dict = {}
@@ -473,4 +477,4 @@ def main(workspace: pathlib.Path) -> None:
         for name, flags in REPLICATED.items():
             observe("replicas", name, replicas_of_ranks_that_draw_others, flags)
     observe("complete", "yes", bool, 1)
-    processes.stop_processes(stop)
+    stop_processes(stop)

@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
-from harness import gpus, models, planning, processes, recorder
+from harness import gpus, models, planning, recorder
+from harness.job.world import start_processes, stop_processes
 
 CASES = {
     "stage 3": "",
@@ -148,8 +149,8 @@ def plan_all(workspace: pathlib.Path) -> None:
 
 
 def main(workspace: pathlib.Path) -> None:
-    device, ranks = processes.start_processes(), dist.get_world_size()
+    device, ranks = start_processes(), dist.get_world_size()
     result = {name: measure(arguments(workspace, flags), device) for name, flags in cases(ranks).items()}
     if dist.get_rank() == 0:
         (workspace / f"measured-{ranks}.json").write_text(json.dumps(result))
-    processes.stop_processes()
+    stop_processes()

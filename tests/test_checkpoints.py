@@ -39,9 +39,11 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
-from harness import checkpoints, endings, export, folders, processes, samples
+from harness import checkpoints, export, samples
 from harness.base import saved
 from harness.base.errors import UserError
+from harness.job import endings, folders
+from harness.job.signals import StopRequest
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -159,7 +161,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
         square = SIZES | {"intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
         technique += f" --model {write_model(tmp_path / 'square', 'llama', **square)}"
     assert run("whole", *words(technique)) == 0
-    assert run("r", *words(technique), stop_after=3) == processes.StopRequest.EXIT_CODE
+    assert run("r", *words(technique), stop_after=3) == StopRequest.EXIT_CODE
     assert names(tmp_path / "r") == checkpoint_names(3)
     assert len(steps_of(tmp_path / "r")) == 3
     assert run("r", "--resume", "auto", *words(technique)) == 0
@@ -246,7 +248,7 @@ def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
 
     folder, more = tmp_path / "r", words("--log-with all --checkpoint-interval 2 --keep-checkpoints 9 --resume auto")
     run("r", *more, "--no-async-checkpoint", stop_after=4)
-    leave(processes.StopRequest.EXIT_CODE)
+    leave(StopRequest.EXIT_CODE)
     shutil.rmtree(folder / "checkpoints" / "step-00000004")  # the trackers have seen more than the checkpoint
     run("r", *more)
     leave(0)
@@ -273,7 +275,7 @@ def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
 def test_a_stopped_run_goes_on_by_its_own_config_alone(run, device, tmp_path):
     technique = words("--gradient-accumulation-steps 2 --precision bf16 --seed 3 --betas 0.8 0.9")
     assert run("whole", *technique) == 0
-    assert run("r", *technique, stop_after=3) == processes.StopRequest.EXIT_CODE
+    assert run("r", *technique, stop_after=3) == StopRequest.EXIT_CODE
     assert train(["--config", tmp_path / "r" / "config.json", "--run-name", "r", "--resume", "auto"], device) == 0
     assert steps_of(tmp_path / "r") == steps_of(tmp_path / "whole")
 
@@ -989,7 +991,7 @@ def test_a_page_that_cannot_be_written_is_one_line_and_costs_nothing_else(run, t
 
 
 def test_a_stopped_and_a_failed_run_leave_their_page(run, refused, tmp_path):
-    assert run("stopped", stop_after=2) == processes.StopRequest.EXIT_CODE
+    assert run("stopped", stop_after=2) == StopRequest.EXIT_CODE
     assert f"ended at step 2 of {STEPS}" in (tmp_path / "stopped" / "report.html").read_text()
     refused("failed", "--lr", "1e30", "--max-grad-norm", 0, exit_code=1)
     assert " was no number at step " in (tmp_path / "failed" / "report.html").read_text()
@@ -1068,15 +1070,15 @@ def test_an_export_that_fails_is_one_line_and_leaves_nothing_behind(refused, tmp
 
 
 def listen(training: bool) -> None:
-    stop = processes.StopRequest()
+    stop = StopRequest()
     stop.can_save = training
     print("ready", flush=True)
     time.sleep(60)
 
 
-@pytest.mark.parametrize("number", processes.StopRequest.SIGNALS)
+@pytest.mark.parametrize("number", StopRequest.SIGNALS)
 def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, monkeypatch):
-    monkeypatch.setattr(processes.StopRequest, "SAME_REQUEST", 0.2)
+    monkeypatch.setattr(StopRequest, "SAME_REQUEST", 0.2)
     for training, signals in ((False, 1), (True, 2)):
         child = multiprocessing.get_context("fork").Process(target=listen, args=(training,))
         child.start()
@@ -1086,7 +1088,7 @@ def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, m
             os.kill(child.pid, number)
             time.sleep(0.5)
         child.join(10)
-        assert child.exitcode == processes.StopRequest.EXIT_CODE
+        assert child.exitcode == StopRequest.EXIT_CODE
 
 
 SIGNAL_STEPS = 100_000  # never reached
@@ -1160,7 +1162,7 @@ def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tm
     assert [step[3:] for step in survived] == [step[3:] for step in reference]
 
 
-@pytest.mark.parametrize("number", processes.StopRequest.SIGNALS)
+@pytest.mark.parametrize("number", StopRequest.SIGNALS)
 def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
     places = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
     process = launch([sys.executable, PROGRAM, *flags, *places])

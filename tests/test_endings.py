@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from harness import endings, heartbeats
+from harness.job import endings, heartbeats
 
 
 @pytest.fixture(autouse=True)

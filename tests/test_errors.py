@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT, STORIES, python, start, torchrun, train, without_repeated_flags, words
 
-from harness import endings
+from harness.job import endings
 
 PREFIX = "train_fsdp.py: error: "
 

@@ -7,8 +7,9 @@ import pytest
 from conftest import metrics_of, parse, train, words, write_model
 from multirank import SIZES
 
-from harness import folders, report
+from harness import report
 from harness.base.errors import UserError
+from harness.job import folders
 
 NO_NAMES = ["", " ", ".", "..", "...", "a/b", "a\\b", "a\nb", "a\x1b[2Jb", "a\u202eb", "x" * 201, "é" * 101]
 

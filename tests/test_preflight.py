@@ -24,10 +24,11 @@ import torch
 from conftest import ROOT, forked, parse, start, train, words, write_checkpoint
 
 import utils
-from harness import driver, gpus, host, models, preflight
+from harness import gpus, models
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
+from harness.job import driver, host, preflight
 
 H100 = {"gpu": "NVIDIA H100 80GB HBM3", "memory": 80 * GIB, "taken": 0, "holders": []}
 CPU = {"threads": 1, "cores": 64, "affinity": "0-63/64", "shared": 10**10, "files": 65536}

@@ -9,6 +9,8 @@ from conftest import PROGRAM, ROOT, forked
 
 from harness import processes
 from harness.base.errors import UserError
+from harness.job.signals import StopRequest
+from harness.job.world import check_restarts, stop_processes
 
 
 def test_a_rank_waits_for_the_others_before_it_leaves(monkeypatch):
@@ -17,23 +19,23 @@ def test_a_rank_waits_for_the_others_before_it_leaves(monkeypatch):
     for name in ("barrier", "destroy_process_group"):
         monkeypatch.setattr(processes.dist, name, lambda name=name: called.append(name))
     monkeypatch.setattr(processes.signal, "signal", lambda *_: None)
-    processes.stop_processes()
+    stop_processes()
     assert called == ["barrier", "destroy_process_group"]
 
 
 @pytest.mark.parametrize("nodes, restarts, shared", [("1", "3", "True"), ("2", "0", "True"), ("2", "3", "False")])
 def test_restarts_on_several_nodes_need_a_store_of_their_own(nodes, restarts, shared):
     names = ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE")
-    processes.check_restarts(dict(zip(names, (nodes, restarts, shared), strict=True)))
+    check_restarts(dict(zip(names, (nodes, restarts, shared), strict=True)))
     with pytest.raises(UserError, match="--max-restarts 3: on several nodes"):
-        processes.check_restarts(dict(zip(names, ("2", "3", "True"), strict=True)))
+        check_restarts(dict(zip(names, ("2", "3", "True"), strict=True)))
 
 
 def test_every_group_gives_up_a_rank_that_does_not_come():
     assert forked(2, multirank.abandoned, timeout=100).split("\n")[:2] == ["replicas: gave up", "objects: gave up"]
 
 
-@pytest.mark.parametrize("number", processes.StopRequest.SIGNALS)
+@pytest.mark.parametrize("number", StopRequest.SIGNALS)
 def test_a_signal_while_torch_is_loaded_ends_with_143(number):
     with subprocess.Popen(
         [sys.executable, PROGRAM, "--demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT

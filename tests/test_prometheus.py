@@ -20,7 +20,8 @@ import yaml
 from conftest import PROGRAM, ROOT, metrics_of, parse, start
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness import endings, endpoint
+from harness import endpoint
+from harness.job import endings
 
 LAUNCH = ROOT / "launch"
 RULES = yaml.safe_load((LAUNCH / "prometheus-rules.yml").read_text())["groups"][0]["rules"]

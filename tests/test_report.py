@@ -16,10 +16,11 @@ from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
-from harness import checkpoints, endings, endpoint, report
+from harness import checkpoints, endpoint, report
 from harness.base.errors import UserError
 from harness.flags import commands
 from harness.flags.settings import PROFILED_STEPS
+from harness.job import endings
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
 

@@ -29,8 +29,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.models.auto import tokenization_auto
 
 import utils
-from harness import checkpoints, endpoint, folders, metrics_file, models
+from harness import checkpoints, endpoint, metrics_file, models
 from harness.base.errors import UserError
+from harness.job import folders
 
 STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
 

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import utils
-from harness import checkpoints, corpora, held_out, processes, samples, streaming
+from harness import checkpoints, corpora, held_out, samples, streaming
 from harness.base.errors import UserError
+from harness.job.signals import StopRequest
 
 SEQ_LEN = 16
 DOCUMENTS = 3 * streaming.STREAM_BATCH + 5  # an epoch is four chunks, the last of them short
@@ -194,7 +195,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_leaves_no_cache(device, flags, wh
     monkeypatch.setattr(streaming, "StreamedBatches", lambda *share: begun.append(share[-1]) or batches(*share))
     run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto"]
     for stop_after in (4, 5):
-        assert train(run, device, Stop(stop_after)) == processes.StopRequest.EXIT_CODE
+        assert train(run, device, Stop(stop_after)) == StopRequest.EXIT_CODE
     manifests = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("r/checkpoints/*/manifest.json"))]
     assert [manifest["samples"] for manifest in manifests] == [4 * 32, 9 * 32]
     assert [manifest["position"][1] for manifest in manifests] == [0, 1]  # in the first epoch, and in the second

@@ -28,9 +28,12 @@ from conftest import PROGRAM, ROOT, metrics_of, parse, words, write_model
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from multirank import SIZES, resolved
 
-from harness import host, models, processes, report, terminal
+from harness import models, report
 from harness.base import console, saved
 from harness.base.errors import UserError
+from harness.job import host, terminal
+from harness.job.printing import say_story
+from harness.job.signals import StopRequest
 
 FIGURES = ["loss 0.5226", "9,443 tok/s", "2,360 tok/s/GPU", "MFU 38.1 %", "61.2 GiB", "eta 00:19"]
 
@@ -67,7 +70,7 @@ def test_words_are_wrapped_to_the_width_and_addresses_stay_whole():
 
 
 def test_a_story_is_wrapped_where_there_is_no_terminal_too(device, capsys):
-    processes.say_story("word " * 60)
+    say_story("word " * 60)
     assert [len(line) for line in capsys.readouterr().out.rstrip().splitlines()] == [119, 119, 59]
 
 
@@ -152,7 +155,7 @@ def test_ctrl_c_says_where_what_is_saved_and_the_command_that_goes_on(interrupte
 
 
 def wait_for_ever(settings) -> None:
-    processes.StopRequest(settings)
+    StopRequest(settings)
     threading.Lock().acquire()
     lock = threading.Lock()
     lock.acquire()

@@ -24,8 +24,9 @@ from test_program import as_dict, read_events, wandb_records
 from test_tracker import FLOPS, TOKENS
 
 import utils
-from harness import endings, health, own_plan, report, trackers
+from harness import health, own_plan, report, trackers
 from harness.base.errors import UserError
+from harness.job import endings
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
 CONFIG = {"flags": {**vars(parse([])), "betas": [0.9, 0.95]}}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness import driver, gpus, host, models, terminal
+from harness import gpus, models
 from harness.base import saved
 from harness.base.devices import GIB
 from harness.base.errors import UserError
@@ -28,6 +28,7 @@ from harness.base.ranks import of_all_ranks, on_main_rank
 from harness.base.text import counted
 from harness.base.versions import versions
 from harness.flags.settings import ROOT, Settings
+from harness.job import driver, host, terminal
 from harness.rates import Rates
 
 SHARED_MEMORY = "/dev/shm"

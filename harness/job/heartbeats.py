@@ -19,8 +19,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from harness import endings, terminal
 from harness.base import console
+from harness.job import endings, terminal
 
 BEAT = 2.0  # seconds between two beats
 SILENT = 3  # beats that did not come: stopped, killed or cut off

@@ -9,11 +9,11 @@ import pathlib
 import tempfile
 import time
 
-from harness import endings, heartbeats
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.flags.rules import not_a_folder_name
 from harness.flags.settings import Settings
+from harness.job import endings, heartbeats
 
 
 def name_of(settings: Settings) -> str:

@@ -14,9 +14,9 @@ import psutil
 from tqdm import tqdm
 from tqdm.std import Bar as Meter
 
-from harness import endings
 from harness.base import console, saved
 from harness.flags.commands import flags_of_run, to_paste, with_value
+from harness.job import endings
 
 PIPED = 120  # columns of a story where there is no terminal
 CLEAR = "\r\x1b[K"  # takes away the bar on this line
