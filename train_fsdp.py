@@ -66,7 +66,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, models, own_plan, planning, report, samples, streaming, trackers
+from harness import checkpoints, models, own_plan, planning, report, trackers
 from harness.advice import as_flags, memory_savers
 from harness.base import saved
 from harness.base.errors import UserError
@@ -74,7 +74,9 @@ from harness.base.ranks import on_main_rank
 from harness.base.text import first_line
 from harness.checkpoints import TrainState
 from harness.collectives import leave_out_copies, make_replicas_equal
-from harness.corpora import load_data, opening
+from harness.data import sample_order, streaming
+from harness.data.corpora import load_data, opening
+from harness.data.windows import create_collate_fn
 from harness.endpoint import Endpoint
 from harness.export import export, step_of_export
 from harness.health import KernelClock
@@ -272,8 +274,8 @@ def training_batches(settings: Settings, dataset, state: TrainState, device) -> 
         share = (settings.batch_size, rank, world, settings.seed, state.samples)
         source = {
             "dataset": dataset,
-            "batch_sampler": samples.GlobalOrderSampler(len(dataset), *share),
-            "collate_fn": utils.create_collate_fn(dataset.end_of_text, shift_labels=False),
+            "batch_sampler": sample_order.GlobalOrderSampler(len(dataset), *share),
+            "collate_fn": create_collate_fn(dataset.end_of_text, shift_labels=False),
         }
     cuda, ahead = device.type == "cuda", None
     workers = {"num_workers": settings.num_workers, "worker_init_fn": ignore_signals}
@@ -305,7 +307,7 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
     """
     rank, per_round = dist.get_rank(), settings.batch_size * dist.get_world_size()
     windows = min(len(dataset), settings.eval_steps * per_round or len(dataset))
-    collate = utils.create_collate_fn(dataset.end_of_text, shift_labels=False)
+    collate = create_collate_fn(dataset.end_of_text, shift_labels=False)
     for first in range(rank * settings.batch_size, ceil(windows / per_round) * per_round, per_round):
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index % windows] for index in indices])

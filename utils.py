@@ -3,21 +3,15 @@
 Importing this module starts nothing and needs no GPU, no network and no optional package.
 """
 
-import codecs
 import contextlib
 import copy
-import fnmatch
 import functools
-import glob
 import hashlib
-import io
 import itertools
 import json
-import logging
 import os
 import pathlib
 import re
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,436 +22,31 @@ from unittest import mock
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import Dataset
 from torch.utils.flop_counter import flop_registry
 
 from harness.base.devices import wait_for_device
-from harness.base.errors import NoSplitError, UnreadableError, UserError
+from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
 from harness.base.ranks import from_main_process
-from harness.base.text import first_line, shortened
+from harness.base.text import first_line
+from harness.data.corpus_files import local_files
+from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, token_dtype
+from harness.data.formats import DEFAULT_FIELD, Field, file_records, hub_records, load_documents
+from harness.data.splits import cut_positions, files_of_split, parse_split
+from harness.data.token_cache import check_cache, pack_tokens
+from harness.data.windows import PackedDataset, create_collate_fn, pack
+
+__all__ = [
+    "PackedDataset",
+    "PerformanceTracker",
+    "create_collate_fn",
+    "estimate_mfu",
+    "get_dataset",
+    "get_gpu_peak_tflops",
+    "get_model_flops_per_token",
+]
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
-DATA_SUFFIXES = (".jsonl", ".txt", ".md", ".parquet")  # in any case, and compressed: .TXT, .jsonl.gz
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: what Arrow calls it
-SPLITS = {"train": "train(ing)?", "validation": "valid(ation)?|val|dev", "test": "test(ing)?|eval(uation)?"}
-DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text file, as in the original TinyStories files
-TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
-NOT_UTF8 = "\ufdd0not UTF-8\ufdd1"  # stands for bytes of a file that are no text, until `read_record` meets it
-codecs.register_error("mark", lambda error: (NOT_UTF8, error.end))
-
-
-def kind_of(path) -> str:
-    """The one of DATA_SUFFIXES that a data file has, whether compressed or not; empty for other files."""
-    name, packed = os.path.splitext(str(path).lower())
-    if packed not in COMPRESSIONS:
-        name += packed
-    return next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), "")
-
-
-def place_of(path) -> tuple:
-    """What two names of the same file or folder have in common."""
-    status = os.stat(path)
-    return (status.st_dev, status.st_ino) if status.st_ino else (os.path.realpath(path),)
-
-
-def walk(top: pathlib.Path, left_out: dict[pathlib.Path, str]) -> Iterator[tuple[pathlib.Path, list[str]]]:
-    """(folder, the names in it) of a folder and all below it, without hidden ones. Each real folder comes once, by a
-    path without links where there is one; `left_out` gets the others, and those that cannot be read, with the reason.
-    """
-    folders, links, entered = [top], [], {}
-    while folders or links:
-        folder = folders.pop() if folders else links.pop(links.index(min(links)))
-        try:
-            place = place_of(folder)
-            if place in entered:
-                left_out[folder] = f"the same as {os.path.relpath(entered[place], top)}"
-                continue
-            entered[place] = folder
-            names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-        except OSError as error:
-            left_out[folder] = error.strerror
-            continue
-        for path in filter(os.path.isdir, (folder / name for name in names)):
-            (links if path.is_symlink() else folders).append(path)
-        yield folder, names
-
-
-def match(folder: pathlib.Path, parts: list[str]) -> Iterator[pathlib.Path]:
-    """What the parts of a pattern match in a folder, as `glob` does, but ** enters each real folder once: a link to a
-    folder above would never end."""
-    if not parts:
-        yield folder
-        return
-    first, *rest = parts
-    if first == "**":
-        for below, _ in walk(folder, {}):
-            yield from match(below, rest or ["*"])
-    elif glob.has_magic(first):
-        with contextlib.suppress(OSError):
-            names = sorted(fnmatch.filter(os.listdir(folder), first))
-            for name in names:
-                if first.startswith(".") or not name.startswith("."):
-                    yield from match(folder / name, rest)
-    elif os.path.lexists(folder / first):
-        yield from match(folder / first, rest)
-
-
-def find_files(dataset: str) -> tuple[list[pathlib.Path], list[str]]:
-    """The data files of a local file, folder or pattern, each real file once, and what else is there and is not read,
-    in words. Hidden files are not looked at. None of either when `dataset` is a hub id."""
-    top, left_out = pathlib.Path(dataset), {}
-    is_pattern = glob.has_magic(dataset) and not os.path.exists(dataset)
-    if is_pattern:
-        found = list(match(pathlib.Path(top.anchor), list(top.relative_to(top.anchor).parts)))
-        if "**" not in top.parts:
-            left_out |= dict.fromkeys(filter(os.path.isdir, found), "a folder")
-        found = [path for path in found if not os.path.isdir(path)]
-    elif os.path.isdir(top):
-        found = [folder / name for folder, names in walk(top, left_out) for name in names]
-        found = [path for path in found if not os.path.isdir(path)]
-    else:
-        found = [top] if os.path.exists(top) else []
-    files: dict[tuple, pathlib.Path] = {}
-    for path in sorted(found, key=lambda path: (path.is_symlink(), path)):
-        if not kind_of(path) or (path != top and path.name.lower() == "readme.md"):
-            left_out[path] = ""
-        elif not os.path.exists(path):
-            left_out[path] = "a broken link" if path.is_symlink() else "cannot be read"
-        elif not os.path.isfile(path):
-            left_out[path] = "no regular file"
-        elif (first := files.setdefault(place_of(path), path)) != path:
-            left_out[path] = f"the same as {os.path.relpath(first, top) if os.path.isdir(top) else first}"
-    named = []
-    for path, why in sorted(left_out.items()):
-        name = os.path.relpath(path, top) if os.path.isdir(top) else str(path)
-        name = name if name.isprintable() else ascii(name)
-        named.append(f"{name} ({why})" if why else name)
-    return sorted(files.values()), named
-
-
-def local_files(dataset: str) -> list[pathlib.Path]:
-    """The data files of a local file, folder or pattern; none when `dataset` is a hub id. A UserError where a path or a
-    pattern leads to none."""
-    files, left_out = find_files(dataset)
-    is_pattern, exists = glob.has_magic(dataset), os.path.exists(dataset)
-    if not files and (exists or left_out):
-        seen = f"there is only {shortened(left_out)}" if left_out else "it is empty"
-        if not os.path.isdir(dataset) and exists:
-            seen = "convert it"
-        suffixes, packed = "/".join(DATA_SUFFIXES), "/".join(COMPRESSIONS)
-        raise UserError(f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}")
-    looks_local = kind_of(dataset) or is_pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1
-    if not files and looks_local:
-        raise UserError(f"--dataset {dataset}: no such {'files' if is_pattern else 'file or folder'}")
-    return files
-
-
-def files_of_split(dataset: str, split: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
-    """The local files of one split. The split of a file is a word in its path below the folder, by the same words as in
-    `datasets`; where no word says it, and of a single file, it is train. A NoSplitError where there are none."""
-    splits: dict[str, list] = {}
-    for file in files:
-        path = str(file.relative_to(dataset)) if os.path.isdir(dataset) else file.name * (len(files) > 1)
-        words = re.findall("[a-z]+", path.lower())
-        named = (name for name, pattern in SPLITS.items() if any(re.fullmatch(pattern, word) for word in words))
-        splits.setdefault(next(named, "train"), []).append(file)
-    if split not in splits:
-        raise NoSplitError(f"--dataset {dataset}, split {split!r}: there is none; there is {', '.join(splits)}")
-    return splits[split]
-
-
-def parse_split(split: str) -> tuple[str, list[str]]:
-    """(name, bounds of its slice) of a split of local files, such as `train` or `train[:95%]`; no bounds, no slice."""
-    part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
-    if not part:
-        raise UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
-    return part[1], [part[3] or "0%", part[4] or "100%"] if part[2] else []
-
-
-def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
-    """How many of so many documents are before each bound of a slice, such as 95% or -100; None where a percentage
-    would cut off none or all of them."""
-    cuts: list[int | None] = []
-    for bound in bounds:
-        number, size = int(bound.rstrip("%")), 100 if bound.endswith("%") else documents
-        if abs(number) > size:
-            raise UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
-        number += size * (number < 0)
-        cut = round(documents * number / size) if size else 0
-        cuts.append(None if 0 < number < size and cut in (0, documents) else cut)
-    return cuts
-
-
-def cut_positions(bounds: list[str], tokens: np.ndarray, end_of_text: int | None) -> list[int]:
-    """Where the bounds of a slice cut `tokens`: at ends of documents, or, where these are too few for a percentage, at
-    that share of the tokens, as in a file of one document."""
-    ends = np.union1d(np.flatnonzero(tokens == end_of_text) + 1, [0, len(tokens)]).astype(int)
-    cuts = zip(cut_documents(bounds, len(ends) - 1), bounds, strict=True)
-    return [len(tokens) * int(bound.rstrip("%")) // 100 if cut is None else int(ends[cut]) for cut, bound in cuts]
-
-
-def load_documents(dataset: str, split: str, subset: str | None = None, streaming: bool = False):
-    """A split of a hub data set as a `datasets.Dataset` or `IterableDataset`."""
-    import datasets
-
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
-    try:
-        return datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
-    except Exception as error:
-        said = first_line((error.__cause__ and error.__cause__.__cause__) or error.__cause__ or error)
-        kind = NoSplitError if re.search("(Unknown|Bad) split", said) else UnreadableError
-        raise kind(f"--dataset {dataset}, split {split!r}: cannot be read ({said})") from error
-
-
-Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
-DEFAULT_FIELD = ("input_ids", "text")
-
-
-def names_of(text_field: Field) -> tuple[str, ...]:
-    return (text_field,) if isinstance(text_field, str) else text_field
-
-
-def choose_field(source: Any, names: list[str], text_field: Field) -> str:
-    """The column that is trained on."""
-    wanted = names_of(text_field)
-    if field := next((name for name in wanted if name in names), None):
-        return field
-    raise UserError(f"--text-field {wanted[-1]}: no such field in {source} (fields: {', '.join(names)})")
-
-
-def hub_records(
-    rows, source: str, text_field: Field, counts: Counter, whole: bool = False
-) -> Iterator[tuple[Any, str]]:
-    """(value, its field) of each row of a `datasets.Dataset` or `IterableDataset`; `counts` gets how many are read."""
-    for table in rows.with_format("arrow").iter(1000):
-        field = choose_field(source, table.column_names, text_field)
-        values = values_of(table[field], whole)
-        counts.update(read=len(table), documents=len(table) - len(values))
-        yield from ((value, field) for value in values)
-
-
-def file_records(file: pathlib.Path, text_field: Field, counts: Counter, whole=False) -> Iterator[tuple[Any, str]]:
-    """(value, its field) of each record of a local file: of a .jsonl the lines, of a text file the parts between marks.
-    `counts` gets how many bytes are read. What cannot be read is an UnreadableError."""
-    kind, before, rest = kind_of(file), counts["read"], ""
-    try:
-        with file.open("rb") as raw:
-            if kind == ".parquet":
-                import pyarrow.parquet
-
-                parquet = pyarrow.parquet.ParquetFile(raw)
-                field = choose_field(file, parquet.schema_arrow.names, text_field)
-                for batch in parquet.iter_batches(1000, columns=[field]):
-                    values, share = values_of(batch[field], whole), batch.num_rows / parquet.metadata.num_rows
-                    counts.update(read=int(share * file.stat().st_size), documents=batch.num_rows - len(values))
-                    yield from ((value, field) for value in values)
-                return
-            text = open_text(file, raw)
-            for part in text if kind == ".jsonl" else iter(functools.partial(text.read, 2**24), ""):
-                counts["read"] = before + raw.tell()
-                *parts, rest = [part, ""] if kind == ".jsonl" else (rest + part).split(DOCUMENT_MARK)
-                yield from ((part if kind == ".jsonl" else part.strip("\n"), kind) for part in parts)
-            if rest.strip("\n"):
-                yield rest.strip("\n"), kind
-    except (OSError, ValueError) as error:  # ValueError: Arrow's
-        raise UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})") from error
-
-
-def open_text(file: pathlib.Path, raw) -> io.TextIOWrapper:
-    """The text of an open data file, unpacked; bytes that are not UTF-8 are marked, line ends are newlines."""
-    if codec := COMPRESSIONS.get(file.suffix.lower()):
-        import pyarrow
-
-        raw = pyarrow.input_stream(raw, compression=codec)
-    return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="mark")
-
-
-def values_of(column, whole: bool) -> list:
-    """The values of an Arrow column: token ids as arrays, or one array if `whole`; text marked where it is not UTF-8,
-    which Arrow does not check."""
-    import pyarrow.compute
-    from pyarrow import types
-
-    column = column.combine_chunks() if hasattr(column, "chunks") else column
-    kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    if any(is_kind(column.type) for is_kind in kinds) and types.is_integer(column.type.value_type):
-        ids = column.flatten()
-        if not (column.null_count or ids.null_count):
-            ids = ids.to_numpy(zero_copy_only=False)
-            if 0 <= ids.min(initial=0) <= ids.max(initial=0) < 2**32:  # else each row is looked at by itself
-                ends = np.cumsum(pyarrow.compute.list_value_length(column).to_numpy(zero_copy_only=False))[:-1]
-                return np.split(ids, [] if whole else ends)
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return [value and value.decode(errors="mark") for value in column.cast("binary").to_pylist()]
-
-
-def read_record(value: Any, field: str, text_field: Field = DEFAULT_FIELD) -> str | list[int] | np.ndarray | None:
-    """The text or token ids of a record, or None for a bad one, which has neither.
-
-    `field` is the column of `value`, or the kind of its file, .jsonl for a line of one, .txt for a document.
-    """
-    if field == ".jsonl":
-        if not value.strip():
-            return []  # a blank line is no document
-        try:
-            record = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-        record = record if isinstance(record, dict) else {}
-        field = next((name for name in names_of(text_field) if name in record), names_of(text_field)[-1])
-        value = record.get(field)
-    if isinstance(value, np.ndarray):
-        return value
-    if field == "input_ids":
-        good = isinstance(value, list) and set(map(type, value)) <= {int}
-        good = good and 0 <= min(value, default=0) <= max(value, default=0) < 2**32
-    else:
-        good = isinstance(value, str) and NOT_UTF8 not in value and not (field in (".txt", ".md") and "\0" in value)
-        good = good and (value.isascii() or not re.search("[\ud800-\udfff]", value))  # of an escape in JSON
-    return value if good else None
-
-
-def read_documents(records: Iterator, source: Any, text_field: Field, skip_bad: bool, counts: Counter) -> Iterator:
-    """The documents in `records` of `source`, texts or token ids. `counts` gets the numbers of empty ones and of bad
-    records that `skip_bad` left out; else the first of these is an UnreadableError."""
-    for value, field in records:
-        document = read_record(value, field, text_field)
-        if document is None and not skip_bad:
-            error = UnreadableError(f"--dataset {source}: a record has no text; --skip-bad-records leaves such out")
-            error.record = (value, field)
-            raise error
-        counts["bad records"] += document is None
-        if isinstance(document, str):
-            parts = [part.strip("\n") for part in document.split(DOCUMENT_MARK)]
-            counts["empty documents"] += not any(parts) and field not in (".txt", ".md")
-            yield from filter(None, parts if len(parts) > 1 else [document] * any(parts))
-        elif document is not None and len(document):
-            yield document
-
-
-def take(documents: Iterator, count: int, characters: int = 2**21) -> Iterator:
-    """The next documents, `count` of them or so many characters: a tokenizer takes a hundred times their memory."""
-    for document in itertools.islice(documents, count):
-        yield document
-        if (characters := characters - len(document)) < 0:
-            return
-
-
-def token_batches(documents, tokenizer, batch_size: int = TOKENIZE_BATCH, counts=None) -> Iterator[np.ndarray]:
-    """Token ids of all documents in order, an end-of-text token after each text, as one flat array per `batch_size` of
-    them. Token ids are taken as they are. `counts` gets the numbers of documents and tokens."""
-    end_of_text = getattr(tokenizer, "eos_token_id", None)
-    counts, documents = Counter() if counts is None else counts, iter(documents)
-    while batch := list(take(documents, batch_size)):
-        texts = [document for document in batch if isinstance(document, str)]
-        if texts and end_of_text is None:
-            raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
-        if texts and tokenizer.is_fast:
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-            encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            encoded = (encoding.ids for encoding in encodings)
-        elif texts:
-            encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        ids = [[*next(encoded), end_of_text] if isinstance(document, str) else document for document in batch]
-        tokens = np.concatenate([each if isinstance(each, np.ndarray) else np.array(each, np.uint32) for each in ids])
-        counts.update(documents=len(ids), tokens=len(tokens))
-        yield tokens
-
-
-def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np.ndarray]:
-    """Arrays of token ids in the smallest type that holds a vocabulary; an id not below `vocab_size` is a UserError."""
-    for tokens in batches:
-        largest = int(tokens.view(f"u{tokens.itemsize}").max(initial=0))  # a negative id is huge
-        if largest >= vocab_size:
-            raise UserError(f"--tokenizer: it gave token id {largest}, the model has {vocab_size}; use its own")
-        yield tokens.astype(token_dtype(vocab_size), copy=False)
-
-
-def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_size: int, counts: Any = None) -> int:
-    """Lays arrays of token ids end to end into the raw file `path`; returns how many tokens it holds.
-
-    The file appears under its name only when it is whole and not empty; after it, in a `.json` beside it, the record
-    that `check_cache` compares it with: size, checksum and `counts`. A UserError where an id is not below `vocab_size`.
-    """
-    path, total, digest = pathlib.Path(path), 0, hashlib.sha256()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
-        with open(os.path.join(folder, "tokens"), "wb") as file:
-            for tokens in in_vocabulary(batches, vocab_size):
-                total += len(tokens)
-                file.write(tokens.data)
-                digest.update(tokens.data)
-        if total:
-            os.replace(file.name, path)
-            write_record(path, {"bytes": path.stat().st_size, "sha256": digest.hexdigest(), "counts": counts or {}})
-    return total
-
-
-def write_record(path: pathlib.Path, record: dict) -> None:
-    """Replaces what stands beside a token cache about it, at once."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
-        file = pathlib.Path(folder, "record")
-        file.write_text(json.dumps(record))
-        os.replace(file, path.with_suffix(".json"))
-
-
-def check_cache(path: pathlib.Path, skip_bad: bool, whole: bool) -> tuple[dict | None, str]:
-    """(what was counted in the corpus, "") for a token cache that is as it was written, else (None, what is wrong).
-
-    It is compared with its checksum if `whole` or if its ctime, which no program can set, is new since the last time.
-    """
-    try:
-        record, status, now = json.loads(path.with_suffix(".json").read_text()), path.stat(), time.time_ns()
-        if status.st_size != record["bytes"]:
-            return None, f"{status.st_size:,} bytes, not {record['bytes']:,}"
-        if whole or record.get("checked") != status.st_ctime_ns:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
-                    return None, "another checksum"
-            if now - status.st_ctime_ns > 10**9:  # a change within the clock's tick would have the same ctime
-                with contextlib.suppress(OSError):  # a disk that can only be read
-                    write_record(path, record | {"checked": status.st_ctime_ns})
-        counts = {kind: int(number) for kind, number in record["counts"].items()}
-        bad = counts.get("bad records", 0)
-        return (None, f"{bad:,} bad records left out") if bad and not skip_bad else (counts, "")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return None, f"its .json, {first_line(error)}" if path.exists() else ""
-
-
-def token_dtype(vocab_size: int) -> type:
-    """Smallest unsigned type that holds every id of a vocabulary: uint16 up to 65,536 entries, else uint32."""
-    return np.uint16 if vocab_size <= 2**16 else np.uint32
-
-
-class PackedDataset(Dataset):
-    """Windows of `seq_len + 1` tokens over one flat array; consecutive windows share one token.
-
-    Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
-    nothing is lost but the last partial window.
-    """
-
-    end_of_text: int | None = None  # the id that ends a document, where attention is to stay inside documents
-
-    def __init__(self, tokens: np.ndarray, seq_len: int):
-        self.tokens, self.seq_len = tokens, seq_len
-
-    def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.seq_len)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """A view of shape (seq_len + 1,), unsigned integers."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self.tokens[index * self.seq_len : (index + 1) * self.seq_len + 1]
-
-    def fingerprint(self) -> str:
-        """Tells data sets apart by their number of tokens and 256 samples of 4,096, wherever they are stored."""
-        starts = np.linspace(0, max(0, len(self.tokens) - 4096), 256, dtype=np.int64)
-        digest = hashlib.sha256(b"".join(self.tokens[start : start + 4096].tobytes() for start in starts))
-        return f"{digest.hexdigest()[:20]}, {len(self.tokens):,} tokens"
 
 
 def vocabulary_of(tokenizer) -> str:
@@ -554,40 +143,6 @@ def get_dataset(
     packed = pack(np.memmap(path, token_dtype(vocab_size), mode="r")[first:last], seq_len, dataset, split)
     packed.path, packed.counts = path, counts
     return packed
-
-
-def pack(tokens: np.ndarray, seq_len: int, dataset: str, split: str) -> PackedDataset:
-    """The tokens of a corpus as windows; too few for one window are a UserError."""
-    packed = PackedDataset(tokens, seq_len)
-    if not len(packed):
-        short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {seq_len}"
-        raise UserError(f"--dataset {dataset}, split {split!r}: {short}; use a shorter sequence or more text")
-    return packed
-
-
-def create_collate_fn(
-    end_of_text: int | None = None, shift_labels: bool = True
-) -> Callable[[list[np.ndarray]], dict[str, torch.Tensor]]:
-    """Makes a batch of windows: `input_ids`, `labels` and `shift_labels`, int64 of shape (batch, seq_len).
-
-    The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`. A plain transformers
-    model would shift `labels` once more; it takes `shift_labels` as they are, but for families that ignore them:
-    prophetnet. With `end_of_text` there are `position_ids` too, which begin again at 0 after each such token.
-    """
-
-    def collate(windows: list[np.ndarray]) -> dict[str, torch.Tensor]:
-        tokens = np.stack(windows).astype(np.int64)
-        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-        if shift_labels:
-            batch["shift_labels"] = batch["labels"]
-        if end_of_text is not None:
-            positions = np.arange(tokens.shape[1] - 1)
-            starts = np.zeros_like(batch["input_ids"])  # of the document that each token belongs to
-            starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, positions[1:], 0)
-            batch["position_ids"] = positions - np.maximum.accumulate(starts, axis=1)
-        return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}  # one row would share its memory
-
-    return collate
 
 
 MOST_OPERATORS = 100_000  # of one count, which takes seconds; a dense model of 80 layers has 20,000

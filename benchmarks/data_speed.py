@@ -20,10 +20,14 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, token_dtype
+from harness.data.formats import hub_records
+from harness.data.token_cache import pack_tokens
+from harness.data.windows import PackedDataset, create_collate_fn
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import utils
 
 SEQUENCE, VOCABULARY = 8192, 49152
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -34,14 +38,14 @@ datasets.disable_caching()
 def read(documents):
     """The documents of a `datasets.Dataset` as the program reads those of the hub."""
     counts = collections.Counter()
-    records = utils.hub_records(documents, "benchmark", "text", counts, whole=True)
-    return utils.read_documents(records, "benchmark", "text", False, counts)
+    records = hub_records(documents, "benchmark", "text", counts, whole=True)
+    return read_documents(records, "benchmark", "text", False, counts)
 
 
-def pack_ours(documents, folder: str) -> utils.PackedDataset:
+def pack_ours(documents, folder: str) -> PackedDataset:
     path = pathlib.Path(folder, "tokens.bin")
-    utils.pack_tokens(utils.token_batches(read(documents), None), path, VOCABULARY)
-    return utils.PackedDataset(np.memmap(path, dtype=utils.token_dtype(VOCABULARY), mode="r"), SEQUENCE)
+    pack_tokens(token_batches(read(documents), None), path, VOCABULARY)
+    return PackedDataset(np.memmap(path, dtype=token_dtype(VOCABULARY), mode="r"), SEQUENCE)
 
 
 def group_tokens(batch: dict) -> dict:
@@ -58,8 +62,8 @@ def pack_map_and_lists(documents, folder: str):
     return documents.map(group_tokens, batched=True, remove_columns="input_ids")
 
 
-def read_ours(packed: utils.PackedDataset) -> None:
-    collate = utils.create_collate_fn()
+def read_ours(packed: PackedDataset) -> None:
+    collate = create_collate_fn()
     for index in range(len(packed)):
         collate([packed[index]])
 
@@ -72,8 +76,8 @@ def read_map_and_lists(grouped) -> None:
 
 def tokenize_ours(stories, tokenizer) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        batches = utils.token_batches(read(stories), tokenizer)
-        return utils.pack_tokens(batches, pathlib.Path(folder, "tokens.bin"), len(tokenizer))
+        batches = token_batches(read(stories), tokenizer)
+        return pack_tokens(batches, pathlib.Path(folder, "tokens.bin"), len(tokenizer))
 
 
 def tokenize_map(stories, tokenizer) -> int:
@@ -84,8 +88,8 @@ def tokenize_map(stories, tokenizer) -> int:
 
 def tokenize_library(texts: list[str], tokenizer) -> int:
     encode, total = tokenizer.backend_tokenizer.encode_batch_fast, len(texts)
-    for start in range(0, len(texts), utils.TOKENIZE_BATCH):
-        encodings = encode(texts[start : start + utils.TOKENIZE_BATCH], add_special_tokens=False)
+    for start in range(0, len(texts), TOKENIZE_BATCH):
+        encodings = encode(texts[start : start + TOKENIZE_BATCH], add_special_tokens=False)
         total += sum(map(len, encodings))
     return total
 

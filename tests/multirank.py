@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_fsdp
 import utils
 from harness import checkpoints, collectives, models, optimizers, report
+from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
 from harness.job import heartbeats, world
 from harness.job.signals import StopRequest
@@ -253,8 +254,8 @@ def stalled(how: str, *argv: str) -> None:
 
             dist.all_reduce = stop_in_backward
         if how == "data":
-            read, calls = utils.PackedDataset.__getitem__, itertools.count()
-            utils.PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
+            read, calls = PackedDataset.__getitem__, itertools.count()
+            PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "evaluation":
             train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":

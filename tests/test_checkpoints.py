@@ -39,9 +39,10 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
-from harness import checkpoints, export, samples
+from harness import checkpoints, export
 from harness.base import saved
 from harness.base.errors import UserError
+from harness.data import sample_order
 from harness.job import endings, folders
 from harness.job.signals import StopRequest
 
@@ -176,9 +177,9 @@ def test_saving_changes_no_number(run, finished, tmp_path):
 
 def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
     seen = []
-    index_of = samples.GlobalOrderSampler.index_of
+    index_of = sample_order.GlobalOrderSampler.index_of
     monkeypatch.setattr(
-        samples.GlobalOrderSampler, "index_of", lambda self, sample: seen.append(sample) or index_of(self, sample)
+        sample_order.GlobalOrderSampler, "index_of", lambda self, sample: seen.append(sample) or index_of(self, sample)
     )
     run("r", stop_after=2)
     run("r", "--resume", "auto")

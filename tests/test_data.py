@@ -26,8 +26,13 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 import utils
-from harness import corpora, samples, streaming
 from harness.base.errors import UserError
+from harness.data import corpora, formats, sample_order, streaming
+from harness.data.corpus_files import find_files, local_files
+from harness.data.documents import TOKENIZE_BATCH, token_dtype
+from harness.data.formats import DOCUMENT_MARK, file_records
+from harness.data.token_cache import pack_tokens
+from harness.data.windows import PackedDataset, create_collate_fn
 from harness.flags import commands
 from harness.flags.settings import is_local
 
@@ -82,11 +87,11 @@ def test_packed_windows_hold_every_token_once_and_in_order(tmp_path_factory, arr
     file.unlink(missing_ok=True)
     flat = list(itertools.chain.from_iterable(arrays))
     batches = (np.array(array, dtype=np.uint32) for array in arrays)
-    assert utils.pack_tokens(batches, file, vocab_size) == len(flat)
+    assert pack_tokens(batches, file, vocab_size) == len(flat)
     if not flat:
         assert not file.exists()
         return
-    packed = utils.PackedDataset(np.memmap(file, utils.token_dtype(vocab_size), "r"), seq_len)
+    packed = PackedDataset(np.memmap(file, token_dtype(vocab_size), "r"), seq_len)
     windows = [packed[index] for index in range(len(packed))]
     assert all(window.shape == (seq_len + 1,) for window in windows)
     # inputs: every token but those of the last partial window; labels: the same, one further
@@ -101,14 +106,14 @@ def test_packed_windows_hold_every_token_once_and_in_order(tmp_path_factory, arr
 
 def test_tokens_are_stored_in_the_smallest_type_that_holds_the_vocabulary(tmp_path):
     for vocab_size, size in ((1536, 2), (65_536, 2), (65_537, 4), (151_936, 4)):
-        utils.pack_tokens(iter([np.array([vocab_size - 1], np.uint32)]), tmp_path / "t", vocab_size)
+        pack_tokens(iter([np.array([vocab_size - 1], np.uint32)]), tmp_path / "t", vocab_size)
         assert (tmp_path / "t").stat().st_size == size
-        assert np.fromfile(tmp_path / "t", utils.token_dtype(vocab_size)).tolist() == [vocab_size - 1]
+        assert np.fromfile(tmp_path / "t", token_dtype(vocab_size)).tolist() == [vocab_size - 1]
 
 
 def test_a_token_without_an_embedding_is_refused_and_leaves_no_file(tmp_path):
     with pytest.raises(UserError, match="--tokenizer"):
-        utils.pack_tokens(iter([np.array([3, 100], np.uint32)]), tmp_path / "cache" / "t", 100)
+        pack_tokens(iter([np.array([3, 100], np.uint32)]), tmp_path / "cache" / "t", 100)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -118,12 +123,12 @@ def test_a_tokenizer_that_fails_half_way_leaves_no_file(tmp_path):
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        utils.pack_tokens(batches(), tmp_path / "cache" / "t", 100)
+        pack_tokens(batches(), tmp_path / "cache" / "t", 100)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_collate_shifts_the_labels_by_one():
-    batch = utils.create_collate_fn()([np.arange(5, dtype=np.uint16), np.arange(10, 15, dtype=np.uint16)])
+    batch = create_collate_fn()([np.arange(5, dtype=np.uint16), np.arange(10, 15, dtype=np.uint16)])
     assert batch["input_ids"].tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert batch["labels"].tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
@@ -131,7 +136,7 @@ def test_collate_shifts_the_labels_by_one():
 
 
 def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
-    one, same, other = (samples.SyntheticDataset(1000, 32, seed) for seed in (1, 1, 2))
+    one, same, other = (sample_order.SyntheticDataset(1000, 32, seed) for seed in (1, 1, 2))
     assert one[5].shape == (33,)
     assert (one[5] == same[5]).all()
     assert (one[5] != one[6]).any()
@@ -146,7 +151,7 @@ def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
 def order(world_size: int, batch_size: int, microbatches: int, num_samples: int, seed: int = 5) -> list[list[int]]:
     """Data-set indices in the order of global samples, microbatch by microbatch, of all ranks."""
     samplers = [
-        iter(samples.GlobalOrderSampler(num_samples, batch_size, r, world_size, seed)) for r in range(world_size)
+        iter(sample_order.GlobalOrderSampler(num_samples, batch_size, r, world_size, seed)) for r in range(world_size)
     ]
     return [next(sampler) for _ in range(microbatches) for sampler in samplers]
 
@@ -181,7 +186,7 @@ def test_an_epoch_that_ends_within_a_batch_goes_on_with_the_next():
 
 
 def test_order_is_a_pure_function_of_seed_and_sample_number():
-    one, same, other = (samples.GlobalOrderSampler(100, 4, seed=seed) for seed in (3, 3, 4))
+    one, same, other = (sample_order.GlobalOrderSampler(100, 4, seed=seed) for seed in (3, 3, 4))
     backwards = [one.index_of(sample) for sample in reversed(range(300))]
     assert backwards[::-1] == [same.index_of(sample) for sample in range(300)]
     assert backwards[::-1] != [other.index_of(sample) for sample in range(300)]
@@ -190,8 +195,8 @@ def test_order_is_a_pure_function_of_seed_and_sample_number():
 
 
 def test_an_order_can_be_taken_up_in_the_middle():
-    whole = samples.GlobalOrderSampler(50, 2, rank=1, world_size=3)
-    later = samples.GlobalOrderSampler(50, 2, rank=1, world_size=3, first_sample=7 * 2 * 3)
+    whole = sample_order.GlobalOrderSampler(50, 2, rank=1, world_size=3)
+    later = sample_order.GlobalOrderSampler(50, 2, rank=1, world_size=3, first_sample=7 * 2 * 3)
     assert list(itertools.islice(whole, 7, 12)) == list(itertools.islice(later, 5))
 
 
@@ -262,7 +267,7 @@ STORIES_OF_FORTY = [f"Story {number} is about the number {number}." for number i
 
 @pytest.mark.parametrize("first, second", [("train[:95%]", "train[95%:]"), ("train[:-2]", "train[-2:]")])
 def test_a_text_file_is_divided_at_its_marks_before_a_slice_is_taken(tokenizer, tmp_path, first, second):
-    (tmp_path / "data.txt").write_text(utils.DOCUMENT_MARK.join(STORIES_OF_FORTY))
+    (tmp_path / "data.txt").write_text(DOCUMENT_MARK.join(STORIES_OF_FORTY))
     parts = [load(tokenizer, tmp_path, tmp_path / "data.txt", split) for split in (first, second)]
     assert parts == [encoded(tokenizer, STORIES_OF_FORTY[:38]), encoded(tokenizer, STORIES_OF_FORTY[38:])]
 
@@ -287,7 +292,7 @@ def test_packed_and_mixed_files_are_read_as_they_are_unpacked(tokenizer, tmp_pat
     half = lines.index(b"\n") + 1
     (tmp_path / "data" / "1.jsonl.gz").write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
     with pyarrow.output_stream(tmp_path / "data" / "2.txt.zst", compression="zstd") as file:
-        file.write(utils.DOCUMENT_MARK.join(TEXTS).encode())
+        file.write(DOCUMENT_MARK.join(TEXTS).encode())
     (tmp_path / "data" / "3.md").write_text("# A title\n\nA story.\n")
     write_parquet(tmp_path / "data" / "4.parquet", text=TEXTS)
     expected = encoded(tokenizer, [*TEXTS, *TEXTS, "# A title\n\nA story.", *TEXTS])
@@ -361,7 +366,7 @@ def test_what_is_left_out_of_a_folder_is_named(tokenizer, tmp_path):
         (folder / f"{number}.xml").write_text("no story")
     assert corpora.describe_files(str(folder))["files"].endswith("4.xml and 9 more)")
     assert corpora.describe_files(str(folder / "a.txt")) == {}
-    assert f"{folder}/sub (a folder)" in utils.find_files(str(folder / "*"))[1]
+    assert f"{folder}/sub (a folder)" in find_files(str(folder / "*"))[1]
 
 
 def test_a_folder_of_which_nothing_is_read_is_an_error_that_lists_what_was_seen(tokenizer, tmp_path):
@@ -400,11 +405,11 @@ def test_each_real_file_of_a_folder_is_read_once(tokenizer, tmp_path, case):
     (data / "sub" / "c.txt").write_text(TEXTS[2])
     make, left_out = LINKS[case]
     make(data)
-    files, named = utils.find_files(str(data))
+    files, named = find_files(str(data))
     assert files == [data / "a.txt", data / "sub" / "c.txt"]
     assert named == left_out
     for pattern in ("**", "**/*", "**/*.txt"):
-        assert utils.local_files(str(data / pattern)) == files
+        assert local_files(str(data / pattern)) == files
     assert load(tokenizer, tmp_path, data) == encoded(tokenizer, [TEXTS[0], TEXTS[2]])
 
 
@@ -417,8 +422,8 @@ def test_links_to_what_is_elsewhere_are_followed(tmp_path):
     (tmp_path / "data" / "train.txt").symlink_to("../blobs/0a1b")
     (tmp_path / "data" / "more").symlink_to("../blobs/sub")
     (tmp_path / "data" / "again").symlink_to("../blobs")
-    assert texts_in(utils.local_files(str(tmp_path / "data"))) == ["sub/c.txt", "0a1b"]
-    assert texts_in(utils.local_files(str(tmp_path / "data" / "**" / "*.txt"))) == ["sub/c.txt", "0a1b"]
+    assert texts_in(local_files(str(tmp_path / "data"))) == ["sub/c.txt", "0a1b"]
+    assert texts_in(local_files(str(tmp_path / "data" / "**" / "*.txt"))) == ["sub/c.txt", "0a1b"]
 
 
 def test_held_out_text_is_not_among_the_trained_by_a_link(tokenizer, tmp_path):
@@ -441,7 +446,7 @@ def test_a_folder_that_may_not_be_read_is_left_out_by_name(tmp_path, monkeypatch
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    assert utils.find_files(str(tmp_path)) == ([tmp_path / "a.txt"], ["lost+found (Permission denied)"])
+    assert find_files(str(tmp_path)) == ([tmp_path / "a.txt"], ["lost+found (Permission denied)"])
 
 
 def test_a_socket_in_a_folder_is_left_out(tmp_path, monkeypatch):
@@ -449,7 +454,7 @@ def test_a_socket_in_a_folder_is_left_out(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(TEXTS[0])
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("b.txt")
-        assert utils.find_files(str(tmp_path)) == ([tmp_path / "a.txt"], ["b.txt (no regular file)"])
+        assert find_files(str(tmp_path)) == ([tmp_path / "a.txt"], ["b.txt (no regular file)"])
 
 
 @pytest.mark.parametrize(
@@ -487,7 +492,7 @@ def test_what_flags_take_for_local_is_what_is_read_from_files(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     try:
-        read_from_files = bool(utils.local_files(os.path.expanduser(name)))
+        read_from_files = bool(local_files(os.path.expanduser(name)))
     except UserError:  # of what would be local and is not there, or has no text
         read_from_files = True
     assert is_local(name) == read_from_files
@@ -574,14 +579,14 @@ def test_one_document_may_be_large(tokenizer, tmp_path):
 
 
 def test_more_documents_than_one_tokenizer_call_takes_keep_their_order(tokenizer, tmp_path):
-    texts = [f"Number {number}." for number in range(2 * utils.TOKENIZE_BATCH + 7)]
+    texts = [f"Number {number}." for number in range(2 * TOKENIZE_BATCH + 7)]
     file = write_jsonl(tmp_path / "data.jsonl", texts)
     assert load(tokenizer, tmp_path, file) == encoded(tokenizer, texts)
 
 
 def test_marks_in_the_documents_of_the_demo_do_not_occur():
     for file in STORIES.glob("*.jsonl"):
-        assert utils.DOCUMENT_MARK not in file.read_text()
+        assert DOCUMENT_MARK not in file.read_text()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -996,8 +1001,8 @@ def test_a_file_that_is_deleted_under_way_is_named(tokenizer, tmp_path, way, mon
         with pytest.raises(UserError) as raised:
             list(itertools.islice(stream.chunks((0, 0, 0)), 20))
     else:
-        read = utils.file_records
-        monkeypatch.setattr(utils, "file_records", lambda *of: (gone.unlink(missing_ok=True), read(*of))[1])
+        read = file_records
+        monkeypatch.setattr(formats, "file_records", lambda *of: (gone.unlink(missing_ok=True), read(*of))[1])
         with pytest.raises(UserError) as raised:
             load(tokenizer, tmp_path, tmp_path / "data")
     assert str(raised.value).startswith(f"--dataset {gone}")

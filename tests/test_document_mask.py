@@ -16,6 +16,7 @@ import train_fsdp
 import utils
 from harness import models
 from harness.base.errors import UserError
+from harness.data.windows import create_collate_fn
 
 
 def windows(count: int, length: int) -> list[np.ndarray]:
@@ -27,10 +28,10 @@ def windows(count: int, length: int) -> list[np.ndarray]:
 
 
 def test_positions_begin_again_after_each_end_of_text():
-    batch = utils.create_collate_fn(END)([np.array([5, END, 6, 7, END, END, 8, 9]), np.arange(1, 9)])
+    batch = create_collate_fn(END)([np.array([5, END, 6, 7, END, END, 8, 9]), np.arange(1, 9)])
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5, 6]]
     assert batch["labels"].tolist()[0] == [END, 6, 7, END, END, 8, 9]
-    assert "position_ids" not in utils.create_collate_fn()(windows(1, 8))
+    assert "position_ids" not in create_collate_fn()(windows(1, 8))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -40,7 +41,7 @@ def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_p
     flags += ["--attention", attention, "--precision", "fp32", "--sequence-length", "48", "--dataset", "demo"]
     masked, config = resolved([*flags, "--document-mask"])
     model = train_fsdp.build_model(masked, config, train_fsdp.build_mesh(masked, device))
-    batch = utils.create_collate_fn(END)(windows(2, 48))
+    batch = create_collate_fn(END)(windows(2, 48))
     together = model(**batch, use_cache=False).loss.item()
     batch["position_ids"] = torch.arange(48).expand(2, -1)
     across = model(**batch, use_cache=False).loss.item()
@@ -70,7 +71,7 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
     models.know_documents(variants["sdpa"], "smollm3", document_mask=True)
     for layer in models.decoder_layers(variants["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
-    collate, all_windows = utils.create_collate_fn(END), windows(6, 128)
+    collate, all_windows = create_collate_fn(END), windows(6, 128)
     for start in (0, 2, 4):
         batch = collate(all_windows[start : start + 2])
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=start > 0):
@@ -92,7 +93,7 @@ def test_training_with_flex_attention_compiles_nothing_after_its_first_step(devi
     flags = ["--sequence-length", "64", "--batch-size", "2", "--dataset", "demo", "--compile", "--document-mask"]
     settings, config = resolved(["--model", source, *flags])
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-    optimizer, collate = train_fsdp.build_optimizer(settings, model), utils.create_collate_fn(END)
+    optimizer, collate = train_fsdp.build_optimizer(settings, model), create_collate_fn(END)
     losses, batches = [], (collate(pair) for pair in zip(*[iter(windows(8, 64))] * 2, strict=True))
     for step in range(4):
         with torch._dynamo.config.patch(error_on_recompile=step > 0):

@@ -27,8 +27,10 @@ from torch._dynamo.utils import counters
 
 import train_fsdp
 import utils
-from harness import checkpoints, models, samples
+from harness import checkpoints, models
 from harness.base.devices import GIB, wait_for_device
+from harness.data import sample_order
+from harness.data.windows import create_collate_fn
 from harness.flags.settings import PRESETS
 
 CUDA = torch.cuda.is_available()
@@ -69,7 +71,7 @@ def build(device, tmp_path_factory, on_cpu_without_inductor):
         settings, config = resolved(["--model", source, "--dataset", "demo", *shape, *flags])
         model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
         optimizer = train_fsdp.build_optimizer(settings, model)
-        data = samples.SyntheticDataset(config.vocab_size, length)
+        data = sample_order.SyntheticDataset(config.vocab_size, length)
         tracker = utils.PerformanceTracker(0, 1, 0)
         state = checkpoints.TrainState(model, optimizer, None, tracker)
         batches = train_fsdp.training_batches(settings, data, state, device)
@@ -85,9 +87,9 @@ def loss_and_gradients(build, device):
     def run(*flags):
         torch._dynamo.reset()
         _, model, _, _ = build(*flags)
-        tokens = samples.SyntheticDataset(SIZES["vocab_size"], LENGTH)
+        tokens = sample_order.SyntheticDataset(SIZES["vocab_size"], LENGTH)
         windows = [tokens[index] % (LENGTH // 4) for index in range(2)]  # about four ends of text in each
-        batch = utils.create_collate_fn(END if "--document-mask" in flags else None)(windows)
+        batch = create_collate_fn(END if "--document-mask" in flags else None)(windows)
         loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False).loss
         loss.backward()
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]

@@ -10,11 +10,11 @@ from conftest import ROOT
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-import utils
-
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import families
+
+from harness.data.windows import create_collate_fn
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_the_loss_of_the_printed_loop_is_transformers_own(printed):
     model = fresh_model().eval()
     with torch.no_grad():
         own = model(input_ids=window, labels=window).loss
-        ours = model(**utils.create_collate_fn()([printed["windows"][0]])).loss
+        ours = model(**create_collate_fn()([printed["windows"][0]])).loss
         twice = model(input_ids=window[:, :-1], labels=window[:, 1:]).loss
     assert ours.item() == pytest.approx(own.item(), rel=1e-6)
     assert ours.item() != pytest.approx(twice.item(), rel=1e-4)
@@ -80,9 +80,9 @@ def test_the_printed_loop_trains_as_the_trainer_of_transformers_does(printed, tm
 
 
 def test_the_loss_of_every_family_is_that_of_the_tokens_that_follow_or_the_docstring_names_it():
-    named = set(re.search(r"that ignore them:\s+([\w, ]+)\.", utils.create_collate_fn.__doc__)[1].split(", "))
+    named = set(re.search(r"that ignore them:\s+([\w, ]+)\.", create_collate_fn.__doc__)[1].split(", "))
     windows = torch.randint(1, 500, (2, 33), generator=torch.Generator().manual_seed(1)).numpy()
-    batch, exact, others = utils.create_collate_fn()(list(windows)), set(), set()
+    batch, exact, others = create_collate_fn()(list(windows)), set(), set()
     for name in families.families():
         try:
             config = families.small_config(name)

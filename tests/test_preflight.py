@@ -23,10 +23,10 @@ import pytest
 import torch
 from conftest import ROOT, forked, parse, start, train, words, write_checkpoint
 
-import utils
 from harness import gpus, models
 from harness.base.devices import GIB
 from harness.base.errors import UserError
+from harness.data.windows import create_collate_fn
 from harness.flags.settings import Settings
 from harness.job import driver, host, preflight
 
@@ -176,7 +176,7 @@ def shared_memory_of(pids):
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="no /proc/self/maps")
 def test_what_data_workers_read_ahead_is_what_they_take_of_shared_memory():
     settings = parse(["--demo", "--batch-size", 4, "--sequence-length", Windows.length - 1])
-    collate = utils.create_collate_fn(shift_labels=False)  # as the program does
+    collate = create_collate_fn(shift_labels=False)  # as the program does
     loader = torch.utils.data.DataLoader(Windows(), 4, num_workers=1, collate_fn=collate)
     batches = iter(loader)
     in_use = next(batches)

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import checkpoints, models, samples
+from harness import checkpoints, models
+from harness.data import sample_order
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -36,7 +37,7 @@ def trainer(device, tmp_path):
         args, config = resolved(["--model", source, "--dataset", "demo", *sizes, *flags])
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)
-        data = samples.SyntheticDataset(config.vocab_size, args.sequence_length)
+        data = sample_order.SyntheticDataset(config.vocab_size, args.sequence_length)
         data.end_of_text = END if args.document_mask else None
         tracker = utils.PerformanceTracker(0, 1, 0)
         batches = train_fsdp.training_batches(

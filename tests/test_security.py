@@ -28,9 +28,12 @@ from test_checkpoints import forge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 
-import utils
 from harness import checkpoints, endpoint, metrics_file, models
 from harness.base.errors import UserError
+from harness.data.corpus_files import local_files
+from harness.data.documents import read_documents
+from harness.data.formats import file_records
+from harness.data.splits import files_of_split
 from harness.job import folders
 
 STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
@@ -298,9 +301,9 @@ def data(tmp_path) -> pathlib.Path:
 
 def read(folder: pathlib.Path) -> list[str]:
     """Every text of a data set, as the program reads it, cached or streamed."""
-    files = utils.files_of_split(str(folder), "train", utils.local_files(str(folder)))
-    records = (record for file in files for record in utils.file_records(file, "text", collections.Counter()))
-    return list(utils.read_documents(records, folder, "text", True, collections.Counter()))
+    files = files_of_split(str(folder), "train", local_files(str(folder)))
+    records = (record for file in files for record in file_records(file, "text", collections.Counter()))
+    return list(read_documents(records, folder, "text", True, collections.Counter()))
 
 
 def test_a_script_and_a_card_in_a_data_folder_change_nothing(data, mark, tmp_path):

@@ -12,8 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import utils
-from harness import checkpoints, corpora, held_out, samples, streaming
+from harness import checkpoints
 from harness.base.errors import UserError
+from harness.data import corpora, documents, held_out, sample_order, streaming
+from harness.data.documents import token_batches
+from harness.data.formats import DOCUMENT_MARK
+from harness.data.windows import PackedDataset
 from harness.job.signals import StopRequest
 
 SEQ_LEN = 16
@@ -69,11 +73,11 @@ def take(stream, count: int, *share) -> list[dict]:
 
 
 def test_an_epoch_holds_every_document_once_and_each_has_an_order_of_its_own(stream, tokens, tokenizer, texts):
-    flat = utils.token_batches(stream.documents(), tokenizer)
+    flat = token_batches(stream.documents(), tokenizer)
     length = sum(map(len, flat))
     assert len(tokens) == 3 * length
     epochs = [tokenizer.decode(tokens[length * epoch : length * (epoch + 1)]) for epoch in range(3)]
-    documents = [epoch.split(utils.DOCUMENT_MARK)[:-1] for epoch in epochs]
+    documents = [epoch.split(DOCUMENT_MARK)[:-1] for epoch in epochs]
     assert [sorted(epoch) for epoch in documents] == [sorted(texts)] * 3
     assert documents[0] != documents[1] != documents[2] != documents[0]
     assert documents[0] != texts
@@ -81,11 +85,11 @@ def test_an_epoch_holds_every_document_once_and_each_has_an_order_of_its_own(str
 
 @pytest.mark.parametrize("world_size, batch_size", [(1, 1), (1, 4), (2, 2), (4, 1), (3, 5)])
 def test_ranks_take_the_windows_that_a_packed_data_set_in_this_order_gives_them(stream, tokens, world_size, batch_size):
-    packed = utils.PackedDataset(tokens, SEQ_LEN)
+    packed = PackedDataset(tokens, SEQ_LEN)
     count = len(packed) // (world_size * batch_size)
     assert count * world_size * batch_size > 2 * len(packed) // 3 + SEQ_LEN  # into the third epoch
     for rank in range(world_size):
-        sampler = samples.GlobalOrderSampler(len(packed), batch_size, rank, world_size)
+        sampler = sample_order.GlobalOrderSampler(len(packed), batch_size, rank, world_size)
         sampler.index_of = lambda sample: sample  # the stream is shuffled already
         expected = [packed[index].tolist() for indices in itertools.islice(sampler, count) for index in indices]
         assert samples_of(take(stream, count, batch_size, rank, world_size)) == expected
@@ -93,7 +97,7 @@ def test_ranks_take_the_windows_that_a_packed_data_set_in_this_order_gives_them(
 
 @pytest.mark.parametrize("ranks_before, ranks_after", [(1, 2), (2, 1), (4, 2)])
 def test_any_number_of_ranks_goes_on_from_any_position(stream, tokens, ranks_before, ranks_after):
-    packed = utils.PackedDataset(tokens, SEQ_LEN)
+    packed = PackedDataset(tokens, SEQ_LEN)
     batches = take(stream, len(packed) // (4 * ranks_before), 4, 0, ranks_before)
     starts = set()
     for number, batch in enumerate(batches[:: max(1, len(batches) // 12)]):
@@ -114,9 +118,9 @@ def test_what_is_before_a_position_is_not_tokenized_again(stream, tokens, tokeni
     last = take(stream, len(tokens) // SEQ_LEN // 4, 4)[-1]["position"]
     assert last[2] >= streaming.STREAM_BATCH
     encoded = []
-    tokenize = utils.token_batches
+    tokenize = token_batches
     seen = lambda documents: (encoded.append(1) or document for document in documents)  # noqa: E731
-    monkeypatch.setattr(utils, "token_batches", lambda documents, *of: tokenize(seen(documents), *of))
+    monkeypatch.setattr(documents, "token_batches", lambda documents, *of: tokenize(seen(documents), *of))
     next(stream.chunks(last))
     assert sum(encoded) <= streaming.STREAM_BATCH
 
@@ -133,7 +137,7 @@ def test_a_batch_longer_than_many_chunks_and_a_corpus_shorter_than_a_batch(token
     (tmp_path / "few.jsonl").write_text('{"text": "Tom had a red ball. He liked it."}\n')
     stream = streaming.stream_dataset(tokenizer, 8, dataset=str(tmp_path / "few.jsonl"))
     one = next(stream.chunks((0, 0, 0)))[1]
-    packed = utils.PackedDataset(np.tile(one, 100), 8)
+    packed = PackedDataset(np.tile(one, 100), 8)
     (batch,) = take(stream, 1, 16, 1, 2)
     assert samples_of([batch]) == [packed[index].tolist() for index in range(16, 32)]
     assert batch["position"][0] <= 16 * 8 < batch["position"][0] + len(one)
@@ -156,7 +160,7 @@ def test_every_kind_of_file_streams_the_same_documents(tokenizer, texts, tmp_pat
     file = tmp_path / f"data.{'txt' if kind == 'txt' else 'parquet'}"
     encoded = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
     if kind == "txt":
-        file.write_text(utils.DOCUMENT_MARK.join(texts))
+        file.write_text(DOCUMENT_MARK.join(texts))
     else:
         column = {"text": texts} if kind == "parquet" else {"input_ids": encoded}
         pyarrow.parquet.write_table(pyarrow.table(column), file)
@@ -220,7 +224,7 @@ def test_two_ranks_go_on_with_what_one_began(device, flags, whole, tmp_path):
 
 def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus, tokenizer):
     validation = streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=str(corpus), split="validation")
-    flat = np.concatenate(list(utils.token_batches(validation.documents(), tokenizer)))
+    flat = np.concatenate(list(token_batches(validation.documents(), tokenizer)))
     assert validation.head(3).tokens.tolist() == flat[: 3 * SEQ_LEN + 1].tolist()
     assert validation.head(0).tokens.tolist() == flat.tolist()
     evaluated = ["--eval-interval", "12", "--output-dir", tmp_path, "--run-name"]
@@ -304,7 +308,7 @@ def test_held_out_documents_are_spread_over_all_files_whole_and_the_same_streame
         [*range(10)],
     )  # one of each 20, of the last 17 one or none
     assert len({number % 20 for number in numbers}) > 3
-    encode = lambda chosen: np.concatenate([*utils.token_batches(chosen, tokenizer)]).tolist()  # noqa: E731
+    encode = lambda chosen: np.concatenate([*token_batches(chosen, tokenizer)]).tolist()  # noqa: E731
     out = encode([texts[number] for number in numbers])
     kept = encode([text for number, text in enumerate(texts) if number not in numbers])
     train, held = opened(tokenizer, three_files[0]).hold_out(held_out.RULE)
@@ -314,14 +318,14 @@ def test_held_out_documents_are_spread_over_all_files_whole_and_the_same_streame
     assert sorted(np.concatenate([tokens for _, tokens in epoch]).tolist()) == sorted(kept)
     packed = utils.get_dataset(tokenizer, SEQ_LEN, dataset=str(three_files[0]), cache_dir=tmp_path / "cache")
     train, held, _ = corpora.hold_out(packed, "data", tokenizer.eos_token_id, held_out.RULE)
-    assert [window.tolist() for window in held] == [w.tolist() for w in utils.PackedDataset(np.array(out), SEQ_LEN)]
-    assert [window.tolist() for window in train] == [w.tolist() for w in utils.PackedDataset(np.array(kept), SEQ_LEN)]
-    assert train.fingerprint() == utils.PackedDataset(np.array(kept, np.uint16), SEQ_LEN).fingerprint()
+    assert [window.tolist() for window in held] == [w.tolist() for w in PackedDataset(np.array(out), SEQ_LEN)]
+    assert [window.tolist() for window in train] == [w.tolist() for w in PackedDataset(np.array(kept), SEQ_LEN)]
+    assert train.fingerprint() == PackedDataset(np.array(kept, np.uint16), SEQ_LEN).fingerprint()
 
 
 def test_few_documents_are_cut_at_a_share_of_their_tokens_as_is_one(device, tokenizer, texts, tmp_path):
     for count in (1, 19):
-        (tmp_path / "few.txt").write_text(utils.DOCUMENT_MARK.join(text * 80 for text in texts[:count]))
+        (tmp_path / "few.txt").write_text(DOCUMENT_MARK.join(text * 80 for text in texts[:count]))
         packed = utils.get_dataset(tokenizer, SEQ_LEN, dataset=str(tmp_path / "few.txt"), cache_dir=tmp_path / "cache")
         train, held, named = corpora.hold_out(packed, "few", tokenizer.eos_token_id, held_out.RULE)
         assert len(train.tokens) == len(packed.tokens) * 95 // 100

@@ -15,7 +15,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import utils
-from harness import report, samples
+from harness import report
+from harness.data import sample_order
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -80,7 +81,7 @@ class RandomTokens(torch.utils.data.Dataset):
     def __init__(self, args: argparse.Namespace, vocab_size: int):
         world = int(os.environ.get("WORLD_SIZE", 1))
         windows = args.num_steps * args.batch_size * world
-        self.windows = samples.SyntheticDataset(vocab_size, args.sequence_length, seed=42, windows=windows)
+        self.windows = sample_order.SyntheticDataset(vocab_size, args.sequence_length, seed=42, windows=windows)
 
     def __len__(self) -> int:
         return len(self.windows)

@@ -17,11 +17,15 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-import utils
-from harness import held_out as held
 from harness.base.errors import UnreadableError, UserError
 from harness.base.ranks import from_main_process
-from harness.faults import name_fault
+from harness.data import held_out as held
+from harness.data.corpus_files import local_files
+from harness.data.documents import in_vocabulary, read_documents, token_batches, token_dtype
+from harness.data.faults import name_fault
+from harness.data.formats import DEFAULT_FIELD, Field, file_records, hub_records, load_documents
+from harness.data.splits import cut_documents, files_of_split, parse_split
+from harness.data.windows import PackedDataset, create_collate_fn, pack
 from harness.job.printing import say
 
 STREAM_BATCH = 64  # documents per call of the tokenizer: training waits for the first of them
@@ -49,9 +53,9 @@ class StreamedDataset:
         # rows of hub data; of local files (file, its first and last document, the first one's number in the corpus)
         self.rows, self.parts = None, []
         with self._naming_faults():
-            if files := utils.local_files(source):
-                name, bounds = utils.parse_split(split)
-                of_split = utils.files_of_split(source, name, files)
+            if files := local_files(source):
+                name, bounds = parse_split(split)
+                of_split = files_of_split(source, name, files)
                 self.parts = [(file, 0, None, 0) for file in of_split]
                 self.parts = self._cut(bounds)[0] if bounds else self.parts
                 top = source if os.path.isdir(source) else os.path.dirname(source)
@@ -60,7 +64,7 @@ class StreamedDataset:
                 slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
                 raise UserError(f"--dataset {source}, split {split!r}: {slices}")
             else:
-                self.rows = utils.load_documents(source, split, subset, streaming=True)
+                self.rows = load_documents(source, split, subset, streaming=True)
                 sizes = [(name, part.num_examples) for name, part in (self.rows.info.splits or {}).items()]
                 content = [source, subset, sizes]
         # what is read, beside the documents that are held out
@@ -71,7 +75,7 @@ class StreamedDataset:
         """Tells corpora apart by the first window in the order of the files; the size is not known."""
         return f"{self.beginning}, then streamed"
 
-    def head(self, windows: int) -> utils.PackedDataset:
+    def head(self, windows: int) -> PackedDataset:
         """The first `windows` windows in the order of the files, all for 0."""
         read, source = [], self._uncounted()
         for tokens in source._tokens(source.documents()):
@@ -81,7 +85,7 @@ class StreamedDataset:
         if not sum(map(len, read)):
             raise UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text")
         tokens = np.concatenate(read)[: windows * self.seq_len + 1 if windows else None]
-        return utils.pack(tokens, self.seq_len, self.source, self.split)
+        return pack(tokens, self.seq_len, self.source, self.split)
 
     def hold_out(self, rule: str) -> tuple["StreamedDataset", "StreamedDataset"]:
         """(the stream without the documents that are held out by a rule of `held_out`, these). Local files are read for
@@ -119,7 +123,7 @@ class StreamedDataset:
         """For each two neighbours of these bounds of slices of the documents the parts of local files between them."""
         source = self._uncounted()
         lengths = [sum(1 for _ in source._file(*part)) for part in self.parts]
-        cuts = utils.cut_documents(bounds, sum(lengths))
+        cuts = cut_documents(bounds, sum(lengths))
         if None in cuts:
             raise self._too_few(sum(lengths))
         found = []
@@ -142,8 +146,8 @@ class StreamedDataset:
             ):  # one file at a time: after several `datasets` waits 10 s (apache/arrow#45214)
                 rows = rows.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
             text_field, _, counts = self.reading
-            records = utils.hub_records(rows, self.source, text_field, counts)
-            documents = self._chosen(utils.read_documents(records, self.source, *self.reading), 0)
+            records = hub_records(rows, self.source, text_field, counts)
+            documents = self._chosen(read_documents(records, self.source, *self.reading), 0)
             return shuffled(documents, generator) if generator and by_number else documents
         parts = self.parts if generator is None else [self.parts[i] for i in generator.permutation(len(self.parts))]
         documents = itertools.chain.from_iterable(itertools.starmap(self._file, parts))
@@ -151,7 +155,7 @@ class StreamedDataset:
 
     def _file(self, file, first: int, last: int | None, number: int) -> Iterator:
         text_field, _, counts = self.reading
-        documents = utils.read_documents(utils.file_records(file, text_field, counts), file, *self.reading)
+        documents = read_documents(file_records(file, text_field, counts), file, *self.reading)
         return self._chosen(itertools.islice(documents, first, last), number)
 
     def _chosen(self, documents: Iterator, number: int) -> Iterator:
@@ -178,8 +182,8 @@ class StreamedDataset:
 
     def _tokens(self, documents: Iterator) -> Iterator[np.ndarray]:
         with self._naming_faults():
-            batches = utils.token_batches(documents, self.tokenizer, STREAM_BATCH, self.counts)
-            yield from utils.in_vocabulary(batches, self.vocab_size)
+            batches = token_batches(documents, self.tokenizer, STREAM_BATCH, self.counts)
+            yield from in_vocabulary(batches, self.vocab_size)
 
     @contextlib.contextmanager
     def _naming_faults(self) -> Iterator[None]:
@@ -229,11 +233,11 @@ class StreamedBatches(IterableDataset):
             yield UserError(str(error), exit_code=1)
 
     def _batches(self) -> Iterator[dict[str, Any]]:
-        seq_len, collate = self.stream.seq_len, utils.create_collate_fn(self.stream.end_of_text, shift_labels=False)
+        seq_len, collate = self.stream.seq_len, create_collate_fn(self.stream.end_of_text, shift_labels=False)
         size = self.batch_size * seq_len
         first = self.first_sample * seq_len + self.rank * size  # token of this rank's next batch
         told = 0  # bad records that have been told of
-        held, positions = np.empty(0, utils.token_dtype(self.stream.vocab_size)), collections.deque()
+        held, positions = np.empty(0, token_dtype(self.stream.vocab_size)), collections.deque()
         for position, tokens in self.stream.chunks(self.position or (0, 0, 0)):
             counts = self.stream.counts
             bad = counts["bad records"]
@@ -247,7 +251,7 @@ class StreamedBatches(IterableDataset):
             while end > first + size:
                 while len(positions) > 1 and positions[1][0] <= first:
                     positions.popleft()
-                windows = utils.PackedDataset(held[first - end :][: size + 1], seq_len)
+                windows = PackedDataset(held[first - end :][: size + 1], seq_len)
                 yield collate(list(windows)) | {"position": positions[0]}
                 first += self.world_size * size
             held = held[first - end :] if first < end else held[:0]
@@ -262,7 +266,7 @@ def stream_dataset(
     vocab_size: int = 0,
     seed: int = 0,
     skip_bad_records: bool = False,
-    text_field: utils.Field = utils.DEFAULT_FIELD,
+    text_field: Field = DEFAULT_FIELD,
     subset: str | None = None,
 ) -> StreamedDataset:
     """Opens a corpus for streaming; arguments and errors are those of `get_dataset`, but hub data are not sliced."""

@@ -15,13 +15,17 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import held_out as held
-from harness import samples, streaming
 from harness.base.errors import NoSplitError, UnreadableError, UserError
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.ranks import from_main_process, on_main_rank
 from harness.base.text import counted, shortened
-from harness.faults import name_fault
+from harness.data import held_out as held
+from harness.data import sample_order, streaming, windows
+from harness.data.corpus_files import find_files
+from harness.data.faults import name_fault
+from harness.data.formats import DEFAULT_FIELD
+from harness.data.splits import cut_positions
+from harness.data.windows import PackedDataset
 from harness.flags.commands import given
 from harness.flags.settings import ASSETS, Settings, is_local
 from harness.job import terminal
@@ -38,9 +42,9 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, m
     """
     vocab_size = config.get_text_config().vocab_size
     if settings.dataset == "synthetic":
-        train = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
+        train = sample_order.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
         train.header = {"data": "synthetic, random tokens"}
-        held_out = samples.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
+        held_out = sample_order.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed + 1, windows=1024)
         return train, held_out if settings.eval_interval else None
     if settings.document_mask and tokenizer.eos_token_id is None:
         raise UserError(f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)")
@@ -94,7 +98,7 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, m
 
 def opening(dataset, tokenizer) -> str:
     """The first words of a text that was read, for a story to begin with; empty where there are none."""
-    if tokenizer is None or not isinstance(dataset, utils.PackedDataset):
+    if tokenizer is None or not isinstance(dataset, PackedDataset):
         return ""
     text = tokenizer.decode(dataset[0][:12], skip_special_tokens=True)
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()
@@ -117,7 +121,7 @@ def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_wh
             where = {"cache_dir": cache_dir, "check_whole": check_whole}
             packed = utils.get_dataset(**corpus, **where, split=split, progress=tell)
     except UnreadableError as error:
-        field = corpus.get("text_field", utils.DEFAULT_FIELD)
+        field = corpus.get("text_field", DEFAULT_FIELD)
         fault = functools.partial(name_fault, error, corpus["dataset"], split, field)
         raise from_main_process(fault, not dist.is_initialized() or dist.get_rank() == 0) from error
     remove_leftovers(packed.path.parent)
@@ -129,7 +133,7 @@ def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_wh
     return packed, f"{done}cached in {packed.path}" + f", left out: {', '.join(left_out)}" * bool(left_out)
 
 
-def cached(settings: Settings, corpus: dict, split: str) -> utils.PackedDataset:
+def cached(settings: Settings, corpus: dict, split: str) -> PackedDataset:
     packed, said = read_cached(corpus, split, settings.cache_dir, check_whole=settings.resume != "none")
     say("data      ", said)
     return packed
@@ -137,7 +141,7 @@ def cached(settings: Settings, corpus: dict, split: str) -> utils.PackedDataset:
 
 def describe_files(source: str) -> dict[str, str]:
     """The line of the header about what lies beside the data files of a folder or pattern and is not read."""
-    files, left_out = utils.find_files(source)
+    files, left_out = find_files(source)
     read = f"{len(files):,} of {len(files) + len(left_out):,} (left out: {shortened(left_out)})"
     return {"files": read} if left_out else {}
 
@@ -147,14 +151,14 @@ def hold_out(train, source: str, end_of_text: int | None, rule: str):
     if isinstance(train, streaming.StreamedDataset):
         kept, held_out = train.hold_out(rule)
         return kept, held_out, f"{rule} documents of it" if rule == held.RULE else f"{rule} of it"
-    tokens, pack = train.tokens, functools.partial(utils.pack, seq_len=train.seq_len, dataset=source)
+    tokens, pack = train.tokens, functools.partial(windows.pack, seq_len=train.seq_len, dataset=source)
     if rule == held.RULE:
         if parts := on_main_rank(lambda: held.divide(tokens, end_of_text)):
             kept, held_out = (held.Stretches(tokens, *part) for part in parts)
             return pack(kept, split="train"), pack(held_out, split=rule), f"{rule} documents of it"
         cut = len(tokens) * (100 - held.PERCENT) // 100
     else:
-        (cut,) = on_main_rank(lambda: utils.cut_positions([f"{100 - held.PERCENT}%"], tokens, end_of_text))
+        (cut,) = on_main_rank(lambda: cut_positions([f"{100 - held.PERCENT}%"], tokens, end_of_text))
     kept, held_out = pack(tokens[:cut], split="train"), pack(tokens[cut:], split=held.OLD_RULE)
     return kept, held_out, f"{held.OLD_RULE} of it"
 

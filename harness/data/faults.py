@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import utils
 from harness.base.errors import UnreadableError, UserError
 from harness.base.text import first_line
+from harness.data.corpus_files import COMPRESSIONS, DATA_SUFFIXES, kind_of, local_files
+from harness.data.formats import DEFAULT_FIELD, NOT_UTF8, Field, file_records, names_of, open_text, read_record
+from harness.data.splits import files_of_split, parse_split
 from harness.flags.settings import is_local
 
 DISK = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)]
@@ -25,36 +27,36 @@ MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 COUNT_SECONDS = 60  # after which a large corpus is not searched for more
 
 
-def name_fault(error: Exception, dataset: str, split: str, text_field: utils.Field = utils.DEFAULT_FIELD) -> UserError:
+def name_fault(error: Exception, dataset: str, split: str, text_field: Field = DEFAULT_FIELD) -> UserError:
     """What to say of data that cannot be read: of an `UnreadableError`, or of what a library raised while reading."""
     source, record = f"--dataset {dataset}, split {split!r}", getattr(error, "record", None)
     said = first_line(error)
     if is_local(dataset) and isinstance(error, UnreadableError) and not record:
         return UserError(str(error))
-    files = utils.local_files(dataset)
+    files = local_files(dataset)
     if not files and (why := next((why for why in DISK if why in said), "")):
         import datasets
 
         place = f"HF_DATASETS_CACHE {datasets.config.HF_DATASETS_CACHE}"
         return UserError(f"{place}: cannot be written ({why})")
     if not files and isinstance(error, UnreadableError) and not record:
-        hint = f"without a network use a local {'/'.join(utils.DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
+        hint = f"without a network use a local {'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
         cause = re.sub(r".*?cannot be read \((.*)\)$", r"\1", said)
         problem = f"not a local file or folder, and not to be had from the hub ({cause})"
         return UserError(f"--dataset {dataset}: {problem}; {hint}")
     first, convert, unit, here, counts, deadline = "", "", "line", "", [], time.monotonic() + COUNT_SECONDS
-    of_split = utils.files_of_split(dataset, utils.parse_split(split)[0], files) if files else ()
+    of_split = files_of_split(dataset, parse_split(split)[0], files) if files else ()
     for file in of_split:
         bad = read = 0
-        unit = "row" if utils.kind_of(file) == ".parquet" else "line"
+        unit = "row" if kind_of(file) == ".parquet" else "line"
         try:
             for number, (value, field) in enumerate(records_of(file, text_field), 1):
                 read += 1
-                if utils.read_record(value, field, text_field) is None:
+                if read_record(value, field, text_field) is None:
                     bad += 1
                     if not first:
                         first = f"--dataset {file}, {unit} {number}: {describe(value, field, text_field)}"
-                        if isinstance(value, str) and utils.NOT_UTF8 in value and unit == "line":
+                        if isinstance(value, str) and NOT_UTF8 in value and unit == "line":
                             encoding, convert = guess_encoding(file)
                             first += encoding
                 if time.monotonic() > deadline:
@@ -74,14 +76,14 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: utils.Fie
     return UserError(f"{problem}{counted}; {advice}")
 
 
-def records_of(file: pathlib.Path, text_field: utils.Field) -> Iterator[tuple[Any, str]]:
+def records_of(file: pathlib.Path, text_field: Field) -> Iterator[tuple[Any, str]]:
     """The rows or lines of a local file as `utils.read_record` takes them."""
-    if utils.kind_of(file) in (".txt", ".md"):
+    if kind_of(file) in (".txt", ".md"):
         with file.open("rb") as raw:
-            for line in utils.open_text(file, raw):
+            for line in open_text(file, raw):
                 yield line, ".txt"
     else:
-        yield from utils.file_records(file, text_field, collections.Counter())
+        yield from file_records(file, text_field, collections.Counter())
 
 
 def guess_encoding(file: pathlib.Path) -> tuple[str, str]:
@@ -89,7 +91,7 @@ def guess_encoding(file: pathlib.Path) -> tuple[str, str]:
     it cannot be told, or where a part of it is UTF-8."""
     start = b""
     with file.open("rb") as raw:
-        text = utils.open_text(file, raw)
+        text = open_text(file, raw)
         with contextlib.suppress(OSError):  # a packed file that is cut further on
             start = text.buffer.read(2**24)
     for mark, name in MARKS.items():
@@ -105,15 +107,15 @@ def guess_encoding(file: pathlib.Path) -> tuple[str, str]:
 def convert_command(file: pathlib.Path, encoding: str) -> str:
     old, new = shlex.quote(str(file)), shlex.quote(f"{file}.new")
     command = f"iconv -f {encoding} -t UTF-8"
-    if packer := utils.COMPRESSIONS.get(file.suffix.lower()):
+    if packer := COMPRESSIONS.get(file.suffix.lower()):
         packer = {"bz2": "bzip2"}.get(packer, packer)
         return f"{packer} -dc {old} | {command} | {packer} > {new} && mv {new} {old}"
     return f"{command} {old} > {new} && mv {new} {old}"
 
 
-def describe(value: Any, field: str, text_field: utils.Field) -> str:
+def describe(value: Any, field: str, text_field: Field) -> str:
     """What a bad record holds, in words."""
-    if isinstance(value, str) and utils.NOT_UTF8 in value:
+    if isinstance(value, str) and NOT_UTF8 in value:
         return "bytes that are not UTF-8"
     if field in (".txt", ".md"):
         return "a NUL byte"
@@ -123,7 +125,7 @@ def describe(value: Any, field: str, text_field: utils.Field) -> str:
         except (ValueError, RecursionError) as error:
             return f"broken JSON, {error}".replace("line 1 ", "")
         fields = record if isinstance(record, dict) else {}
-        names = utils.names_of(text_field)
+        names = names_of(text_field)
         field = next((name for name in names if name in fields), names[-1])
         if field not in fields:
             fields = f", only {', '.join(fields)}" if len(fields) > 1 else ""

@@ -1,0 +1,75 @@
+"""Documents: from records to texts, and from texts to token ids."""
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from harness.base.errors import UnreadableError, UserError
+from harness.data.formats import DOCUMENT_MARK, Field, read_record
+
+TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+
+
+def read_documents(records: Iterator, source: Any, text_field: Field, skip_bad: bool, counts: Counter) -> Iterator:
+    """The documents in `records` of `source`, texts or token ids. `counts` gets the numbers of empty ones and of bad
+    records that `skip_bad` left out; else the first of these is an UnreadableError."""
+    for value, field in records:
+        document = read_record(value, field, text_field)
+        if document is None and not skip_bad:
+            error = UnreadableError(f"--dataset {source}: a record has no text; --skip-bad-records leaves such out")
+            error.record = (value, field)
+            raise error
+        counts["bad records"] += document is None
+        if isinstance(document, str):
+            parts = [part.strip("\n") for part in document.split(DOCUMENT_MARK)]
+            counts["empty documents"] += not any(parts) and field not in (".txt", ".md")
+            yield from filter(None, parts if len(parts) > 1 else [document] * any(parts))
+        elif document is not None and len(document):
+            yield document
+
+
+def take(documents: Iterator, count: int, characters: int = 2**21) -> Iterator:
+    """The next documents, `count` of them or so many characters: a tokenizer takes a hundred times their memory."""
+    for document in itertools.islice(documents, count):
+        yield document
+        if (characters := characters - len(document)) < 0:
+            return
+
+
+def token_batches(documents, tokenizer, batch_size: int = TOKENIZE_BATCH, counts=None) -> Iterator[np.ndarray]:
+    """Token ids of all documents in order, an end-of-text token after each text, as one flat array per `batch_size` of
+    them. Token ids are taken as they are. `counts` gets the numbers of documents and tokens."""
+    end_of_text = getattr(tokenizer, "eos_token_id", None)
+    counts, documents = Counter() if counts is None else counts, iter(documents)
+    while batch := list(take(documents, batch_size)):
+        texts = [document for document in batch if isinstance(document, str)]
+        if texts and end_of_text is None:
+            raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
+        if texts and tokenizer.is_fast:
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+            encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encoded = (encoding.ids for encoding in encodings)
+        elif texts:
+            encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        ids = [[*next(encoded), end_of_text] if isinstance(document, str) else document for document in batch]
+        tokens = np.concatenate([each if isinstance(each, np.ndarray) else np.array(each, np.uint32) for each in ids])
+        counts.update(documents=len(ids), tokens=len(tokens))
+        yield tokens
+
+
+def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np.ndarray]:
+    """Arrays of token ids in the smallest type that holds a vocabulary; an id not below `vocab_size` is a UserError."""
+    for tokens in batches:
+        largest = int(tokens.view(f"u{tokens.itemsize}").max(initial=0))  # a negative id is huge
+        if largest >= vocab_size:
+            raise UserError(f"--tokenizer: it gave token id {largest}, the model has {vocab_size}; use its own")
+        yield tokens.astype(token_dtype(vocab_size), copy=False)
+
+
+def token_dtype(vocab_size: int) -> type:
+    """Smallest unsigned type that holds every id of a vocabulary: uint16 up to 65,536 entries, else uint32."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
