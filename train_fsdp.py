@@ -66,14 +66,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, models, own_plan, planning, report, trackers
+from harness import checkpoints, own_plan, planning, report, trackers
 from harness.advice import as_flags, memory_savers
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line
 from harness.checkpoints import TrainState
-from harness.collectives import leave_out_copies, make_replicas_equal
 from harness.data import sample_order, streaming
 from harness.data.corpora import load_data, opening
 from harness.data.windows import create_collate_fn
@@ -86,8 +85,15 @@ from harness.job.printing import columns, say, say_story
 from harness.job.signals import StopRequest
 from harness.job.terminal import command, progress
 from harness.job.world import fail, leave, limit_waiting, open_store, start_processes, stop_processes
-from harness.loss import check_labels, choose_loss, full_loss, fuse_loss
-from harness.optimizers import build_optimizer, clip_grad_norm
+from harness.model.attention import choose_attention, know_documents
+from harness.model.collectives import leave_out_copies, make_replicas_equal
+from harness.model.configs import choose_sequence_length, find_source, load_config
+from harness.model.float8 import check_float8, fp8_converter
+from harness.model.flops import known_flops
+from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
+from harness.model.optimizers import build_optimizer, clip_grad_norm
+from harness.model.tokenizer import load_tokenizer, read_prompts
+from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta, use_liger
 from harness.waiting import Waiting
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -101,11 +107,11 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
         compiled = (torch.cuda.is_available() or settings.plan) and not settings.liger
     if settings.activation_memory_budget is not None and not compiled:
         raise UserError("--activation-memory-budget: needs --compile")
-    sequence_length = models.choose_sequence_length(settings, config)
+    sequence_length = choose_sequence_length(settings, config)
     settings = dataclasses.replace(settings, sequence_length=sequence_length)
-    attention, fused_loss = models.choose_attention(settings, config), choose_loss(settings.fused_loss, config)
+    attention, fused_loss = choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, compile=compiled, attention=attention, fused_loss=fused_loss)
-    models.check_float8(settings)
+    check_float8(settings)
     if settings.num_workers is None:  # cached windows take no work, and a process more takes a core that computes
         workers = 1 if torch.cuda.is_available() or settings.streaming else 0
         settings = dataclasses.replace(settings, num_workers=workers)
@@ -147,15 +153,15 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     """
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     dtype = torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
-    model = models.on_meta(config, settings.attention, dtype)
-    models.know_documents(model, settings.model, settings.document_mask)
+    model = on_meta(config, settings.attention, dtype)
+    know_documents(model, settings.model, settings.document_mask)
     if settings.liger and not settings.plan:
-        models.use_liger(model)
-    layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
+        use_liger(model)
+    layers, weights, convert_to_fp8 = decoder_layers(model), None, None
     if settings.init == "pretrained" and read_weights:
-        weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
+        weights = PretrainedWeights(model, layers, find_source(settings.model)[1], dtype)
     if settings.precision == "fp8":
-        convert_to_fp8 = models.fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.compile)
+        convert_to_fp8 = fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.compile)
     if settings.activation_memory_budget is not None:
         torch._functorch.config.activation_memory_budget = settings.activation_memory_budget
     if settings.fused_loss:
@@ -175,10 +181,10 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     torch.manual_seed(settings.seed)
     model.train()
     in_layers = {module for layer in layers for module in layer.modules()}
-    models.make_real(model, [module for module in model.modules() if module not in in_layers], device, weights)
+    make_real(model, [module for module in model.modules() if module not in in_layers], device, weights)
     doing = "" if settings.plan else "reading weights" if weights else "making weights"
     for index, layer in progress(enumerate(layers), len(layers), doing):
-        models.make_real(model, list(layer.modules()), device, weights, index)
+        make_real(model, list(layer.modules()), device, weights, index)
         # The order matters. float8 swaps the linears, so it comes before whatever remembers them. Checkpointing comes
         # before compile, so that the compiler sees what is recomputed and can fuse it. compile comes before
         # fully_shard, so that the all-gathers are issued around the compiled region instead of breaking it.
@@ -311,7 +317,7 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
     for first in range(rank * settings.batch_size, ceil(windows / per_round) * per_round, per_round):
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index % windows] for index in indices])
-        batch["labels"][[index >= windows for index in indices]] = utils.IGNORE_INDEX
+        batch["labels"][[index >= windows for index in indices]] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -338,7 +344,7 @@ def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device
     with evaluating(model):
         for batch in held_out_batches(settings, dataset, device):
             heartbeats.at("evaluation")
-            tokens = (batch["labels"] != utils.IGNORE_INDEX).sum()
+            tokens = (batch["labels"] != IGNORE_INDEX).sum()
             loss = model(**batch, use_cache=False).loss
             total += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(total)
@@ -467,13 +473,13 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     on_main_rank(endpoint.open)
     if settings.memory_snapshot:
         report.record_memory(folder)
-    config = on_main_rank(lambda: models.load_config(settings.model))
-    tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
-    prompts = on_main_rank(lambda: models.read_prompts(settings, config, tokenizer))
+    config = on_main_rank(lambda: load_config(settings.model))
+    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
+    prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
     if device.type == "cpu" or settings.cpu_offload:
-        check_memory(settings, models.count_parameters(config), mesh["shard"].size())
+        check_memory(settings, count_parameters(config), mesh["shard"].size())
     settings = preflight.check(settings, config, mesh, device, folder, found[1]["step"] if found else 0)
     train_set, eval_set = load_data(settings, tokenizer, config, accelerator, found and found[1])
     beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
@@ -487,7 +493,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     scheduler = build_scheduler(settings, optimizer)
     verified = verify_sharding(model, optimizer, mesh)
 
-    flops, counted = models.known_flops(model, settings.sequence_length)
+    flops, counted = known_flops(model, settings.sequence_length)
     if settings.min_mfu and not flops:
         raise UserError(f"--min-mfu: {counted}")
     peak, world = settings.peak_tflops or utils.get_gpu_peak_tflops(), dist.get_world_size()
@@ -645,9 +651,9 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     """--num-steps 0: from a checkpoint, or from --init pretrained, to a held-out loss, stories, --export."""
     if settings.export:
         on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
-    config = on_main_rank(lambda: models.load_config(settings.model))
-    tokenizer = on_main_rank(lambda: models.load_tokenizer(settings, config))
-    prompts = on_main_rank(lambda: models.read_prompts(settings, config, tokenizer))
+    config = on_main_rank(lambda: load_config(settings.model))
+    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
+    prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, pathlib.Path())
     settings, held_out = resolve(settings, config), None
     if settings.eval_interval:

@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import utils
 from harness.base.text import first_line
+from harness.model.configs import load_config
 
 SEQUENCE, STEPS, BATCH, TOLERANCE = 64, 4, 4, 1e-5
 RESULTS, TABLE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "MODELS.md"
@@ -193,14 +194,13 @@ def train(folder: pathlib.Path, device) -> dict:
     import torch.distributed as dist
 
     import train_fsdp
-    from harness import models
     from harness.flags.parser import parse_args
 
     rank, world = dist.get_rank(), dist.get_world_size()
     flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"
     flags += f" --batch-size {BATCH // world} --lr 1e-4 --lr-scheduler constant"
     settings = parse_args(["--model", str(folder), *flags.split()])
-    config = models.load_config(settings.model)
+    config = load_config(settings.model)
     settings = train_fsdp.resolve(settings, config)
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)

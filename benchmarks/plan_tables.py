@@ -13,8 +13,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
-from harness import gpus, models, planning
+from harness import gpus, planning
 from harness.flags.parser import parse_args
+from harness.model.configs import load_config
+from harness.model.flops import known_flops
+from harness.model.weights import on_meta
 
 
 def mpt(width: int, layers: int, heads: int, positions: int) -> dict:
@@ -42,10 +45,10 @@ PLAIN = "--attention flash --no-compile --no-fused-loss --plan-gpus 4"
 
 def planned(flags: str, given: dict | None = None) -> dict:
     settings = parse_args(["--plan", *flags.split()])
-    config = models.load_config(settings.model)
+    config = load_config(settings.model)
     settings = train_fsdp.resolve(settings, config)
     rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", given or {}, settings.attention == "flash")
-    flops, _ = models.known_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    flops, _ = known_flops(on_meta(config, settings.attention), settings.sequence_length)
     return planning.predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops)
 
 

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import train_fsdp
-from harness import collectives
 from harness.base.errors import UserError
 from harness.flags.parser import parse_args
+from harness.model import collectives
 
 
 class InItsOwnGroup(collectives.DefaultReduceScatter):

@@ -14,7 +14,7 @@ from harness.flags.commands import without
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.gpus import TIGHT
-from harness.loss import choose_loss
+from harness.model.loss import choose_loss
 
 LEVELS = ("none", "selective", "full")  # of activation checkpointing: each holds less, and is slower
 TOLD = 0.01  # what could be faster by less than this share is not planned, and not called faster

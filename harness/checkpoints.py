@@ -30,6 +30,7 @@ from harness.base.errors import UserError
 from harness.base.ranks import of_all_ranks
 from harness.base.saved import MANIFEST, open_file, place_of, seal
 from harness.base.text import first_line
+from harness.data.documents import vocabulary_of
 from harness.flags.resume import checkpoint_folder, no_checkpoint
 from harness.flags.settings import Settings
 from harness.job import heartbeats
@@ -444,7 +445,7 @@ def describe_identity(settings: Settings, config, tokenizer=None, train_set=None
     identity = {"model": {key: value for key, value in config.to_dict().items() if key not in passing}}
     if train_set is not None:
         identity |= {
-            "tokenizer": tokenizer and hashlib.sha256(utils.vocabulary_of(tokenizer).encode()).hexdigest(),
+            "tokenizer": tokenizer and hashlib.sha256(vocabulary_of(tokenizer).encode()).hexdigest(),
             "streaming": settings.streaming,
             "dataset": train_set.fingerprint(),
             "sequence_length": settings.sequence_length,

@@ -25,7 +25,7 @@ from harness.flags.settings import Settings
 from harness.job import heartbeats
 from harness.job.folders import name_of
 from harness.job.printing import say
-from harness.models import read_generation_config
+from harness.model.configs import read_generation_config
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import utils
-from harness import collectives, models
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
@@ -36,6 +35,9 @@ from harness.job.folders import replace_file
 from harness.job.printing import columns, say
 from harness.job.signals import StopRequest
 from harness.job.world import open_store, start_processes, stop_processes
+from harness.model import collectives
+from harness.model.configs import load_config
+from harness.model.weights import layer_period
 from harness.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
 from harness.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
 
@@ -271,7 +273,7 @@ def time_host(record: StepRecorder, settings: Settings, recipe, mesh: DeviceMesh
     dispatches = sum(times for (what, *_), times in record.counts.items() if what == "dispatches")
     device = torch.device(mesh.device_type)
     alone = seconds_of(record, time_operators(record, device, 3.0)[0]) if device.type == "cpu" else 0.0
-    whole = time_step(settings, recipe, models.load_config("demo"), mesh, steps=15)
+    whole = time_step(settings, recipe, load_config("demo"), mesh, steps=15)
     return max(0.0, whole - alone) / dispatches
 
 
@@ -337,12 +339,12 @@ def measure(settings: Settings, recipe) -> None:
     figures of a file that is there by the same versions stay, but for those that are measured again."""
     began, world = time.monotonic(), int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    config = models.load_config(settings.model)
+    config = load_config(settings.model)
     settings = dataclasses.replace(recipe.resolve(settings, config), gpus_per_node=local)
-    depth = min(models.layer_period(config)[1] + 1, config.get_text_config().num_hidden_layers)
+    depth = min(layer_period(config)[1] + 1, config.get_text_config().num_hidden_layers)
     # fake process groups, before the real one is there
     record = record_step(settings, recipe, config, world, depth, 1)
-    tiny, demo = small(settings), models.load_config("demo")
+    tiny, demo = small(settings), load_config("demo")
     tiny_record = record_step(tiny, recipe, demo, 1, demo.num_hidden_layers, 1)
 
     store = open_store(settings.timeout_minutes)

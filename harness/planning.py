@@ -13,7 +13,7 @@ import pathlib
 import numpy as np
 
 import utils
-from harness import advice, models, page
+from harness import advice, page
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
@@ -21,6 +21,9 @@ from harness.base.text import first_line
 from harness.flags.commands import given, without
 from harness.flags.settings import Settings
 from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates, verdict_of
+from harness.model.configs import load_config
+from harness.model.flops import known_flops
+from harness.model.weights import layer_period, on_meta
 from harness.plan_text import assumptions, describe_plan, describe_verdict
 from harness.rates import Rates, predict_time
 
@@ -39,7 +42,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
 
     from harness.recorder import KINDS, PHASES, record_step  # loads what only a plan needs
 
-    model, period = models.layer_period(config)
+    model, period = layer_period(config)
     layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
     depth = 2 * edge + (layers - 2 * edge) % period
     depths = [depth, depth + period] if depth + period < layers else [layers]
@@ -155,9 +158,9 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     if settings.precision == "fp8" and not (rates.assumed.get("fp8_tflops", 1) or settings.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
         raise UserError(f"--precision fp8: {why}; use bf16")
-    config = models.load_config(settings.model)
+    config = load_config(settings.model)
     settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
-    flops, counted = models.known_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    flops, counted = known_flops(on_meta(config, settings.attention), settings.sequence_length)
     timed = clock.timed(predict)
     predicted = functools.cache(lambda settings, world: timed(settings, recipe, config, world, rates, flops))
 

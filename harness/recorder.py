@@ -29,9 +29,9 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 import utils
-from harness import loss
 from harness.flags.settings import Settings
-from harness.models import decoder_layers
+from harness.model import loss
+from harness.model.weights import decoder_layers
 from harness.rates import LIST, Operator
 
 PHASES = ("forward", "backward", "optimizer")

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 import utils
-from harness import models, page, trackers
+from harness import page, trackers
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
 from harness.base.saved import newest, place_of, read_config
@@ -33,6 +33,7 @@ from harness.job import endings, terminal
 from harness.job.folders import lock_folder, replace_file
 from harness.job.printing import columns, say
 from harness.metrics_file import MetricsFile, as_json, metrics_text
+from harness.model.attention import describe_attention
 from harness.page import whole_lines
 from harness.trackers import Trackers
 
@@ -104,7 +105,7 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
     }
     run = "compiled" if settings.compile else "eager"
     techniques = [
-        models.describe_attention(settings, model.config, mesh.device_type)
+        describe_attention(settings, model.config, mesh.device_type)
         + " inside documents (FLOPs counted as if across them)" * settings.document_mask,
         f"{run} layers",
         f"fused loss ({run} chunks)" if settings.fused_loss else "loss from full logits",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from harness import collectives
+from harness.model import collectives
 from harness.report import covered
 
 

@@ -29,12 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import checkpoints, collectives, models, optimizers, report
+from harness import checkpoints, report
 from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
 from harness.job import heartbeats, world
 from harness.job.signals import StopRequest
 from harness.job.world import new_group, start_processes, stop_processes
+from harness.model import collectives, optimizers
+from harness.model.configs import load_config
+from harness.model.weights import decoder_layers
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
 STEPS = 10
@@ -288,7 +291,7 @@ def abandoned() -> None:
 def resolved(argv: list):
     """(the settings of a command line as a run resolves them, the model's config)."""
     settings = parse_args([*map(str, argv)])
-    config = models.load_config(settings.model)
+    config = load_config(settings.model)
     return train_fsdp.resolve(settings, config), config
 
 
@@ -376,7 +379,7 @@ def main(workspace: pathlib.Path) -> None:
             "float8_linears": sum(type(m).__name__ == "Float8Linear" for m in built["build_model"].modules()),
             "linears": sum(
                 isinstance(module, torch.nn.Linear)
-                for layer in models.decoder_layers(built["build_model"])
+                for layer in decoder_layers(built["build_model"])
                 for module in layer.modules()
             ),
             "optimizer": type(optimizer).__name__,

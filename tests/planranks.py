@@ -21,8 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
-from harness import gpus, models, planning, recorder
+from harness import gpus, planning, recorder
 from harness.job.world import start_processes, stop_processes
+from harness.model import flops, weights
+from harness.model.flops import known_flops
+from harness.model.weights import layer_period, on_meta
 
 CASES = {
     "stage 3": "",
@@ -112,7 +115,7 @@ def measure(argv, device) -> dict:
 
 def plan(argv, ranks: int) -> dict:
     settings, config = resolved(["--plan", *argv])
-    flops, _ = models.known_flops(models.on_meta(config, settings.attention), settings.sequence_length)
+    flops, _ = known_flops(on_meta(config, settings.attention), settings.sequence_length)
     return planning.predict(settings, train_fsdp.RECIPE, config, ranks, gpus.find_rates("H100 SXM", {}), flops)
 
 
@@ -135,10 +138,10 @@ def plan_all(workspace: pathlib.Path) -> None:
     depths, record_step = [], recorder.record_step
     recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
     result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
-    models.layer_period = lambda config, full=models.layer_period: (full(config)[0], 10)
+    weights.layer_period = lambda config, full=layer_period: (full(config)[0], 10)
     result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
     result["depths"] = depths.copy()
-    models.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
+    flops.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
     for form in ("", "--json"):
         flags = f"--gradient-accumulation-steps 5 --plan-gpus 8,16 --plan-gpu A100-SXM4-40GB --plan-seconds 0 {form}"
         settings, _ = resolved(["--plan", *arguments(workspace, flags, "ten")])

@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
-from harness import models
 from harness.base.errors import UserError
 from harness.data.windows import create_collate_fn
+from harness.model import attention as attention_module
+from harness.model.attention import know_documents
+from harness.model.weights import decoder_layers
 
 
 def windows(count: int, length: int) -> list[np.ndarray]:
@@ -46,7 +48,7 @@ def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_p
     batch["position_ids"] = torch.arange(48).expand(2, -1)
     across = model(**batch, use_cache=False).loss.item()
 
-    models.know_documents(model, name, document_mask=False)
+    know_documents(model, name, document_mask=False)
     total, documents = 0.0, 0
     for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         lengths = np.diff([0, *(np.flatnonzero(row[:-1] == END) + 1), len(row)]).tolist()
@@ -68,8 +70,8 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         torch.manual_seed(0)
         config = AutoConfig.for_model("smollm3", **MODELS["smollm3"])
         variants[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    models.know_documents(variants["sdpa"], "smollm3", document_mask=True)
-    for layer in models.decoder_layers(variants["flex_attention"]):
+    know_documents(variants["sdpa"], "smollm3", document_mask=True)
+    for layer in decoder_layers(variants["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
     collate, all_windows = create_collate_fn(END), windows(6, 128)
     for start in (0, 2, 4):
@@ -86,7 +88,7 @@ def test_training_with_flex_attention_compiles_nothing_after_its_first_step(devi
     backward of flex attention for a CPU, and refuses it there."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(models, "choose_attention", lambda settings, config: "flex_attention")
+    monkeypatch.setattr(attention_module, "choose_attention", lambda settings, config: "flex_attention")
     torch._dynamo.reset()
     counters.clear()
     source = write_model(tmp_path / "model", "smollm3", **MODELS["smollm3"])

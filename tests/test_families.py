@@ -12,8 +12,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import families
 
-from harness import loss, models
 from harness.base.errors import UserError
+from harness.model import loss
+from harness.model.configs import load_config, untrainable
 
 RECORDED = json.loads(families.RESULTS.read_text())
 
@@ -61,13 +62,13 @@ def test_a_family_that_would_train_wrong_is_refused_before_anything_is_built(tmp
     config.update(sizes)
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=reason):
-        models.load_config(str(tmp_path))
+        load_config(str(tmp_path))
 
 
 def test_is_decoder_is_no_reason_where_the_model_does_not_read_it():
     config = AutoConfig.for_model("gpt_neox")
     assert config.is_decoder is False
-    assert not models.untrainable(config)
+    assert not untrainable(config)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import families
 
 import utils
-from harness import models
 from harness.flags.settings import PRESETS
+from harness.model import flops
+from harness.model.configs import load_config
+from harness.model.flops import FlopCounter
 
 EXPERTS = multirank.EXPERTS
 SIZES = multirank.SIZES | {"vocab_size": 512}
@@ -84,9 +86,9 @@ def test_flops_equal_torchs_counter_and_palms_formula_to_the_digit(name):
 
 def test_an_outer_product_that_takes_a_gradient_counts_and_one_of_rotary_angles_does_not():
     column, row = torch.ones(1, 8, 1), torch.ones(1, 1, 4, requires_grad=True)
-    with utils.FlopCounter() as counter:
+    with FlopCounter() as counter:
         (column @ row).sum().backward()  # the gradient of row is a product too
-    with utils.FlopCounter() as angles, torch.no_grad():
+    with FlopCounter() as angles, torch.no_grad():
         column @ row
     assert (counter.flops, angles.flops) == (2 * 2 * 8 * 4, 0)
 
@@ -102,7 +104,7 @@ PARAMETERS = {
 
 
 def preset(name: str):
-    return models.load_config(name)
+    return load_config(name)
 
 
 @pytest.mark.parametrize("name, parameters", PARAMETERS.items())
@@ -198,15 +200,15 @@ def test_what_is_not_softmax_attention_apart_from_the_rest_has_no_causal_half(fa
 def test_what_takes_too_many_operators_is_continued_from_short_sequences(monkeypatch, family, length, operators):
     config = families.small_config(family)
     whole = utils.get_model_flops_per_token(config, length)
-    counts, run = [], utils.FlopCounter.__enter__
-    monkeypatch.setattr(utils.FlopCounter, "__enter__", lambda self: counts.append(self) or run(self))
-    monkeypatch.setattr(utils, "MOST_OPERATORS", operators)
+    counts, run = [], FlopCounter.__enter__
+    monkeypatch.setattr(FlopCounter, "__enter__", lambda self: counts.append(self) or run(self))
+    monkeypatch.setattr(flops, "MOST_OPERATORS", operators)
     assert utils.get_model_flops_per_token(config, length) == whole
     assert len(counts) > 4
 
 
 def test_products_that_are_rounded_up_to_a_chunk_are_not_continued(monkeypatch):
-    monkeypatch.setattr(utils, "MOST_OPERATORS", 12_000)
+    monkeypatch.setattr(flops, "MOST_OPERATORS", 12_000)
     config = families.small_config("kimi_linear")
     with pytest.raises(ValueError, match="evenly"):
         utils.get_model_flops_per_token(config, 4096)

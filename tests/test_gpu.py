@@ -27,11 +27,13 @@ from torch._dynamo.utils import counters
 
 import train_fsdp
 import utils
-from harness import checkpoints, models
+from harness import checkpoints
 from harness.base.devices import GIB, wait_for_device
 from harness.data import sample_order
 from harness.data.windows import create_collate_fn
 from harness.flags.settings import PRESETS
+from harness.model import attention
+from harness.model.attention import describe_attention
 
 CUDA = torch.cuda.is_available()
 pytestmark = [
@@ -123,7 +125,7 @@ def test_flex_attention_is_sdpa_inside_documents(loss_and_gradients, monkeypatch
     across = loss_and_gradients("--no-compile", "--attention", "sdpa")
     if not CUDA:  # torch has its backward for a CPU, and refuses it
         monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-        monkeypatch.setattr(models, "choose_attention", lambda settings, config: "flex_attention")
+        monkeypatch.setattr(attention, "choose_attention", lambda settings, config: "flex_attention")
     compiled = "--compile" if CUDA else "--no-compile"
     flex = loss_and_gradients(compiled, "--document-mask", "--attention", "flex_attention")
     assert_close(flex, masked, gradients=0.03)
@@ -158,7 +160,7 @@ def test_an_offloaded_run_is_the_same_run(build):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_header_names_the_kernel_that_runs(build, device, precision):
     settings, model, _, step = build("--no-compile", "--precision", precision)
-    said = models.describe_attention(settings, model.config, device.type)
+    said = describe_attention(settings, model.config, device.type)
     step()
     with torch.profiler.profile() as profile:
         step()

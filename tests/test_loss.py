@@ -4,16 +4,15 @@ import pytest
 import torch
 import torch._dynamo
 
-import harness.loss
-import utils
 from harness import recorder
-from harness.loss import LinearCrossEntropy, loss_and_gradient, tokens_at_once
+from harness.model import loss
+from harness.model.loss import IGNORE_INDEX, LinearCrossEntropy, loss_and_gradient, tokens_at_once
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """So that a few thousand tokens are several."""
-    monkeypatch.setattr(harness.loss, "tokens_at_once", lambda weight: 1024)
+    monkeypatch.setattr(loss.loss, "tokens_at_once", lambda weight: 1024)
 
 
 def test_the_compiled_loss_is_the_eager_one():
@@ -21,7 +20,7 @@ def test_the_compiled_loss_is_the_eager_one():
     hidden = torch.randn(1500, 16, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
     labels = torch.randint(0, 40, (1500,), generator=generator)
-    labels[::7] = utils.IGNORE_INDEX
+    labels[::7] = IGNORE_INDEX
     compiled = torch.compile(loss_and_gradient, backend="aot_eager")
     results = []
     for function in (loss_and_gradient, compiled):
@@ -51,7 +50,7 @@ def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
     hidden, weight = (torch.randn(size, 24, generator=generator, requires_grad=True) for size in (tokens, 50))
     offset = torch.randn(50, generator=generator, requires_grad=True) if bias else None
     labels = torch.randint(0, 50, (tokens,), generator=generator)
-    labels[1::3] = utils.IGNORE_INDEX
+    labels[1::3] = IGNORE_INDEX
     inputs = [hidden, weight, *([offset] if bias else [])]
     fused = LinearCrossEntropy.apply(hidden, weight, offset, labels)
     gradients = torch.autograd.grad(3 * fused, inputs)
@@ -93,7 +92,7 @@ def test_gradients_of_a_microbatch_are_not_biased_by_its_share_of_the_step(micro
 def test_logits_of_a_chunk_take_a_gibibyte_at_most_or_are_of_the_least_tokens(vocab, dtype, tokens):
     weight = torch.empty(vocab, 8, dtype=dtype, device="meta")
     assert tokens_at_once(weight) == tokens
-    assert tokens * vocab * weight.element_size() <= harness.loss.LOGITS_BYTES or tokens == 1024
+    assert tokens * vocab * weight.element_size() <= loss.loss.LOGITS_BYTES or tokens == 1024
 
 
 def test_a_plan_adds_to_the_weights_gradient_in_place_as_a_gpu_does():
@@ -101,13 +100,13 @@ def test_a_plan_adds_to_the_weights_gradient_in_place_as_a_gpu_does():
     with recorder.on_fake_tensors(step):
         total, a, b = torch.zeros(30, 8), torch.ones(30, 20).bfloat16(), torch.ones(20, 8).bfloat16()
         storages = len(step.kinds)
-        harness.loss.add_product(total, a, b)
+        loss.loss.add_product(total, a, b)
         assert len(step.kinds) == storages
 
 
 def test_the_fused_loss_of_no_label_at_all_is_zero():
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
-    loss = LinearCrossEntropy.apply(hidden, weight, None, torch.full((5,), utils.IGNORE_INDEX))
+    loss = LinearCrossEntropy.apply(hidden, weight, None, torch.full((5,), IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0
     assert not hidden.grad.any() and not weight.grad.any()

@@ -19,6 +19,11 @@ import train_fsdp
 from harness import models
 from harness.base import versions
 from harness.base.errors import UserError
+from harness.model import attention as attention_module
+from harness.model.attention import FLASH_KERNELS, choose_attention, describe_attention, use_gqa_in_sdpa
+from harness.model.configs import load_config
+from harness.model.tokenizer import load_tokenizer
+from harness.model.weights import on_meta, use_liger
 
 
 def test_a_folder_without_a_config_is_named(mistake, tmp_path):
@@ -161,19 +166,19 @@ def liger(monkeypatch):
 
 
 def test_ligers_kernels_are_given_to_layers_and_norms_and_not_to_the_loss(liger):
-    model = models.on_meta(AutoConfig.for_model("llama", **SIZES))
-    models.use_liger(model)
+    model = on_meta(AutoConfig.for_model("llama", **SIZES))
+    use_liger(model)
     assert liger == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
 
 
 def test_liger_is_refused_for_a_family_without_kernels_beside_the_compiler_and_uninstalled(liger, monkeypatch):
     with pytest.raises(UserError, match="--liger: it has no kernels for gpt2"):
-        models.use_liger(models.on_meta(AutoConfig.for_model("gpt2", **MODELS["gpt2"][1])))
+        use_liger(on_meta(AutoConfig.for_model("gpt2", **MODELS["gpt2"][1])))
     with pytest.raises(UserError, match="--liger: its kernels are for eager layers"):
         parse(["--liger", "--compile"])
     monkeypatch.setattr(models, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="--liger: needs the package liger-kernel"):
-        models.use_liger(models.on_meta(AutoConfig.for_model("llama", **SIZES)))
+        use_liger(on_meta(AutoConfig.for_model("llama", **SIZES)))
 
 
 def test_fused_loss_is_refused_where_the_logits_are_bent_after_the_head(mistake, tmp_path):
@@ -243,7 +248,7 @@ def header(monkeypatch, tmp_path):
         return chosen.value
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", models.use_gqa_in_sdpa)
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", use_gqa_in_sdpa)
 
     def say(*flags, kernel=chosen):
         nonlocal chosen
@@ -251,7 +256,7 @@ def header(monkeypatch, tmp_path):
         source = write_model(tmp_path / "gqa", "llama", **SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2})
         settings, config = resolved(["--model", source, "--sequence-length", "16", *flags])
         config._attn_implementation = "sdpa"
-        return models.describe_attention(settings, config, "cpu"), asked[-1]
+        return describe_attention(settings, config, "cpu"), asked[-1]
 
     return say
 
@@ -292,9 +297,9 @@ def test_cudnn_is_left_out_where_its_gradients_may_be_nan(gpu, tmp_path, capabil
         settings = parse(["--model", source, *flags.split(), "--attention", attention])
         if attention == "cudnn" and not allowed:
             with pytest.raises(UserError, match=r"--attention cudnn: .* 704 tokens.*--sequence-length 768"):
-                models.choose_attention(settings, models.load_config(source))
+                choose_attention(settings, load_config(source))
         else:
-            assert models.choose_attention(settings, models.load_config(source)) == attention
+            assert choose_attention(settings, load_config(source)) == attention
             assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
 
 
@@ -339,7 +344,7 @@ def test_flash_is_torchs_flash_kernel_and_no_other():
 
 def test_a_continuation_is_generated_without_cudnn_which_would_plan_for_each_length(device, monkeypatch):
     settings, config = resolved(["--demo"])
-    tokenizer, seen = models.load_tokenizer(settings, config), []
+    tokenizer, seen = load_tokenizer(settings, config), []
 
     class Model(torch.nn.Linear):
         def generate(self, input_ids, **options):
@@ -356,9 +361,9 @@ def test_auto_takes_the_flash_kernel_of_the_gpu_where_its_package_is(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    monkeypatch.setattr(models, "FLASH_KERNELS", {k: (v[0], lambda: True) for k, v in models.FLASH_KERNELS.items()})
+    monkeypatch.setattr(attention_module, "FLASH_KERNELS", {k: (v[0], lambda: True) for k, v in FLASH_KERNELS.items()})
     settings = parse(["--model", "demo"])
-    assert models.choose_attention(settings, models.load_config("demo")) == "sdpa"
+    assert choose_attention(settings, load_config("demo")) == "sdpa"
     assert activated == [kernel] * (kernel is not None)
     assert torch.backends.cuda.cudnn_sdp_enabled() == (kernel is None)
 
@@ -369,7 +374,7 @@ def test_a_preset_whose_tokenizer_cannot_be_had_names_the_flag_and_the_login(mon
 
     monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", refuse)
     with pytest.raises(UserError) as raised:
-        models.load_tokenizer(parse(["--model", "llama3.1-8b"]), models.load_config("llama3.1-8b"))
+        load_tokenizer(parse(["--model", "llama3.1-8b"]), load_config("llama3.1-8b"))
     said = str(raised.value)
     assert said.startswith("--tokenizer meta-llama/Llama-3.1-8B: ") and "gated repo" in said
     assert all(words in said for words in ("preset llama3.1-8b", "`hf auth login`", "give --tokenizer a folder"))

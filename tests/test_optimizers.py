@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 from harness.base.errors import UserError
-from harness.optimizers import AdamW, build_optimizer, clip_grad_norm, local
+from harness.model.optimizers import AdamW, build_optimizer, clip_grad_norm, local
 
 
 @pytest.fixture

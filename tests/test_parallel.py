@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import models, optimizers
+from harness.model import optimizers
+from harness.model.weights import decoder_layers
 
 RANKS = (1, 2, 4)
 GROUPS = MODELS["deep"][1]["num_hidden_layers"] + 1  # one for each decoder layer, and the root's
@@ -214,7 +215,7 @@ def test_leaving_out_the_copies_of_one_rank_changes_no_bit(device, monkeypatch, 
 @pytest.mark.parametrize("precision, computes_itself", [("fp32", True), ("bf16-pure", True), ("bf16", False)])
 def test_one_rank_holds_a_second_copy_of_its_parameters_only_in_another_precision(device, precision, computes_itself):
     *_, model = train_alone(device, f"--precision {precision}")
-    layer = models.decoder_layers(model)[0]
+    layer = decoder_layers(model)[0]
     held = {parameter.to_local().data_ptr() for parameter in layer.parameters()}
     used = set()
     layer.mlp.register_forward_pre_hook(lambda *_: used.update(p.data_ptr() for p in layer.parameters()))

@@ -17,7 +17,7 @@ from multirank import COUNTED, MODELS, SIZES
 import train_fsdp
 from harness import gpus, planning, recorder
 from harness.base.errors import UserError
-from harness.models import load_config
+from harness.model.configs import load_config
 
 GIB = 2**30
 CASES = [

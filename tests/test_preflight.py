@@ -23,12 +23,14 @@ import pytest
 import torch
 from conftest import ROOT, forked, parse, start, train, words, write_checkpoint
 
-from harness import gpus, models
+from harness import gpus
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.data.windows import create_collate_fn
 from harness.flags.settings import Settings
 from harness.job import driver, host, preflight
+from harness.model.configs import load_config
+from harness.model.weights import count_parameters, on_meta
 
 H100 = {"gpu": "NVIDIA H100 80GB HBM3", "memory": 80 * GIB, "taken": 0, "holders": []}
 CPU = {"threads": 1, "cores": 64, "affinity": "0-63/64", "shared": 10**10, "files": 65536}
@@ -45,7 +47,7 @@ def ranks(count: int, per_node: int, of: dict = H100, **others: dict) -> list[di
 
 def test_ranks_that_are_alike_and_have_enough_are_warned_of_nothing(tmp_path):
     settings, described = parse(["--demo", "--num-workers", 1]), ranks(8, 8)
-    model = models.on_meta(models.load_config("demo"))
+    model = on_meta(load_config("demo"))
     for lines in (
         preflight.check_versions(described),
         preflight.check_gpus(described),
@@ -286,7 +288,7 @@ def planned(tmp_path_factory) -> dict:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_traffic_is_that_of_a_plan(planned, name):
     settings = parse(["--demo", *LAYOUTS[name].split()])
-    model = models.on_meta(models.load_config("demo"))
+    model = on_meta(load_config("demo"))
     found = preflight.predict_traffic(settings, model, 8, 4, settings.dp_replicate_size)
     plan = {}
     for entry in planned[name]["collectives"]:
@@ -302,7 +304,7 @@ def test_traffic_is_that_of_a_plan(planned, name):
 
 def nodes(flags: str, described: list[dict], rates=None) -> list[str]:
     settings = parse(["--model", "llama3.1-8b", "--dataset", "demo", "--sequence-length", 8192, *flags.split()])
-    return [*preflight.check_nodes(settings, models.on_meta(models.load_config("llama3.1-8b")), described, rates)]
+    return [*preflight.check_nodes(settings, on_meta(load_config("llama3.1-8b")), described, rates)]
 
 
 def test_shards_across_nodes_are_named_with_what_hsdp_would_send_and_hold():
@@ -490,7 +492,7 @@ def test_a_checkpoint_is_as_large_as_is_said(device, tmp_path, arguments, flags,
     (saved,) = (tmp_path / "out" / "r" / "checkpoints").iterdir()
     size = sum(path.stat().st_size for path in saved.iterdir())
     settings = parse(given)
-    parameters = models.count_parameters(models.load_config(settings.model))
+    parameters = count_parameters(load_config(settings.model))
     assert preflight.checkpoint_bytes(settings, parameters) == each * parameters
     assert size == pytest.approx(each * parameters, rel=0.15)  # a small model: names and offsets count too
 

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import checkpoints, models
+from harness import checkpoints
 from harness.data import sample_order
+from harness.model.float8 import cast_to_float8
+from harness.model.weights import decoder_layers
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -85,7 +87,7 @@ def test_the_guard_of_the_test_above_sees_a_read(trainer):
 @pytest.mark.parametrize("flags, gathers", [("", 1), ("--zero-stage 2", 1), ("--cpu-offload", 4)])
 def test_a_rank_alone_gathers_its_parameters_once_a_step_unless_they_are_on_the_host(trainer, flags, gathers):
     model, step = trainer("llama", "--gradient-accumulation-steps", "2", "--precision", "fp32", *flags.split())
-    layer, times = models.decoder_layers(model)[-1], []
+    layer, times = decoder_layers(model)[-1], []
     weight = layer._get_fsdp_state()._fsdp_param_group.fsdp_params[0]
     to_unsharded = weight.to_unsharded
     weight.to_unsharded = lambda: times.append(1) or to_unsharded()
@@ -115,7 +117,7 @@ def test_one_rank_copies_no_gradient(trainer, precision, flags):
     with Copies():
         step()
     largest = max(parameter.numel() for parameter in model.parameters())
-    layer = sum(parameter.numel() for parameter in models.decoder_layers(model)[0].parameters())
+    layer = sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())
     assert onto_itself.count(layer) >= SIZES["num_hidden_layers"]
     assert max(copied, default=0) <= largest  # a parameter that is gathered again
 
@@ -167,7 +169,7 @@ def test_float8_scales_of_all_layers_are_found_at_once_and_used_by_the_next_all_
         scale = torch.finfo(torch.float8_e4m3fn).max / weight._tensor.abs().max()
         torch.testing.assert_close(weight._precomputed_scale, scale, msg=name)
         weight._precomputed_scale = scale / 4  # a mark, to be found again in what is gathered
-    layer = models.decoder_layers(model)[0]
+    layer = decoder_layers(model)[0]
     layer.unshard()
     gathered = layer.self_attn.q_proj.weight
     torch.testing.assert_close(gathered._scale, weights["model.layers.0.self_attn.q_proj.weight"]._precomputed_scale)
@@ -199,9 +201,9 @@ def test_weights_are_cast_before_the_all_gather_to_the_bits_that_torchao_gives(t
 def test_a_compiled_cast_gives_the_bits_of_the_eager_one():
     weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-9, 0, 64)
     weight[0, :4] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
-    compiled = torch.compile(models.cast_to_float8)
+    compiled = torch.compile(cast_to_float8)
     for scale in (1.0, 448.0, 1e4):
-        casts = (models.cast_to_float8, compiled)
+        casts = (cast_to_float8, compiled)
         eager, fused = (cast(weight, torch.tensor(scale), torch.float8_e4m3fn) for cast in casts)
         known = ~eager.float().isnan()  # the sign of a NaN may differ
         assert torch.equal(known, ~fused.float().isnan()) and not known.all()

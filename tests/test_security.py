@@ -28,13 +28,17 @@ from test_checkpoints import forge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 
-from harness import checkpoints, endpoint, metrics_file, models
+from harness import checkpoints, endpoint, metrics_file
 from harness.base.errors import UserError
 from harness.data.corpus_files import local_files
 from harness.data.documents import read_documents
 from harness.data.formats import file_records
 from harness.data.splits import files_of_split
 from harness.job import folders
+from harness.model import tokenizer as tokenizer_module
+from harness.model.configs import load_config
+from harness.model.tokenizer import any_class_from_name
+from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
 
 STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
 
@@ -103,7 +107,7 @@ def bare(monkeypatch, says_yes):
     def run(call, *arguments, **options):
         with monkeypatch.context() as unprotected:
             unprotected.setattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 15)
-            unprotected.setattr(tokenization_auto, "tokenizer_class_from_name", models.any_class_from_name)
+            unprotected.setattr(tokenization_auto, "tokenizer_class_from_name", any_class_from_name)
             return call(*arguments, **options)
 
     return run
@@ -141,7 +145,7 @@ def test_a_class_that_is_no_tokenizer_does_not_run_the_code_for_it(
     if guard == "class":
         assert "tokenizer_class AutoConfig is no tokenizer" in mistake("--tokenizer", tokenizer)
     else:  # each of the two is enough by itself
-        monkeypatch.setattr(models, "tokenizer_class_from_name", models.any_class_from_name)
+        monkeypatch.setattr(tokenizer_module, "tokenizer_class_from_name", any_class_from_name)
         assert "never run" in mistake("--tokenizer", tokenizer)
     assert not mark.exists()
     bare(AutoTokenizer.from_pretrained, tokenizer, trust_remote_code=False)
@@ -165,11 +169,11 @@ def test_a_model_that_transformers_knows_is_trained_and_exported_without_its_own
 
 def test_a_kernel_that_a_config_names_is_not_fetched_from_the_hub(tmp_path, arguments, monkeypatch):
     change(tmp_path / "model" / "config.json", attn_implementation="foreign/kernel:run")
-    config = models.load_config(str(tmp_path / "model"))
+    config = load_config(str(tmp_path / "model"))
     fetched = []
     monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", lambda n, **_: fetched.append(n))
     for attention in ("sdpa", "eager", None):
-        assert models.on_meta(config, attention).config._attn_implementation in ("sdpa", "eager")
+        assert on_meta(config, attention).config._attn_implementation in ("sdpa", "eager")
     assert fetched == []
     config._attn_implementation = "foreign/kernel:run"
     AutoModelForCausalLM.from_config(config)
@@ -263,9 +267,9 @@ def f32(shape: list[int], begin: int, end: int) -> dict:
 def test_a_broken_safetensors_file_is_one_line(arguments, tmp_path, content):
     folder = str(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(content)
-    model = models.on_meta(models.load_config(folder))
+    model = on_meta(load_config(folder))
     with pytest.raises(UserError, match=f"^--init pretrained: no weights from {folder} .*header"):
-        models.PretrainedWeights(model, models.decoder_layers(model), folder, torch.float32)
+        PretrainedWeights(model, decoder_layers(model), folder, torch.float32)
 
 
 def test_a_pickle_of_weights_is_not_read(mistake, mark, tmp_path):

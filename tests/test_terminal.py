@@ -28,12 +28,13 @@ from conftest import PROGRAM, ROOT, metrics_of, parse, words, write_model
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from multirank import SIZES, resolved
 
-from harness import models, report
+from harness import report
 from harness.base import console, saved
 from harness.base.errors import UserError
 from harness.job import host, terminal
 from harness.job.printing import say_story
 from harness.job.signals import StopRequest
+from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
 
 FIGURES = ["loss 0.5226", "9,443 tok/s", "2,360 tok/s/GPU", "MFU 38.1 %", "61.2 GiB", "eta 00:19"]
 
@@ -233,10 +234,10 @@ def test_under_torchrun_the_error_is_the_last_line_but_its_rule(monkeypatch, tmp
 
 def test_weights_are_read_in_silence_but_downloads_are_shown(tmp_path):
     _, config = resolved(["--sequence-length", "32", "--model", write_model(tmp_path / "model", "llama", **SIZES)])
-    model = models.on_meta(config)
+    model = on_meta(config)
     enable_progress_bars()
     with pytest.raises(UserError, match="no weights from"):
-        models.PretrainedWeights(model, models.decoder_layers(model), str(tmp_path / "model"), None)
+        PretrainedWeights(model, decoder_layers(model), str(tmp_path / "model"), None)
     assert not are_progress_bars_disabled()
 
 

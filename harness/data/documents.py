@@ -1,6 +1,7 @@
 """Documents: from records to texts, and from texts to token ids."""
 
 import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -73,3 +74,8 @@ def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np
 def token_dtype(vocab_size: int) -> type:
     """Smallest unsigned type that holds every id of a vocabulary: uint16 up to 65,536 entries, else uint32."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+def vocabulary_of(tokenizer) -> str:
+    """Everything that decides how a tokenizer splits text."""
+    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())

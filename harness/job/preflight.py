@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness import gpus, models
+from harness import gpus
 from harness.base import saved
 from harness.base.devices import GIB
 from harness.base.errors import UserError
@@ -29,6 +29,8 @@ from harness.base.text import counted
 from harness.base.versions import versions
 from harness.flags.settings import ROOT, Settings
 from harness.job import driver, host, terminal
+from harness.model.float8 import takes_float8
+from harness.model.weights import decoder_layers, on_meta
 from harness.rates import Rates
 
 SHARED_MEMORY = "/dev/shm"
@@ -261,13 +263,13 @@ def gathered_bytes(settings: Settings, module: nn.Module, parameters: list[nn.Pa
     count = sum(parameter.numel() for parameter in parameters)
     if settings.fp8_recipe != "tensorwise" or not in_layers:
         return each * count
-    linears = filter(models.takes_float8, module.modules())
+    linears = filter(takes_float8, module.modules())
     return each * count - sum(linear.weight.numel() for linear in linears)
 
 
 def predict_traffic(settings: Settings, model: nn.Module, world: int, per_node: int, replicas: int) -> list[Traffic]:
     """What each rank sends in an optimizer step, as docs/SHARDING.md derives it; `model` is on the meta device."""
-    layers, shards = models.decoder_layers(model), world // replicas
+    layers, shards = decoder_layers(model), world // replicas
     inside = [[*layer.parameters()] for layer in layers]
     known = {parameter for layer in inside for parameter in layer}
     root = [parameter for parameter in model.parameters() if parameter not in known]
@@ -446,7 +448,7 @@ def check(
     described = of_all_ranks(describe(device))
 
     def look() -> Settings:
-        model, near = models.on_meta(config), [about["node"] for about in described].count(described[0]["node"])
+        model, near = on_meta(config), [about["node"] for about in described].count(described[0]["node"])
         parameters, computes = sum(p.numel() for p in model.parameters()), device.type == "cpu" or settings.cpu_offload
         shards = mesh["shard"].size()
         checks = [

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from harness import optimizers
+from harness.model import optimizers
 
 
 def groups(model: nn.Module) -> Iterator:

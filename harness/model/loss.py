@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness import models
 from harness.base.errors import UserError
-from utils import IGNORE_INDEX
+from harness.model.weights import on_meta
 
 LOGITS_BYTES = 2**30  # that exist at one time; the gradient of as many, and eager two fp32 copies, are beside them
 
@@ -103,7 +102,7 @@ def choose_loss(fused: bool | None, config) -> bool:
     """Whether the head is fused into the loss, for `--fused-loss`; a UserError where it was asked for and cannot be."""
     if fused is False:
         return False
-    head = models.on_meta(config).get_output_embeddings()
+    head = on_meta(config).get_output_embeddings()
     fields = vars(config.get_text_config()).items()
     capped = any(value for name, value in fields if re.search("^(?!attn).*logits?_soft_?cap", name))
     linear = isinstance(head, nn.Linear) and not capped
@@ -169,3 +168,6 @@ def fuse_loss(model: nn.Module, compiled: bool) -> None:
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)
     model.loss_function = loss
+
+
+IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy

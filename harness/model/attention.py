@@ -1,0 +1,106 @@
+"""Attention: which kernel a run takes, and what the header says of it."""
+
+import inspect
+from importlib.util import find_spec
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.attention import SDPBackend
+from transformers import AutoModelForCausalLM, masking_utils
+from transformers.integrations import sdpa_attention
+from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
+
+from harness.base.errors import UserError
+from harness.flags.settings import Settings
+
+use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
+ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
+# What torch takes in the place of its own flash attention on a GPU of this major capability, if it is installed.
+FLASH_KERNELS = {9: ("FA3", is_flash_attn_3_available), 10: ("FA4", is_flash_attn_4_available)}
+
+
+def cudnn_may_give_nan(settings: Settings, config) -> bool:
+    """Whether cuDNN's attention may give NaN as the gradient of queries: on a Hopper, with a mask that is more than
+    causal, where the length is 64 modulo 128 (pytorch issue 196678)."""
+    text = config.get_text_config()
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    masked = settings.document_mask or any(windows)
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return masked and hopper and settings.sequence_length % 128 == 64
+
+
+def choose_attention(settings: Settings, config) -> str:
+    """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
+    attention, cuda = settings.attention, torch.cuda.is_available()
+    without_cudnn = cudnn_may_give_nan(settings, config)
+    if attention == "cudnn" and not (settings.plan or cuda):
+        raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
+    if attention == "cudnn" and without_cudnn:
+        length = settings.sequence_length
+        why = f"on a Hopper its gradients may be NaN with a mask at {length} tokens, which is 64 modulo 128"
+        raise UserError(f"--attention cudnn: {why}; use sdpa, or --sequence-length {length + 64}")
+    if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
+        raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
+    if attention == "flex_attention" and not cuda:
+        raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
+    for kernel in ("flash", "mem_efficient", "cudnn", "math"):  # a plan runs on the CPU, which has not all of them
+        allowed = settings.plan or attention not in ONE_KERNEL or kernel == attention
+        allowed = allowed and not (kernel == "cudnn" and without_cudnn)
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
+    # On a GPU no fused kernel takes fp32 and heads that share keys: torch would compute all scores of a layer at once.
+    shares = settings.precision != "fp32" or not (cuda or settings.plan)
+    sdpa_attention.use_gqa_in_sdpa = use_gqa_in_sdpa if shares else lambda *_: False
+    if attention != "auto":
+        return attention
+    kernel, installed = FLASH_KERNELS.get(torch.cuda.get_device_capability()[0] if cuda else 0, ("", None))
+    if kernel in torch.nn.attention.list_flash_attention_impls() and installed():
+        torch.nn.attention.activate_flash_attention_impl(kernel)  # in the place of torch's own flash attention
+        torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
+    supported = AutoModelForCausalLM._model_mapping[type(config)]
+    if settings.document_mask and cuda and supported._supports_flex_attn:
+        return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
+    return "sdpa" if supported._supports_sdpa else "eager"
+
+
+def describe_attention(settings: Settings, config, device: str) -> str:
+    """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
+    UserError where there is none."""
+    if config._attn_implementation != "sdpa":
+        return f"{config._attn_implementation} attention"
+    try:
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        sizes = heads, getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    except Exception:  # some configs have no such figure, others one for each layer
+        return "sdpa attention"
+    length, dtype = settings.sequence_length, torch.float32 if settings.precision == "fp32" else torch.bfloat16
+    query, key = (
+        torch.empty(settings.batch_size, length, n, head_dim, dtype=dtype, device=device, requires_grad=True)
+        for n in sizes
+    )
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
+    mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device) if settings.document_mask else None
+    shared = query.shape != key.shape and sdpa_attention.use_gqa_in_sdpa(mask, key, key)
+    key = key if shared else key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    options = {"is_causal": mask is None, "enable_gqa": shared}
+    kernel = SDPBackend(torch._fused_sdp_choice(query, key, key, mask, **options)).name.lower()
+    if kernel == "error":
+        raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
+    if kernel == "flash_attention":
+        kernel = torch.nn.attention.current_flash_attention_impl() or kernel
+    if cudnn_may_give_nan(settings, config):
+        kernel += f", as cuDNN's gradients may be NaN with a mask at {length} tokens"
+    return f"sdpa attention ({kernel})"
+
+
+def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
+    """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
+    sync in every forward, or in every layer with flash_attention_2."""
+    masking_utils.find_packed_sequence_indices = lambda ids: (ids == 0).cumsum(-1) if document_mask else None
+    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
+        raise UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")

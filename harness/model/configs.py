@@ -1,0 +1,127 @@
+"""Configs: presets, folders and hub ids, and which families can be trained."""
+
+import inspect
+import json
+import math
+import os
+import pathlib
+import re
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from harness.base.errors import UserError
+from harness.base.hub import answer_from_cache_without_network
+from harness.base.text import first_line
+from harness.flags.settings import PRESETS, Settings
+
+MAX_TOKENS = 2**27  # of a microbatch: that many labels alone are 1 GiB, and none is ready before all of them are made
+
+
+def find_source(model: str) -> tuple[str, str]:
+    """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
+    if preset := PRESETS.get(model):
+        return str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent))
+    path = pathlib.Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"--model {model}: the folder has no config.json")
+        return str(path), str(path)
+    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise UserError(f"--model {model}: no such folder")
+    return model, model
+
+
+def load_config(model: str):
+    """The config of a preset, a local folder or a hub id."""
+    source, _ = find_source(model)
+    answer_from_cache_without_network(source)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        refuse_foreign_code(f"--model {model}", error)
+        nowhere = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
+        what = "its config.json cannot be used" if os.path.exists(source) else nowhere
+        raise UserError(f"--model {model}: {what} ({first_line(error)})") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
+    if why := malformed(config.get_text_config()):
+        raise UserError(f"--model {model}: its config.json cannot be used ({why})")
+    if why := untrainable(config):
+        raise UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}")
+    config.use_cache = False
+    return config
+
+
+def malformed(config) -> str:
+    """What is wrong with the figures of a config, where transformers builds a model of them all the same; empty where
+    nothing is."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:
+            return f"{name} is {value}"
+    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        return f"num_key_value_heads is {shared}, which does not divide {heads} attention heads"
+    return ""
+
+
+def choose_sequence_length(settings: Settings, config) -> int:
+    """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer and
+    something is trained."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    length = settings.sequence_length or min(8192, positions)
+    if length > positions and settings.num_steps:
+        advice = f"give --sequence-length {positions} or less"
+        raise UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
+    if settings.batch_size != "auto" and settings.batch_size * length > MAX_TOKENS:
+        problem = f"{settings.batch_size * length:,} tokens in one microbatch are more than any device holds"
+        raise UserError(f"--batch-size {settings.batch_size}: {problem}; give fewer than {MAX_TOKENS // length + 1:,}")
+    return length
+
+
+def refuse_foreign_code(what: str, error: Exception) -> None:
+    """Raises a UserError if `error` is transformers' way to say that it would have to run the folder's code."""
+    if "trust_remote_code" in str(error):
+        reason = "it asks for code of its own (auto_map), which is never run"
+        raise UserError(f"{what}: {reason}; choose one that transformers knows by itself") from error
+
+
+def untrainable(config) -> str:
+    """Why a family would train wrong, or not on layers that are cut and have labels that are shifted already; empty
+    where nothing says so (`loss.check_labels` and `make_real` refuse what shows only later)."""
+    text, family = config.get_text_config(), AutoModelForCausalLM._model_mapping[type(config)]
+    if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
+        return f"{family.__name__} computes a loss of its own, of labels that it may shift"
+    reads = re.search(r"if .*is_decoder", inspect.getsource(inspect.getmodule(family)))  # some have it for nothing
+    if reads and not getattr(text, "is_decoder", True):
+        return "its tokens attend to later ones; set is_decoder to true in its config.json"
+    if skipped := [name for name, value in vars(text).items() if name.endswith("layerdrop") and value]:
+        return f"each rank would skip other layers; set {skipped[0]} to 0 in its config.json"
+    return ""
+
+
+def read_generation_config(model: str) -> dict:
+    """What `generate` does by default with the weights of a local folder or hub id: its generation_config.json or, as
+    before there were such files, the fields of that kind in its config.json.
+
+    Raises:
+        OSError, ValueError: it cannot be had; it is no JSON object.
+    """
+    _, source = find_source(model)
+    answer_from_cache_without_network(source)
+    fields = GenerationConfig().to_dict().keys()
+    for name in ("generation_config.json", "config.json"):
+        path = pathlib.Path(source, name)
+        if not os.path.isdir(source):
+            try:
+                path = pathlib.Path(hf_hub_download(source, name))
+            except RemoteEntryNotFoundError:
+                continue
+        if path.exists():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError(f"{name} is no JSON object")
+            return {key: value for key, value in content.items() if name[0] == "g" or key in fields}
+    return {}

@@ -1,0 +1,94 @@
+"""Float8: torchao's linears, and the cast before their all-gather."""
+
+import dataclasses
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from harness.base import versions
+from harness.base.errors import UserError
+from harness.flags.rules import misfits_float8
+from harness.flags.settings import Settings
+
+
+def check_float8(settings: Settings) -> None:
+    """Raises a UserError where --precision fp8 would not run, or compute wrong: the GPU has no float8 (Ada, Hopper,
+    CDNA 3 and newer have it) and it is neither emulated nor planned; torchao is missing or old; the tokens do not fit.
+    """
+    if settings.precision != "fp8":
+        return
+    cuda = torch.cuda.is_available()
+    has_float8 = cuda and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    if not (has_float8 or settings.fp8_emulate or settings.plan):
+        here = torch.cuda.get_device_name() if cuda else "a CPU"
+        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {here}; use bf16")
+    if not find_spec("torchao"):
+        raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
+    found, oldest = versions.installed("torchao"), ".".join(map(str, versions.OLDEST_TORCHAO))
+    if versions.parts(found) < versions.OLDEST_TORCHAO:
+        why = "its compiled casts may store NaN"
+        raise UserError(f"--precision fp8: this is torchao {found}, {why}; install torchao {oldest} or newer")
+    if settings.num_steps and (problem := misfits_float8(settings)):
+        raise UserError(problem)
+
+
+def takes_float8(module: nn.Module) -> bool:
+    """Whether a module becomes a float8 linear: of one the tensor cores want both sizes in multiples of 16."""
+    return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def cast_to_float8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As torchao casts. Compiled, it reads the weight and writes a byte for each element; eager it makes fp32 copies in
+    between, 21 bytes of traffic for each element."""
+    largest = torch.finfo(dtype).max
+    return (weight.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def cast_before_all_gather(compiled: bool) -> None:
+    """Gives torchao's sharded weights, from now on, another way into FSDP2's all-gather than their own: one kernel
+    where it is `compiled`, rows up to the size that each rank sends where the ranks do not divide them, and the scale
+    that was found after the last step kept when --cpu-offload moves a weight to the device."""
+    from torchao.float8.float8_utils import tensor_to_scale
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    cast = torch.compile(cast_to_float8) if compiled else cast_to_float8
+
+    def to(weight, *args, **options):
+        moved = torch.Tensor.to(weight, *args, **options)
+        if moved is not weight and weight._precomputed_scale is not None:
+            moved._precomputed_scale = weight._precomputed_scale.to(moved.device)
+        return moved
+
+    def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
+        scale, dtype, rows = weight._precomputed_scale, weight._dtype, -(-outer_size[0] // mesh.size())
+        if scale is None:
+            scale = tensor_to_scale(weight._tensor, dtype, reduce_amax=True, device_mesh=mesh)
+        bits = cast(weight._tensor, scale, dtype)
+        if len(bits) < rows:
+            padded = bits.new_zeros(rows, *bits.shape[1:])
+            padded[: len(bits)] = bits
+            bits = padded
+        return (bits,), (scale,)
+
+    WeightWithDynamicFloat8CastTensor.to = to
+    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = fsdp_pre_all_gather
+
+
+def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Module], None]:
+    """A function that swaps a module's linears for torchao's float8 ones, in place."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, emulate=emulate, enable_fsdp_float8_all_gather=recipe == "tensorwise")
+    if recipe == "tensorwise":
+        cast_before_all_gather(compiled)
+
+    def convert(layer: nn.Module) -> None:
+        if not any(map(takes_float8, layer.modules())):
+            why = "the decoder layers have no nn.Linear with sizes in multiples of 16"
+            raise UserError(f"--precision fp8: {why}; use bf16")
+        convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, path: takes_float8(module))
+
+    return convert

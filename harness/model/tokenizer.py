@@ -1,0 +1,75 @@
+"""The tokenizer of a model, and the prompts that it continues."""
+
+import os
+import pathlib
+
+import transformers
+from transformers import AutoTokenizer
+from transformers.models.auto import tokenization_auto
+
+from harness.base.errors import UserError
+from harness.base.hub import answer_from_cache_without_network
+from harness.base.text import first_line
+from harness.flags.settings import ASSETS, PRESETS, Settings
+from harness.model.configs import find_source, refuse_foreign_code
+
+# A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
+# folder's code, whatever AutoTokenizer was told: no time to answer means that nobody is asked.
+transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+any_class_from_name = tokenization_auto.tokenizer_class_from_name
+
+
+def tokenizer_class_from_name(name: str) -> type | None:
+    """transformers' tokenizer of that name; a ValueError where the name is that of anything else."""
+    found = any_class_from_name(name)
+    is_tokenizer = isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
+    if found is None or is_tokenizer or getattr(found, "is_dummy", False):  # a dummy says which package is missing
+        return found
+    raise ValueError(f"its tokenizer_class {name} is no tokenizer")
+
+
+def load_tokenizer(settings: Settings, config):
+    """The tokenizer, its vocabulary checked against the model's; None where only synthetic tokens are read."""
+    if settings.dataset == "synthetic" and not (settings.sample_prompt or settings.sample_prompts):
+        return None
+    source = settings.tokenizer or find_source(settings.model)[1]
+    answer_from_cache_without_network(source)
+    tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        refuse_foreign_code(f"--tokenizer {source}", error)
+        here = os.path.isdir(source)
+        where = "the folder has no usable tokenizer" if here else "not a folder, and not to be had from the hub"
+        synthetic = settings.dataset == "synthetic"
+        without = "leave out the prompts" if synthetic else "use --dataset synthetic, which needs none"
+        hint = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or {without}"
+        if not here:
+            hint = f"`hf auth login` where {source} is gated, or a network; else {hint}"
+        if settings.tokenizer is None and settings.model in PRESETS:
+            where += f"; the preset {settings.model} has its config alone here"
+        raise UserError(f"--tokenizer {source}: {where} ({first_line(error)}); {hint}") from error
+    vocabulary = config.get_text_config().vocab_size
+    if (size := len(tokenizer)) > vocabulary:
+        raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {vocabulary}")
+    return tokenizer
+
+
+def read_prompts(settings: Settings, config, tokenizer) -> list[str]:
+    """The texts to be continued: those of --sample-prompt, then those of the file --sample-prompts, one a line."""
+    prompts, path = [*(settings.sample_prompt or ())], settings.sample_prompts
+    if path:
+        try:
+            lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no UTF-8 text"
+            raise UserError(f"--sample-prompts {path}: cannot be read ({why})") from error
+        prompts += [line.strip() for line in lines if line.strip()]
+        if not any(map(str.strip, lines)):
+            raise UserError(f"--sample-prompts {path}: holds no prompt; give a file with one a line")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = max((len(tokenizer(prompt)["input_ids"]) for prompt in prompts), default=0)
+    if longest and positions and longest + settings.sample_tokens > positions:
+        limit = f"{settings.model}'s {positions} positions"
+        raise UserError(f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}")
+    return prompts
