@@ -66,18 +66,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import checkpoints, own_plan, planning, report, trackers
+from harness import own_plan, planning, report, trackers
 from harness.advice import as_flags, memory_savers
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line
-from harness.checkpoints import TrainState
 from harness.data import sample_order, streaming
 from harness.data.corpora import load_data, opening
 from harness.data.windows import create_collate_fn
 from harness.endpoint import Endpoint
-from harness.export import export, step_of_export
 from harness.health import KernelClock
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
@@ -94,6 +92,11 @@ from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_los
 from harness.model.optimizers import build_optimizer, clip_grad_norm
 from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta, use_liger
+from harness.state.export import export, step_of_export
+from harness.state.find import find_checkpoint
+from harness.state.identity import compare, describe_identity, keep_global_batch
+from harness.state.store import Checkpoints, remove_leftovers
+from harness.state.train_state import TrainState
 from harness.waiting import Waiting
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
         batch_size = on_main_rank(lambda: own_plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=batch_size)
     if manifest:
-        accumulation = checkpoints.keep_global_batch(settings, manifest)
+        accumulation = keep_global_batch(settings, manifest)
         settings = dataclasses.replace(settings, gradient_accumulation_steps=accumulation)
     return settings
 
@@ -476,7 +479,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     config = on_main_rank(lambda: load_config(settings.model))
     tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
-    mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, folder)
+    mesh, found = build_mesh(settings, device), find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, count_parameters(config), mesh["shard"].size())
@@ -485,8 +488,8 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
         prompts = [beginning]  # the demo's own is of other stories
-    identity = checkpoints.describe_identity(settings, config, tokenizer, train_set)
-    changed = checkpoints.compare(settings, identity, found[1]) if found else ""
+    identity = describe_identity(settings, config, tokenizer, train_set)
+    changed = compare(settings, identity, found[1]) if found else ""
 
     model = build_model(settings, config, mesh, read_weights=not found)
     optimizer = build_optimizer(settings, model)
@@ -519,7 +522,7 @@ def keep_objects() -> None:
     gc.freeze()
 
 
-def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
+def train(job: Job, reporter: report.Report, saver: Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
     """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
     tokens = settings.tokens_per_step(dist.get_world_size())
@@ -593,7 +596,7 @@ def train(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, sto
     return metrics, stopped
 
 
-def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, planned, metrics: dict) -> int:
+def finish(job: Job, reporter: report.Report, saver: Checkpoints, planned, metrics: dict) -> int:
     """The last lines, files and gates of a run that took all its steps."""
     settings, state = job.settings, job.state
     metrics |= report.figures_of_all_ranks(state.tracker.summary(), state, job.device)
@@ -620,7 +623,7 @@ def finish(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, pl
     return 0
 
 
-def leave_early(job: Job, reporter: report.Report, saver: checkpoints.Checkpoints, stop: StopRequest) -> int:
+def leave_early(job: Job, reporter: report.Report, saver: Checkpoints, stop: StopRequest) -> int:
     """The last lines of a run that a signal ended."""
     reporter.end(None)
     who, saved = stop.name or "a signal to another rank", not saver.failures
@@ -634,7 +637,7 @@ def nothing_to_train(job: Job) -> int:
     """A resumed run that had taken all its steps."""
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
-        checkpoints.remove_leftovers(job.folder)
+        remove_leftovers(job.folder)
         report.record_start(job.folder, job.state)
     metrics = on_main_rank(lambda: report.finish_metrics(job.settings, job.folder, job.state))
     page = report.write_page(job.folder) if dist.get_rank() == 0 else None
@@ -654,14 +657,14 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     config = on_main_rank(lambda: load_config(settings.model))
     tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
-    mesh, found = build_mesh(settings, device), checkpoints.find_checkpoint(settings.resume, pathlib.Path())
+    mesh, found = build_mesh(settings, device), find_checkpoint(settings.resume, pathlib.Path())
     settings, held_out = resolve(settings, config), None
     if settings.eval_interval:
         same = found and found[1]["flags"]["dataset"] == settings.dataset  # then by the rules of its run
         accelerator = Accelerator(cpu=device.type == "cpu")
         _, held_out = load_data(settings, tokenizer, config, accelerator, found[1] if same else None)
     if found:
-        checkpoints.compare(settings, checkpoints.describe_identity(settings, config), found[1])
+        compare(settings, describe_identity(settings, config), found[1])
     state = TrainState(build_model(settings, config, mesh, read_weights=not found))
     if found:
         state.load(*found)
@@ -690,7 +693,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     with contextlib.ExitStack() as cleanup:
         reporter = report.Report(job.settings, job.accelerator, job.endpoint, job.folder, job.state, job.changed)
         cleanup.callback(reporter.close)
-        saver = checkpoints.Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
+        saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         planned = cleanup.enter_context(own_plan.beside(job.settings, device))
         keep_objects()
         gc.disable()  # cycles are collected at log lines: in the middle of a step one rank stops and all wait for it

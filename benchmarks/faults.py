@@ -49,6 +49,7 @@ import train_fsdp
 from harness import checkpoints, report
 from harness.flags.parser import parse_args
 from harness.job.signals import StopRequest
+from harness.state.train_state import TrainState
 
 STEPS = 4
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -301,7 +302,7 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
     Watch(folder, log, rank, start.fault, start.point)
     if start.stop and rank == 0:
         step, name = start.stop
-        count, requests = checkpoints.TrainState.count, []
+        count, requests = TrainState.count, []
 
         class Request(StopRequest):
             def __init__(self, *args):
@@ -317,7 +318,7 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
                 while not requests[0].name:  # until the thread that listens has it
                     time.sleep(0.01)
 
-        checkpoints.TrainState.count = counted
+        TrainState.count = counted
     report.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))

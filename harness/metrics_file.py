@@ -10,9 +10,9 @@ import pathlib
 import threading
 
 from harness.base.saved import place_of
-from harness.checkpoints import sync
 from harness.job.folders import replace_file
 from harness.page import whole_lines
+from harness.state.store import sync
 
 
 def as_json(metrics: dict) -> dict:

@@ -24,7 +24,6 @@ from harness.base.errors import UserError
 from harness.base.saved import newest, place_of, read_config
 from harness.base.text import counted, first_line
 from harness.base.versions import commit, versions
-from harness.checkpoints import TrainState
 from harness.endpoint import Endpoint
 from harness.flags.commands import flags_of_run, to_paste, with_value
 from harness.flags.settings import Settings
@@ -35,6 +34,7 @@ from harness.job.printing import columns, say
 from harness.metrics_file import MetricsFile, as_json, metrics_text
 from harness.model.attention import describe_attention
 from harness.page import whole_lines
+from harness.state.train_state import TrainState
 from harness.trackers import Trackers
 
 SAVE_MINUTES = 15  # between two checkpoints, as advised to a run that saves none

@@ -20,12 +20,12 @@ from importlib.util import find_spec
 
 from harness.base.errors import UserError
 from harness.base.text import first_line
-from harness.checkpoints import TrainState
 from harness.flags.settings import Settings
 from harness.job import endings, terminal
 from harness.job.printing import say
 from harness.job.signals import StopRequest
 from harness.page import whole_lines
+from harness.state.train_state import TrainState
 
 GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is divided by what stands before the slash
     "loss": "train/loss",

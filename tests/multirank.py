@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import checkpoints, report
+from harness import report
 from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
 from harness.job import heartbeats, world
@@ -38,6 +38,7 @@ from harness.job.world import new_group, start_processes, stop_processes
 from harness.model import collectives, optimizers
 from harness.model.configs import load_config
 from harness.model.weights import decoder_layers
+from harness.state import shards
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
 STEPS = 10
@@ -262,7 +263,7 @@ def stalled(how: str, *argv: str) -> None:
         if how == "evaluation":
             train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":
-            checkpoints.sha256 = forever
+            shards.sha256 = forever
     elif how == "print":
         full = os.pipe()[1]
         fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)

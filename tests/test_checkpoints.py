@@ -39,12 +39,16 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
-from harness import checkpoints, export
+from harness import checkpoints
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.data import sample_order
 from harness.job import endings, folders
 from harness.job.signals import StopRequest
+from harness.state import export
+from harness.state.identity import keep_global_batch
+from harness.state.shards import SafeReader
+from harness.state.train_state import TrainState
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -407,9 +411,9 @@ def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flag
     manifest = {"world_size": 3, "flags": vars(settings) | {"given_accumulation": 1}}
     monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 2)
     with pytest.raises(UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12"):
-        checkpoints.keep_global_batch(settings, manifest)
+        keep_global_batch(settings, manifest)
     monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 1)
-    assert checkpoints.keep_global_batch(settings, manifest) == 3
+    assert keep_global_batch(settings, manifest) == 3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -819,9 +823,9 @@ DIVERGENT = words("--lr 1e6 --lr-scheduler constant --checkpoint-interval 1 --ke
 
 
 def saved_values(checkpoint) -> dict[str, torch.Tensor]:
-    index = checkpoints.SafeReader(checkpoint).read_metadata().state_dict_metadata
+    index = SafeReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
-    checkpoints.dcp.load(tensors, storage_reader=checkpoints.SafeReader(checkpoint), no_dist=True)
+    checkpoints.dcp.load(tensors, storage_reader=SafeReader(checkpoint), no_dist=True)
     return tensors
 
 
@@ -860,7 +864,7 @@ def test_metrics_are_valid_json_where_a_figure_is_no_number(refused, tmp_path):
 
 def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, refused, tmp_path, monkeypatch):
     with monkeypatch.context() as unchecked:  # as a version without the checks saved it
-        unchecked.setattr(checkpoints.TrainState, "finite", lambda self: True)
+        unchecked.setattr(TrainState, "finite", lambda self: True)
         unchecked.setattr(train_fsdp, "first_not_finite", lambda *_: None)
         run("r", *DIVERGENT)
     path = tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}"

@@ -27,13 +27,14 @@ from torch._dynamo.utils import counters
 
 import train_fsdp
 import utils
-from harness import checkpoints
 from harness.base.devices import GIB, wait_for_device
 from harness.data import sample_order
 from harness.data.windows import create_collate_fn
 from harness.flags.settings import PRESETS
 from harness.model import attention
 from harness.model.attention import describe_attention
+from harness.state.store import Checkpoints
+from harness.state.train_state import TrainState
 
 CUDA = torch.cuda.is_available()
 pytestmark = [
@@ -75,7 +76,7 @@ def build(device, tmp_path_factory, on_cpu_without_inductor):
         optimizer = train_fsdp.build_optimizer(settings, model)
         data = sample_order.SyntheticDataset(config.vocab_size, length)
         tracker = utils.PerformanceTracker(0, 1, 0)
-        state = checkpoints.TrainState(model, optimizer, None, tracker)
+        state = TrainState(model, optimizer, None, tracker)
         batches = train_fsdp.training_batches(settings, data, state, device)
         return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches, tracker)
 
@@ -207,8 +208,8 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
     only seen to end."""
     batch = "16" if CUDA else "2"  # a step takes longer than launching it
     settings, model, optimizer, step = build("--no-compile", "--batch-size", batch, "--checkpoint-interval", "1")
-    state = checkpoints.TrainState(model, optimizer, None, utils.PerformanceTracker())
-    saver = checkpoints.Checkpoints(settings, tmp_path, {}, device, lambda: None)
+    state = TrainState(model, optimizer, None, utils.PerformanceTracker())
+    saver = Checkpoints(settings, tmp_path, {}, device, lambda: None)
 
     def timed() -> float:
         began = time.perf_counter()

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import checkpoints
 from harness.data import sample_order
 from harness.model.float8 import cast_to_float8
 from harness.model.weights import decoder_layers
+from harness.state.train_state import TrainState
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -42,9 +42,7 @@ def trainer(device, tmp_path):
         data = sample_order.SyntheticDataset(config.vocab_size, args.sequence_length)
         data.end_of_text = END if args.document_mask else None
         tracker = utils.PerformanceTracker(0, 1, 0)
-        batches = train_fsdp.training_batches(
-            args, data, checkpoints.TrainState(model, optimizer, None, tracker), device
-        )
+        batches = train_fsdp.training_batches(args, data, TrainState(model, optimizer, None, tracker), device)
         return model, lambda: train_fsdp.train_step(args, model, optimizer, batches, tracker)
 
     return make

@@ -16,11 +16,13 @@ from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
-from harness import checkpoints, endpoint, report
+from harness import endpoint, report
 from harness.base.errors import UserError
 from harness.flags import commands
 from harness.flags.settings import PROFILED_STEPS
 from harness.job import endings
+from harness.state import train_state
+from harness.state.train_state import TrainState
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
 
@@ -360,15 +362,15 @@ def test_a_clock_that_is_set_while_a_run_goes_on_changes_no_figure(run, monkeypa
         log(self, metrics, *more)
 
     monkeypatch.setattr(report.Report, "log", log_and_set)
-    monkeypatch.setattr(checkpoints, "PROCESS_STARTED", now())
-    monkeypatch.setattr(checkpoints, "CLOCK", now() - time.monotonic())
+    monkeypatch.setattr(train_state, "PROCESS_STARTED", now())
+    monkeypatch.setattr(train_state, "CLOCK", now() - time.monotonic())
     folder = run("--num-steps", "6", "--perf-warmup-steps", "1", "--log-interval", "1")
     assert re.search(r"tokens in 00:[0-5]\d, loss", capsys.readouterr().out)
     assert all(0 < line["goodput_percent"] <= 100 for line in metrics_of(folder)[1:])
 
 
 def test_a_clock_that_went_back_between_two_starts_takes_no_time_away(device):
-    state = checkpoints.TrainState(torch.nn.Linear(1, 1), tracker=utils.PerformanceTracker())
+    state = TrainState(torch.nn.Linear(1, 1), tracker=utils.PerformanceTracker())
     saved = state.numbers() | {"world_size": 1}
     for started, elapsed, least in ((saved["started"] + 7200, 50.0, 50.0), (saved["started"] - 300, 50.0, 300.0)):
         state.elapsed_before = 0.0

@@ -14,7 +14,9 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness import checkpoints, staging
+from harness.state import staging
+from harness.state.shards import SafeReader, Writer
+from harness.state.store import Checkpoints
 
 CPU = torch.device("cpu")
 
@@ -146,7 +148,7 @@ def test_memory_is_pinned_beside_the_steps_after_the_first_where_a_save_will_nee
         with monkeypatch.context() as faked:
             driver = Driver(faked)
             settings = parse(["--model", "demo", "--dataset", "demo", "--num-steps", 20, *flags.split()])
-            saver = checkpoints.Checkpoints(settings, pathlib.Path("nowhere"), {}, cuda, lambda: None)
+            saver = Checkpoints(settings, pathlib.Path("nowhere"), {}, cuda, lambda: None)
             saver.prepare(state)
             if pins:
                 saver.stager.thread.join()
@@ -161,11 +163,11 @@ def test_a_save_that_is_waited_for_copies_nothing(device, tensors, monkeypatch, 
     numbers = {"step": 3}
     state = types.SimpleNamespace(step=3, tensors=lambda: tensors, numbers=lambda: numbers)
     settings = parse(["--model", "demo", "--dataset", "demo"])
-    saver = checkpoints.Checkpoints(settings, tmp_path, {}, CPU, lambda: None)
+    saver = Checkpoints(settings, tmp_path, {}, CPU, lambda: None)
     saver.save(state, wait=True)
     assert saver.failures == 0
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    dcp.load(loaded, storage_reader=checkpoints.SafeReader(tmp_path / "checkpoints" / "step-00000003"))
+    dcp.load(loaded, storage_reader=SafeReader(tmp_path / "checkpoints" / "step-00000003"))
     for name, tensor in tensors.items():
         assert torch.equal(staging.local_part(loaded[name]), staging.local_part(tensor)), name
 
@@ -181,7 +183,7 @@ def test_a_dtensor_on_a_mesh_of_gpus_is_staged_on_the_host(device):
     assert staging.mesh_on(gpus, "cpu") is staged.device_mesh  # made once
 
 
-@pytest.mark.parametrize("writer", [checkpoints.Writer, dcp.FileSystemWriter])
+@pytest.mark.parametrize("writer", [Writer, dcp.FileSystemWriter])
 def test_with_gpus_too_the_writing_thread_waits_for_no_stream(tensors, tmp_path, monkeypatch, writer):
     """DCP's own choice of settings does, which shows that this would see it."""
     used, serial = [], filesystem._SerialCpuLoader  # the other needs a GPU
@@ -190,10 +192,10 @@ def test_with_gpus_too_the_writing_thread_waits_for_no_stream(tensors, tmp_path,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     group = dist.new_group(backend="gloo")
     dcp.save(staging.Stager(CPU).stage(tensors), storage_writer=writer(tmp_path / "c"), process_group=group)
-    assert used == ["_SerialCpuLoader" if writer is checkpoints.Writer else "_OverlappingCpuLoader"]
+    assert used == ["_SerialCpuLoader" if writer is Writer else "_OverlappingCpuLoader"]
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [".metadata", "__0_0.distcp"]
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     monkeypatch.undo()
-    dcp.load(loaded, storage_reader=checkpoints.SafeReader(tmp_path / "c"))
+    dcp.load(loaded, storage_reader=SafeReader(tmp_path / "c"))
     for name, tensor in tensors.items():
         assert torch.equal(staging.local_part(loaded[name]), staging.local_part(tensor)), name

@@ -3,7 +3,7 @@
 import pytest
 
 import utils
-from harness.checkpoints import TrainState
+from harness.state.train_state import TrainState
 
 SMOLLM3_FLOPS = 25_697_452_032  # a token, at 8,192 tokens
 

@@ -19,13 +19,13 @@ from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import from_main_process
 from harness.base.text import first_line
-from harness.checkpoints import TrainState, persistent_tensors
 from harness.flags.commands import given
 from harness.flags.settings import Settings
 from harness.job import heartbeats
 from harness.job.folders import name_of
 from harness.job.printing import say
 from harness.model.configs import read_generation_config
+from harness.state.train_state import TrainState, persistent_tensors
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -1,0 +1,68 @@
+"""Shards: DCP's reader, which unpickles nothing that runs, and its writer."""
+
+import hashlib
+import pathlib
+import pickle
+
+import torch.distributed.checkpoint as dcp
+
+from harness.base.saved import open_file
+from harness.base.text import first_line
+
+# What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is
+# not among them: DCP would unpickle such an entry without restriction, and a state of tensors has none.
+INDEX_RECORDS = {
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size float64 float32 float16 bfloat16 uint8 int8 int16 int32 int64 bool",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+}
+
+
+class SafeReader(dcp.FileSystemReader):
+    """DCP's reader, whose index is a pickle; this one refuses any class that an index does not need."""
+
+    def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
+        class Records(pickle.Unpickler):
+            def find_class(self, module: str, name: str):
+                if name not in INDEX_RECORDS.get(module, "").split():
+                    raise pickle.UnpicklingError(f"the index names {module}.{name}")
+                return super().find_class(module, name)
+
+        with open_file(pathlib.Path(self.path, ".metadata")) as file:
+            metadata = Records(file).load()
+        for name in {record.relative_path for record in metadata.storage_data.values()}:
+            if pathlib.PurePath(name).name != name:
+                raise pickle.UnpicklingError(f"the index names {name}, outside the checkpoint")
+            open_file(pathlib.Path(self.path, name)).close()
+        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def checkpoint_error(error: BaseException) -> str:
+    """One line of what went wrong; DCP wraps it, by rank, into an exception that is no Exception."""
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return first_line(error)
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer; of a write that failed it gives the disk's error, not the complaint of the archive left open."""
+
+    def __init__(self, folder: pathlib.Path):
+        super().__init__(folder, per_thread_copy_ahead=0)  # all is on the host: nothing to copy, no stream to wait for
+
+    def write_data(self, *args, **kwargs):
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            raise error.__context__ or error from None
+
+
+def sha256(path: pathlib.Path) -> str:
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
