@@ -66,7 +66,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import own_plan, planning, report, trackers
+from harness import own_plan, planning
 from harness.advice import as_flags, memory_savers
 from harness.base import saved
 from harness.base.errors import UserError
@@ -75,8 +75,6 @@ from harness.base.text import first_line
 from harness.data import sample_order, streaming
 from harness.data.corpora import load_data, opening
 from harness.data.windows import create_collate_fn
-from harness.endpoint import Endpoint
-from harness.health import KernelClock
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
@@ -92,12 +90,28 @@ from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_los
 from harness.model.optimizers import build_optimizer, clip_grad_norm
 from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta, use_liger
+from harness.report import trackers
+from harness.report.figures import check_gates, check_that_figures_will_exist, figures_of_all_ranks
+from harness.report.header import describe_setup
+from harness.report.health import KernelClock
+from harness.report.log import Report, write_page
+from harness.report.profiling import dump_memory, profiling, record_memory
+from harness.report.prometheus import Endpoint
+from harness.report.run_record import describe_origin, record_start
+from harness.report.summary import (
+    describe_stories,
+    finish_metrics,
+    next_commands,
+    only_json_on_stdout,
+    say_evaluation,
+    summarize,
+)
+from harness.report.waiting import Waiting
 from harness.state.export import export, step_of_export
 from harness.state.find import find_checkpoint
 from harness.state.identity import compare, describe_identity, keep_global_batch
 from harness.state.store import Checkpoints, remove_leftovers
 from harness.state.train_state import TrainState
-from harness.waiting import Waiting
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
@@ -471,11 +485,11 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     folder = on_main_rank(lambda: folders.choose_folder(settings))
     heartbeats.record_into(folder)
     accelerator = Accelerator(cpu=device.type == "cpu")
-    report.check_that_figures_will_exist(settings, device)
+    check_that_figures_will_exist(settings, device)
     endpoint = Endpoint(settings, folder)
     on_main_rank(endpoint.open)
     if settings.memory_snapshot:
-        report.record_memory(folder)
+        record_memory(folder)
     config = on_main_rank(lambda: load_config(settings.model))
     tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
@@ -507,11 +521,11 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         if not state.finite():
             advice = "remove that folder, and --resume auto goes on from the one before"
             raise UserError(f"--resume {found[0]}: it holds values that are infinite or NaN; {advice}", exit_code=1)
-    say(report.describe_setup(settings, model, mesh, train_set, counted, peak, verified))
+    say(describe_setup(settings, model, mesh, train_set, counted, peak, verified))
     if found:
         say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
     if state.branched_from:
-        say(columns({"branched": report.describe_origin(state.branched_from)}))
+        say(columns({"branched": describe_origin(state.branched_from)}))
     data, start = (tokenizer, prompts, beginning, train_set, eval_set), (found and found[0], state.step + 1)
     return Job(settings, device, folder, accelerator, endpoint, *data, identity, flops, state, *start, changed)
 
@@ -522,7 +536,7 @@ def keep_objects() -> None:
     gc.freeze()
 
 
-def train(job: Job, reporter: report.Report, saver: Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
+def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
     """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
     tokens = settings.tokens_per_step(dist.get_world_size())
@@ -534,7 +548,7 @@ def train(job: Job, reporter: report.Report, saver: Checkpoints, stop: StopReque
     with contextlib.ExitStack() as trace:
         while state.step < settings.num_steps and not stopped:
             if state.step + 1 in profiled[:1]:
-                trace.enter_context(report.profiling(job.folder, state))
+                trace.enter_context(profiling(job.folder, state))
             heartbeats.at("data", state.step + 1)
             learning_rate = float(state.scheduler.get_last_lr()[0])
             step = state.step + 1
@@ -566,7 +580,7 @@ def train(job: Job, reporter: report.Report, saver: Checkpoints, stop: StopReque
                     broken = step, "update made weights or optimizer states infinite or NaN"
             if logs or broken:
                 gc.collect()
-                metrics |= report.figures_of_all_ranks(speed, state, job.device, waiting.take(), clock)
+                metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), clock)
                 stories = []
                 if evaluates and not broken:
                     with tracker.excluded():
@@ -580,7 +594,7 @@ def train(job: Job, reporter: report.Report, saver: Checkpoints, stop: StopReque
                 heartbeats.at("log")
                 reporter.log(metrics, tracker.get_print_message(metrics), stories)
                 if stories:
-                    say_story(report.describe_stories(stories))
+                    say_story(describe_stories(stories))
             if broken:
                 saver.finish()
                 give_up(job, *broken)
@@ -596,22 +610,22 @@ def train(job: Job, reporter: report.Report, saver: Checkpoints, stop: StopReque
     return metrics, stopped
 
 
-def finish(job: Job, reporter: report.Report, saver: Checkpoints, planned, metrics: dict) -> int:
+def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dict) -> int:
     """The last lines, files and gates of a run that took all its steps."""
     settings, state = job.settings, job.state
-    metrics |= report.figures_of_all_ranks(state.tracker.summary(), state, job.device)
+    metrics |= figures_of_all_ranks(state.tracker.summary(), state, job.device)
     if planned:
         metrics |= own_plan.predicted_figures(planned)
     stories = job.sample()
     reporter.end(metrics, stories)
-    say(report.summarize(metrics, job.folder, state))
+    say(summarize(metrics, job.folder, state))
     if stories:
-        say_story("\n" + report.describe_stories(stories))
+        say_story("\n" + describe_stories(stories))
     if settings.memory_snapshot:
-        report.dump_memory(job.folder)
+        dump_memory(job.folder)
     if settings.export:
         export(settings, state, job.tokenizer)
-    say(report.next_commands(settings, job.folder, job.first_prompt(), reporter.page))
+    say(next_commands(settings, job.folder, job.first_prompt(), reporter.page))
     if saver.failures:
         flag = "--checkpoint-interval" if settings.checkpoint_interval else "--final-checkpoint"
         raise UserError(f"{flag}: {saver.failures} checkpoints could not be saved, see above", 1)
@@ -619,11 +633,11 @@ def finish(job: Job, reporter: report.Report, saver: Checkpoints, planned, metri
         waiting = len(reporter.file.waiting)
         lost = f"{waiting} lines are lost" if waiting else "see above"
         raise UserError(f"--output-dir: {job.folder / 'metrics.jsonl'} could not be written, {lost}", 1)
-    on_main_rank(lambda: report.check_gates(settings, metrics))
+    on_main_rank(lambda: check_gates(settings, metrics))
     return 0
 
 
-def leave_early(job: Job, reporter: report.Report, saver: Checkpoints, stop: StopRequest) -> int:
+def leave_early(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> int:
     """The last lines of a run that a signal ended."""
     reporter.end(None)
     who, saved = stop.name or "a signal to another rank", not saver.failures
@@ -638,15 +652,15 @@ def nothing_to_train(job: Job) -> int:
     say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
     if dist.get_rank() == 0:
         remove_leftovers(job.folder)
-        report.record_start(job.folder, job.state)
-    metrics = on_main_rank(lambda: report.finish_metrics(job.settings, job.folder, job.state))
-    page = report.write_page(job.folder) if dist.get_rank() == 0 else None
+        record_start(job.folder, job.state)
+    metrics = on_main_rank(lambda: finish_metrics(job.settings, job.folder, job.state))
+    page = write_page(job.folder) if dist.get_rank() == 0 else None
     if stories := job.sample():
-        say_story(report.describe_stories(stories))
+        say_story(describe_stories(stories))
     if job.settings.export:
         export(job.settings, job.state, job.tokenizer)
-    say(report.next_commands(job.settings, job.folder, job.first_prompt(), page))
-    on_main_rank(lambda: report.check_gates(job.settings, metrics))
+    say(next_commands(job.settings, job.folder, job.first_prompt(), page))
+    on_main_rank(lambda: check_gates(job.settings, metrics))
     return 0
 
 
@@ -671,9 +685,9 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
         say(f"loaded     {found[0]}, step {found[1]['step']:,}")
     if held_out:
         loss, tokens = evaluate(settings, state.model, held_out, device)
-        report.say_evaluation(settings, loss, tokens, found and found[1]["step"], stdout)
+        say_evaluation(settings, loss, tokens, found and found[1]["step"], stdout)
     for prompt in prompts:
-        say_story("\n" + report.describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
+        say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
         export(settings, state, tokenizer)
     return 0
@@ -682,7 +696,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
 def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
     if settings.num_steps == 0:
-        with report.only_json_on_stdout(settings) as stdout:
+        with only_json_on_stdout(settings) as stdout:
             return without_training(settings, device, stdout)
     if exported := on_main_rank(lambda: step_of_export(settings)):
         say(f"done       nothing to do: {settings.export} holds this run after step {exported:,}")
@@ -691,7 +705,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)
     with contextlib.ExitStack() as cleanup:
-        reporter = report.Report(job.settings, job.accelerator, job.endpoint, job.folder, job.state, job.changed)
+        reporter = Report(job.settings, job.accelerator, job.endpoint, job.folder, job.state, job.changed)
         cleanup.callback(reporter.close)
         saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         planned = cleanup.enter_context(own_plan.beside(job.settings, device))

@@ -21,7 +21,7 @@ def run(kept_later: bool, argv: list[str]) -> None:
     """The program; before each log line, what a collection there takes."""
     import train_fsdp
     from harness.flags.parser import parse_args
-    from harness.report import Report
+    from harness.report.log import Report
 
     log, keep = Report.log, train_fsdp.keep_objects
     calls = []

@@ -13,7 +13,7 @@ import pathlib
 import numpy as np
 
 import utils
-from harness import advice, page
+from harness import advice
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
@@ -26,6 +26,7 @@ from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
 from harness.plan_text import assumptions, describe_plan, describe_verdict
 from harness.rates import Rates, predict_time
+from harness.report import page
 
 # The script's own functions, which a plan drives.
 Recipe = collections.namedtuple("Recipe", "resolve build_mesh build_model build_optimizer train_step")

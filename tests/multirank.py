@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import report
 from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
 from harness.job import heartbeats, world
@@ -38,6 +37,7 @@ from harness.job.world import new_group, start_processes, stop_processes
 from harness.model import collectives, optimizers
 from harness.model.configs import load_config
 from harness.model.weights import decoder_layers
+from harness.report.figures import figures_of_all_ranks
 from harness.state import shards
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
@@ -203,8 +203,8 @@ def measured(slow: int | None, *argv: str) -> None:
 def uneven(*argv: str) -> None:
     """The program on two nodes of a rank each; rank 1 has another torch, and the fixed kernel takes three times as long
     on it up to step 6."""
-    from harness import health
     from harness.job import preflight
+    from harness.report import health
 
     rank = int(os.environ["RANK"])
     node, own = f"node-{'ab'[rank]}", preflight.versions()
@@ -457,7 +457,7 @@ def main(workspace: pathlib.Path) -> None:
         """What a log line says of ranks of which the last is the slowest."""
         state = types.SimpleNamespace(elapsed=100, step=1, productive_seconds=lambda: 0.001)
         mine = {"step_time_ms": 10.0 * (rank + 1), "data_wait_percent": 5.0 * rank}
-        return report.figures_of_all_ranks(mine, state, device, waited_ms)
+        return figures_of_all_ranks(mine, state, device, waited_ms)
 
     observe("figures", "worst", worst_figures, 9.0 * rank)
     observe("figures", "always in collectives", worst_figures, 100.0)

@@ -7,9 +7,9 @@ import pytest
 from conftest import metrics_of, parse, train, words, write_model
 from multirank import SIZES
 
-from harness import report
 from harness.base.errors import UserError
 from harness.job import folders
+from harness.report.log import Report
 
 NO_NAMES = ["", " ", ".", "..", "...", "a/b", "a\\b", "a\nb", "a\x1b[2Jb", "a\u202eb", "x" * 201, "é" * 101]
 
@@ -68,7 +68,7 @@ def test_metrics_that_are_a_folder_are_one_line(mistake, tmp_path):
 @pytest.fixture
 def moving(device, arguments, tmp_path, monkeypatch):
     """A run of 8 steps with a checkpoint of each second one, whose folder is moved away after step 3."""
-    write, run, away = report.Report.write, tmp_path / "out" / "r", tmp_path / "away"
+    write, run, away = Report.write, tmp_path / "out" / "r", tmp_path / "away"
 
     def start(back_after: int) -> int:
         def write_and_move(self, metrics, **more):
@@ -78,7 +78,7 @@ def moving(device, arguments, tmp_path, monkeypatch):
             if metrics["step"] == back_after and not more:
                 away.rename(run)
 
-        monkeypatch.setattr(report.Report, "write", write_and_move)
+        monkeypatch.setattr(Report, "write", write_and_move)
         flags = words(
             "--num-steps 8 --log-interval 1 --checkpoint-interval 2 --no-async-checkpoint --keep-checkpoints 9"
         )

@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import forked, metrics_of, words
 
-from harness import health
 from harness.base.versions import installed
 from harness.job import driver, heartbeats
+from harness.report import health
 
 
 @pytest.fixture

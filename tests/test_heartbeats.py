@@ -17,8 +17,8 @@ import psutil
 import pytest
 from conftest import PROGRAM, ROOT, forking, start, torchrun_command, words
 
-from harness import waiting
 from harness.job import endings, heartbeats
+from harness.report import waiting
 
 SIZES = words("--sequence-length 32 --batch-size 2 --precision fp32 --num-workers 0 --log-interval 1 --no-compile")
 STALLS = {

@@ -11,9 +11,9 @@ import subprocess
 import pytest
 from conftest import ROOT, parse
 
-from harness import page
 from harness.base.errors import UserError
-from harness.page import write_plan, write_report
+from harness.report import page
+from harness.report.page import write_plan, write_report
 
 EVIL = "<script>document.title='broken'</script><img src=http://127.0.0.1:9/x>{{plotly}}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

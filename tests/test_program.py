@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness import trackers
 from harness.data import sample_order
 from harness.data.windows import PackedDataset
+from harness.report import trackers
 
 PROMPT = "Once upon a time"
 

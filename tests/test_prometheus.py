@@ -20,8 +20,8 @@ import yaml
 from conftest import PROGRAM, ROOT, metrics_of, parse, start
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness import endpoint
 from harness.job import endings
+from harness.report.prometheus import Endpoint
 
 LAUNCH = ROOT / "launch"
 RULES = yaml.safe_load((LAUNCH / "prometheus-rules.yml").read_text())["groups"][0]["rules"]
@@ -186,7 +186,7 @@ class WaitError(Exception):
 @pytest.fixture
 def ending(tmp_path, monkeypatch):
     """An endpoint that raises `WaitError` where it would begin to wait."""
-    served = endpoint.Endpoint(parse(["--metrics-port", 28500]), tmp_path / "r")
+    served = Endpoint(parse(["--metrics-port", 28500]), tmp_path / "r")
 
     def wait(seconds):
         raise WaitError(seconds)
@@ -195,7 +195,7 @@ def ending(tmp_path, monkeypatch):
     return served
 
 
-def scraped(served: endpoint.Endpoint, ago: float, every: float) -> None:
+def scraped(served: Endpoint, ago: float, every: float) -> None:
     served.scrapers["10.0.0.1", "Prometheus"] = time.monotonic() - ago, every
 
 
@@ -235,7 +235,7 @@ def test_who_scrapes_is_awaited_if_it_comes_in_time(ending, exit_code, ago, ever
 def test_the_end_is_over_as_soon_as_it_was_read_by_all_who_scrape(tmp_path, monkeypatch):
     monkeypatch.setattr(endings, "LISTENERS", [])
     port = free_port()
-    served = endpoint.Endpoint(parse(["--metrics-port", port]), tmp_path / "r")
+    served = Endpoint(parse(["--metrics-port", port]), tmp_path / "r")
     served.open()
     first, second = (SCRAPE | {"User-Agent": name} for name in ("first", "second"))
     url = f"http://127.0.0.1:{port}/metrics"

@@ -16,11 +16,15 @@ from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
-from harness import endpoint, report
 from harness.base.errors import UserError
 from harness.flags import commands
 from harness.flags.settings import PROFILED_STEPS
 from harness.job import endings
+from harness.report import prometheus
+from harness.report.figures import check_gates
+from harness.report.log import Report
+from harness.report.profiling import dump_memory, profiling, record_memory, time_shares
+from harness.report.summary import describe_unsaved
 from harness.state import train_state
 from harness.state.train_state import TrainState
 
@@ -63,7 +67,7 @@ def test_what_the_first_step_and_the_first_evaluation_leave_is_not_collected_at_
 
     monkeypatch.setattr(train_fsdp, "train_step", leaving(train_fsdp.train_step, 0, 2))
     monkeypatch.setattr(train_fsdp, "evaluate", leaving(train_fsdp.evaluate, 1))
-    monkeypatch.setattr(report.Report, "log", log)
+    monkeypatch.setattr(Report, "log", log)
     run("--num-steps", "4", "--log-interval", "1", "--eval-interval", "2", "--eval-steps", "1")
     assert len(made) == 30  # in the first step, the first evaluation and the third step
     assert looked_at == [0, 0, 10, 10]  # those of the third step
@@ -130,7 +134,7 @@ def test_starting_the_profiler_is_in_no_step(clock, device, tmp_path, monkeypatc
 
     monkeypatch.setattr(torch.profiler, "profile", SlowToStart)
     state = types.SimpleNamespace(step=0, tracker=utils.PerformanceTracker())
-    with report.profiling(tmp_path, state):
+    with profiling(tmp_path, state):
         clock.advance(3)
         state.step = 3
     assert "3 steps of 1,000.0 ms" in capsys.readouterr().out
@@ -153,14 +157,14 @@ def test_shares_of_a_gpu_by_hand():
         Event("ncclDevKernel_ReduceScatter", 60, 80, "CUDA"),
     ]
     expected = {"compute": 40, "communication": 40, "exposed communication": 30, "idle": 30}
-    assert report.time_shares(events, 100e-6) == pytest.approx(expected)
+    assert time_shares(events, 100e-6) == pytest.approx(expected)
 
 
 def test_shares_of_a_cpu_by_hand():
     events = [Event("aten::mm", 0, 50), Event("aten::add", 10, 20), Event("c10d::allreduce_", 50, 75)]
     events += [Event("gloo:all_reduce", 40, 70, annotation=True), Event("FSDP::x", 0, 100, annotation=True)]
     expected = {"compute": 50, "communication": 35, "exposed communication": 25, "idle": 25}
-    assert report.time_shares(events, 100e-6) == pytest.approx(expected)
+    assert time_shares(events, 100e-6) == pytest.approx(expected)
 
 
 def test_a_log_line_has_the_slowest_ranks_step_and_the_longest_wait_for_data(observed):
@@ -190,10 +194,10 @@ def test_a_missed_gate_is_exit_code_3_with_one_line_that_names_figure_and_gate(t
 
 def test_a_gate_is_judged_by_the_figures_of_the_last_line():
     args = parse(["--min-mfu", "50", "--max-memory-gib", "70"])
-    report.check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
+    check_gates(args, {"mfu_percent": 50.0, "peak_memory_reserved": 70.0})
     for mfu, memory, named in ((49.9, 60, "--min-mfu 50"), (51, 70.1, "--max-memory-gib 70")):
         with pytest.raises(UserError, match=named) as missed:
-            report.check_gates(args, {"mfu_percent": mfu, "peak_memory_reserved": memory})
+            check_gates(args, {"mfu_percent": mfu, "peak_memory_reserved": memory})
         assert missed.value.exit_code == 3
 
 
@@ -220,7 +224,7 @@ def test_a_port_in_use_is_refused_before_training(run):
 
 
 def test_the_endpoint_without_its_package_is_refused(run, monkeypatch):
-    monkeypatch.setattr(endpoint, "find_spec", lambda package: None)
+    monkeypatch.setattr(prometheus, "find_spec", lambda package: None)
     with pytest.raises(UserError, match="needs the package prometheus_client"):
         run("--metrics-port", "28500")
 
@@ -236,13 +240,13 @@ def disturbed(arguments, device, monkeypatch, tmp_path):
     folder = tmp_path / "out" / "r"
 
     def go(happens: dict, *flags):
-        log = report.Report.log
+        log = Report.log
 
         def log_and_disturb(self, metrics, *more):
             log(self, metrics, *more)
             happens.get(metrics["step"], lambda: None)()
 
-        monkeypatch.setattr(report.Report, "log", log_and_disturb)
+        monkeypatch.setattr(Report, "log", log_and_disturb)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             return train([*arguments, "--num-steps", 8, "--log-interval", 1, "--no-final-checkpoint", *flags], device)
@@ -344,8 +348,8 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: None)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    report.record_memory(tmp_path / "it")
-    report.dump_memory(tmp_path / "it")
+    record_memory(tmp_path / "it")
+    dump_memory(tmp_path / "it")
     (observer,) = observers
     observer(0, 2**30, 0, 0)  # device, wanted, allocated, free
     assert written == [str(tmp_path / "it" / "memory-rank-0.pickle")] * 2
@@ -354,14 +358,14 @@ def test_the_memory_record_is_written_when_asked_and_when_memory_runs_out(device
 
 @pytest.mark.parametrize("jump", [-7200, 7200])
 def test_a_clock_that_is_set_while_a_run_goes_on_changes_no_figure(run, monkeypatch, capsys, jump):
-    log, now, set_to = report.Report.log, time.time, [0]
+    log, now, set_to = Report.log, time.time, [0]
     monkeypatch.setattr(time, "time", lambda: now() + set_to[0])
 
     def log_and_set(self, metrics, *more):
         set_to[0] = jump if metrics["step"] >= 3 else 0
         log(self, metrics, *more)
 
-    monkeypatch.setattr(report.Report, "log", log_and_set)
+    monkeypatch.setattr(Report, "log", log_and_set)
     monkeypatch.setattr(train_state, "PROCESS_STARTED", now())
     monkeypatch.setattr(train_state, "CLOCK", now() - time.monotonic())
     folder = run("--num-steps", "6", "--perf-warmup-steps", "1", "--log-interval", "1")
@@ -380,9 +384,9 @@ def test_a_clock_that_went_back_between_two_starts_takes_no_time_away(device):
 
 
 def test_a_run_that_resumes_but_does_not_save_on_its_way_is_told_how_often_it_should():
-    said = report.describe_unsaved(parse(["--demo", "--resume", "auto"]), 100_000, 300.0)
+    said = describe_unsaved(parse(["--demo", "--resume", "auto"]), 100_000, 300.0)
     assert said.endswith("--checkpoint-interval 3000 saves about every 15 minutes at 300 ms a step")
-    said = report.describe_unsaved(parse(["--demo", "--resume", "auto"]), 600, 300.0)
+    said = describe_unsaved(parse(["--demo", "--resume", "auto"]), 600, 300.0)
     assert said.endswith("nothing is saved before the end, within 3 min")
     for flags in ("--resume auto --checkpoint-interval 9", "--resume none"):
-        assert not report.describe_unsaved(parse(["--demo", *flags.split()]), 100_000, 300.0)
+        assert not describe_unsaved(parse(["--demo", *flags.split()]), 100_000, 300.0)

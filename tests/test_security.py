@@ -28,7 +28,7 @@ from test_checkpoints import forge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 
-from harness import checkpoints, endpoint, metrics_file
+from harness import checkpoints
 from harness.base.errors import UserError
 from harness.data.corpus_files import local_files
 from harness.data.documents import read_documents
@@ -39,6 +39,7 @@ from harness.model import tokenizer as tokenizer_module
 from harness.model.configs import load_config
 from harness.model.tokenizer import any_class_from_name
 from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
+from harness.report import metrics_file, prometheus
 
 STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
 
@@ -459,7 +460,7 @@ def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, checkpoint)
 def test_the_metrics_endpoint_answers_on_the_loopback_address_alone(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    endpoint.Endpoint(parse(["--metrics-port", port]), tmp_path).open()
+    prometheus.Endpoint(parse(["--metrics-port", port]), tmp_path).open()
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)

@@ -28,13 +28,14 @@ from conftest import PROGRAM, ROOT, metrics_of, parse, words, write_model
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from multirank import SIZES, resolved
 
-from harness import report
 from harness.base import console, saved
 from harness.base.errors import UserError
 from harness.job import host, terminal
 from harness.job.printing import say_story
 from harness.job.signals import StopRequest
 from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
+from harness.report.header import significant, watching
+from harness.report.summary import next_commands
 
 FIGURES = ["loss 0.5226", "9,443 tok/s", "2,360 tok/s/GPU", "MFU 38.1 %", "61.2 GiB", "eta 00:19"]
 
@@ -357,21 +358,15 @@ def test_nothing_that_fits_is_refused(monkeypatch, flags, each):
 
 
 def test_a_small_figure_keeps_its_digits():
-    assert [report.significant(x) for x in (0.0841, 0.1, 2.5, 989.5, 15824.0)] == [
-        "0.0841",
-        "0.1",
-        "2.5",
-        "990",
-        "15,824",
-    ]
+    assert [significant(x) for x in (0.0841, 0.1, 2.5, 989.5, 15824.0)] == ["0.0841", "0.1", "2.5", "990", "15,824"]
 
 
 def test_the_header_says_how_to_watch_by_what_was_asked_for(tmp_path):
     settings = parse(words("--metrics-port 9999 --profile"))
-    places = report.watching(settings, tmp_path / "my run")
+    places = watching(settings, tmp_path / "my run")
     assert places["metrics"] == "http://127.0.0.1:9999/metrics"
     assert places["profile"] == str(tmp_path / "my run" / "profile" / "rank-0.json")
-    assert report.watching(parse([]), tmp_path) == {}
+    assert watching(parse([]), tmp_path) == {}
 
 
 def test_one_of_a_kind_is_singular():
@@ -414,7 +409,7 @@ def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, 
     again = parse(flags_of(terminal.command(settings, folder)))
     assert (again.resume, again.run_name, again.output_dir, again.lr) == ("auto", "-r", name, 1)
     assert again.export == settings.export
-    said = report.next_commands(settings, folder, "- 'Well', she said", None).strip()
+    said = next_commands(settings, folder, "- 'Well', she said", None).strip()
     lines = dict(
         re.findall(
             r"^(sample|evaluate|load|export|go on) +(.*?)(?=\n(?:sample|evaluate|load|export|go on|kept) |\Z)",

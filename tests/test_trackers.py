@@ -24,9 +24,11 @@ from test_program import as_dict, read_events, wandb_records
 from test_tracker import FLOPS, TOKENS
 
 import utils
-from harness import health, own_plan, report, trackers
+from harness import own_plan, report
 from harness.base.errors import UserError
 from harness.job import endings
+from harness.report import health, trackers
+from harness.report.figures import figures_of_all_ranks, memory_figures
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
 CONFIG = {"flags": {**vars(parse([])), "betas": [0.9, 0.95]}}
@@ -68,11 +70,11 @@ def test_every_figure_of_metrics_jsonl_has_its_group(monkeypatch, device):
     keys = {"loss", "eval_loss", "grad_norm", "learning_rate", "tokens_seen", *clock.step(TOKENS, FLOPS)}
     stats = dict.fromkeys(("active_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak"), 1)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    keys |= {*report.memory_figures(types.SimpleNamespace(type="cuda"))}
+    keys |= {*memory_figures(types.SimpleNamespace(type="cuda"))}
     monkeypatch.setattr(report.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(report.dist, "all_reduce", lambda values, operation: None)
     state = types.SimpleNamespace(productive_seconds=lambda: 1, elapsed=2)
-    keys |= {*report.figures_of_all_ranks(clock.summary(), state, device, waited_ms=0.0)}
+    keys |= {*figures_of_all_ranks(clock.summary(), state, device, waited_ms=0.0)}
     keys |= {*health.KernelClock(device).judge([1.0, 1.0], [0, 0], step=1, step_ms=100.0)}
     plan = {"memory_gib": {"total": 1, "reserved": 2}, "step_time_ms": 3}
     monkeypatch.setattr(own_plan, "read_plan", lambda process, patience: (plan, ""))

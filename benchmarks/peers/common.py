@@ -15,8 +15,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import utils
-from harness import report
 from harness.data import sample_order
+from harness.report.figures import memory_figures
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -130,7 +130,7 @@ class Clock:
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
-            figures = self.tracker.summary() | {"loss": loss.item()} | report.memory_figures(device()) | told
+            figures = self.tracker.summary() | {"loss": loss.item()} | memory_figures(device()) | told
             if main:
                 print(json.dumps(figures), flush=True)
 

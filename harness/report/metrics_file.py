@@ -11,7 +11,7 @@ import threading
 
 from harness.base.saved import place_of
 from harness.job.folders import replace_file
-from harness.page import whole_lines
+from harness.report.page import whole_lines
 from harness.state.store import sync
 
 

@@ -12,7 +12,7 @@ import sys
 from harness.base import console
 from harness.base.errors import UserError
 from harness.base.text import first_line
-from harness.trackers import GROUPS
+from harness.report.trackers import GROUPS
 
 SECTIONS = {  # title: charts, each the keys of metrics.jsonl that share it
     "Training": (["grad_norm"], ["learning_rate"]),

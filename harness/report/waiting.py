@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.model import collectives
-from harness.report import covered
+from harness.report.profiling import covered
 
 
 class Waiting:

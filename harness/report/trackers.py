@@ -24,7 +24,7 @@ from harness.flags.settings import Settings
 from harness.job import endings, terminal
 from harness.job.printing import say
 from harness.job.signals import StopRequest
-from harness.page import whole_lines
+from harness.report.page import whole_lines
 from harness.state.train_state import TrainState
 
 GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is divided by what stands before the slash
