@@ -66,8 +66,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.data import DataLoader
 
 import utils
-from harness import own_plan, planning
-from harness.advice import as_flags, memory_savers
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
@@ -90,6 +88,8 @@ from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_los
 from harness.model.optimizers import build_optimizer, clip_grad_norm
 from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta, use_liger
+from harness.plan import own_plan, planning
+from harness.plan.search import as_flags, memory_savers
 from harness.report import trackers
 from harness.report.figures import check_gates, check_that_figures_will_exist, figures_of_all_ranks
 from harness.report.header import describe_setup
@@ -726,7 +726,7 @@ def main(settings: Settings) -> None:
             own_plan.end_with_run()
             return planning.plan(settings, RECIPE)
         if settings.measure:
-            from harness.measuring import measure  # loads what only a plan needs
+            from harness.plan.measure import measure  # loads what only a plan needs
 
             StopRequest(settings)  # for Ctrl-C
             return measure(settings, RECIPE)

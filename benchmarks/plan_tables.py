@@ -13,11 +13,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
-from harness import gpus, planning
 from harness.flags.parser import parse_args
 from harness.model.configs import load_config
 from harness.model.flops import known_flops
 from harness.model.weights import on_meta
+from harness.plan import gpus, planning
 
 
 def mpt(width: int, layers: int, heads: int, positions: int) -> dict:

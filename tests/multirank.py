@@ -192,11 +192,11 @@ def program(*argv: str) -> None:
 
 def measured(slow: int | None, *argv: str) -> None:
     """The program with --measure, in a hurry; the rank `slow` does all work twice."""
-    from harness import measuring
+    from harness.plan import measure
 
-    measuring.PATIENCE, run = 0.5, measuring.Call.__call__
+    measure.PATIENCE, run = 0.5, measure.Call.__call__
     if slow is not None and os.environ["RANK"] == str(slow):
-        measuring.Call.__call__ = lambda call: (run(call), run(call))
+        measure.Call.__call__ = lambda call: (run(call), run(call))
     program("--measure", *argv)
 
 

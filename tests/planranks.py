@@ -21,11 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
-from harness import gpus, planning, recorder
 from harness.job.world import start_processes, stop_processes
 from harness.model import flops, weights
 from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
+from harness.plan import gpus, planning, recorder
 
 CASES = {
     "stage 3": "",

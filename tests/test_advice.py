@@ -18,11 +18,12 @@ from conftest import ROOT, parse, words
 from test_tracker import PEAKS
 
 import train_fsdp
-from harness import advice, gpus, own_plan, plan_text, planning
 from harness.base import gpu_names
 from harness.base.errors import UserError
 from harness.base.gpu_table import GPUS, find_gpu
 from harness.flags.parser import parse_args
+from harness.plan import gpus, own_plan, planning, text
+from harness.plan import search as searching
 
 LEVELS = {"none": 10.0, "selective": 6.0, "full": 1.0}  # GiB a sequence
 
@@ -57,7 +58,9 @@ def searched(flags: str, capacity: float, world: int = 16, seconds: float = 60):
     settings = parse(["--plan", "--no-compile", *words(flags)])
     settings = dataclasses.replace(settings, compile=False, fused_loss=True, sequence_length=8192)
     plans = functools.cache(functools.partial(by_formula, settings, capacity, world))
-    search = advice.search(settings, None, plans, world, advice.Clock(seconds), not advice.keeps_batch(settings))
+    search = searching.search(
+        settings, None, plans, world, searching.Clock(seconds), not searching.keeps_batch(settings)
+    )
     return settings, search, plans.cache_info().currsize
 
 
@@ -103,7 +106,7 @@ def test_the_asked_configuration_is_advised_where_no_other_is_faster():
     _, search, _ = searched("--batch-size 1 --zero-stage 2 --dp-replicate-size 2", 200)
     result = search.result()
     assert result["fastest"]["asked"] and result["fastest"]["flags"] == "" and "fits_with" not in result
-    keys = [tuple(row[name] for name in advice.SEARCHED) for row in result["configurations"]]
+    keys = [tuple(row[name] for name in searching.SEARCHED) for row in result["configurations"]]
     assert len(keys) == len(set(keys))
 
 
@@ -157,7 +160,7 @@ def test_a_search_that_is_out_of_time_says_so_and_has_what_was_asked():
 def test_no_plan_is_begun_that_would_not_be_ready_in_time(monkeypatch):
     """Each plan takes 4 s by a clock that only plans move."""
     now = [0.0]
-    monkeypatch.setattr(advice.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(searching.time, "monotonic", lambda: now[0])
     plans = by_formula
     monkeypatch.setattr(
         sys.modules[__name__], "by_formula", lambda *a, **k: now.__setitem__(0, now[0] + 4) or plans(*a, **k)
@@ -170,8 +173,8 @@ def test_no_plan_is_begun_that_would_not_be_ready_in_time(monkeypatch):
 
 def test_a_search_that_took_longer_than_it_was_given_says_so():
     found = {"planned": 1, "seconds": 11.9, "seconds_allowed": 10.0, "plan_seconds": 10.0, "complete": False}
-    assert "too short" not in plan_text.describe_search(found)
-    assert "--plan-seconds 10 was too short" in plan_text.describe_search(found | {"seconds": 12.1})
+    assert "too short" not in text.describe_search(found)
+    assert "--plan-seconds 10 was too short" in text.describe_search(found | {"seconds": 12.1})
 
 
 def test_what_makes_it_fit_is_the_same_run_where_there_is_one():
@@ -181,9 +184,7 @@ def test_what_makes_it_fit_is_the_same_run_where_there_is_one():
     assert same[0]["tokens_per_step"] == settings.tokens_per_step(16) < result["fastest"]["tokens_per_step"]
     assert result["fastest"]["tokens_per_sec"] >= result["fits_with"]["tokens_per_sec"]
     result["search"] |= {"seconds": 1.0, "seconds_allowed": 30.0, "plan_seconds": 30.0}
-    lines = plan_text.describe_fastest(
-        result | {"fits": False, "capacity_gib": 9.5, "published_share": (0.5, 0.8, 1.0)}
-    )
+    lines = text.describe_fastest(result | {"fits": False, "capacity_gib": 9.5, "published_share": (0.5, 0.8, 1.0)})
     assert lines["fits with"].startswith(result["fits_with"]["flags"]) and " to " in lines["fits with"]
     _, hopeless, _ = searched("--batch-size 1", 1.0)
     assert hopeless.result()["fits_with"] is None and hopeless.result()["fastest"] is None
@@ -197,35 +198,35 @@ def test_the_largest_batch_that_fits_is_found_with_few_plans(kink, slope, capaci
         planned.append(batch_size)
         return {"memory_gib": {"reserved": 10 + 0.1 * batch_size + slope * max(batch_size - kink, 0)}}
 
-    size = advice.largest_batch(plan, capacity)
-    gib = {n: plan(n)["memory_gib"]["reserved"] for n in range(1, advice.BEYOND + 1)}
+    size = searching.largest_batch(plan, capacity)
+    gib = {n: plan(n)["memory_gib"]["reserved"] for n in range(1, searching.BEYOND + 1)}
     room = [n for n in gib if gib[n] <= 0.92 * capacity]
     assert size == max(room or [n for n in gib if gib[n] <= capacity], default=0)
-    assert len(planned) - advice.BEYOND <= 8
+    assert len(planned) - searching.BEYOND <= 8
 
 
 def test_batches_that_float8_does_not_take_are_not_planned():
     """8,196 is a multiple of 4, batch x sequence has to be one of 16."""
     settings = parse(["--plan", "--precision", "fp8", "--sequence-length", "8196", "--batch-size", "4"])
-    assert advice.largest_batch(lambda batch_size: {"memory_gib": {"reserved": batch_size}}, 24.5, 4) == 20
+    assert searching.largest_batch(lambda batch_size: {"memory_gib": {"reserved": batch_size}}, 24.5, 4) == 20
     settings = dataclasses.replace(settings, compile=False, fused_loss=True, gradient_accumulation_steps=3)
     for free in (False, True):
         plan = functools.partial(by_formula, settings, 79, 16)
-        found = advice.search(settings, None, plan, 16, advice.Clock(60), free)
+        found = searching.search(settings, None, plan, 16, searching.Clock(60), free)
         assert {row["batch_size"] % 4 for row in found.rows.values()} == {0}
         assert {row["batch_size"] for row in found.rows.values()} - {4}
-    assert {changes.get("batch_size") for changes in advice.memory_savers(settings)} == {None}
+    assert {changes.get("batch_size") for changes in searching.memory_savers(settings)} == {None}
 
 
 def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_of_plans():
     argv = words("--plan --plan_gpus=16 --plan-gpu B200 --json --lr 1e-3 --zero-stage 3 --no-fused-loss --no-own-plan")
     argv += ["--sample-prompt", "Once upon a time", "--plan-seconds", "5", "--gpu-hour-usd", "3"]
     settings = dataclasses.replace(parse(["--plan", "--json"]), argv=tuple(argv))
-    said = advice.command(settings, 16, {"zero_stage": 2, "fused_loss": True})
+    said = searching.command(settings, 16, {"zero_stage": 2, "fused_loss": True})
     flags = "--lr 1e-3 --no-own-plan --sample-prompt 'Once upon a time' --zero-stage 2 --fused-loss"
     assert said.startswith("torchrun --nnodes=2 --nproc_per_node=8 ") and said.endswith(f" train_fsdp.py {flags}")
-    assert advice.command(settings, 4, {}).startswith("torchrun --nproc_per_node=4 train_fsdp.py --lr 1e-3")
-    assert advice.command(dataclasses.replace(settings, argv=()), 1, {}) == "python train_fsdp.py"
+    assert searching.command(settings, 4, {}).startswith("torchrun --nproc_per_node=4 train_fsdp.py --lr 1e-3")
+    assert searching.command(dataclasses.replace(settings, argv=()), 1, {}) == "python train_fsdp.py"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def plan(flags: str) -> str:
         return predict(*args)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
-        patch.setattr(advice, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+        patch.setattr(searching, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
         patch.setattr(planning, "predict", in_a_second)
         planning.plan(parse([*words(flags)]), train_fsdp.RECIPE)
     return said.getvalue()
@@ -256,7 +257,7 @@ def small(tmp_path_factory):
     rates.write_text(json.dumps({"memory_gib": 1.3}))
     flags = DEMO + f"--json --plan-gpus 2,16 --batch-size 8 --plan-seconds 12 --plan-rates {rates}"
     found = json.loads(plan(flags))
-    return found, plan_text.describe_plan(parse(words(flags)), found)
+    return found, text.describe_plan(parse(words(flags)), found)
 
 
 def test_the_advised_command_does_what_the_plan_says_of_it(small):
@@ -326,12 +327,12 @@ def test_a_runs_hours_and_dollars_are_its_steps_times_the_plans(monkeypatch):
     }
     result |= {"run": {"steps": 5000, "hours": 5.2, "gpu_hour_usd": 3, "cost": 62.4}}
     settings = dataclasses.replace(parse(words(DEMO)), batch_size=8, sequence_length=512)
-    said = plan_text.describe_speed(settings, result)
+    said = text.describe_speed(settings, result)
     assert said["this run"].startswith(
         "5 h 12 min (4 h 49 min to 8 h 23 min), $62 ($58 to $101) (4 GPUs at $3); 5,000 steps"
     )
     assert "(" not in said["expect"].split(" tokens/s")[0] and "62 to 108 %" in said["expect"]
-    measured = plan_text.describe_speed(settings, result | {"published_share": None})
+    measured = text.describe_speed(settings, result | {"published_share": None})
     assert measured["this run"].startswith("5 h 12 min, $62 (4 GPUs at $3);") and " to " not in measured["expect"]
 
 

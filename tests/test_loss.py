@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch._dynamo
 
-from harness import recorder
 from harness.model import loss
 from harness.model.loss import IGNORE_INDEX, LinearCrossEntropy, loss_and_gradient, tokens_at_once
+from harness.plan import recorder
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from unittest import mock
 import psutil
 from conftest import ROOT, parse, start
 
-from harness import own_plan
+from harness.plan import own_plan
 
 KILLED = """
 import os, signal

@@ -15,9 +15,9 @@ from conftest import forked, metrics_of, parse, python, words, write_model
 from multirank import COUNTED, MODELS, SIZES
 
 import train_fsdp
-from harness import gpus, planning, recorder
 from harness.base.errors import UserError
 from harness.model.configs import load_config
+from harness.plan import gpus, planning, recorder
 
 GIB = 2**30
 CASES = [
@@ -276,7 +276,7 @@ def test_what_overflows_is_null_in_json():
 
 def test_attentions_backward_takes_two_and_a_half_times_its_forward():
     """Five products for two, as flash attention computes the scores again; a causal mask leaves out half."""
-    from harness.recorder import operator_flops
+    from harness.plan.recorder import operator_flops
 
     query, key = torch.zeros(2, 4, 16, 8), torch.zeros(2, 2, 16, 8)
     forward, backward = (

@@ -23,7 +23,6 @@ import pytest
 import torch
 from conftest import ROOT, forked, parse, start, train, words, write_checkpoint
 
-from harness import gpus
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.data.windows import create_collate_fn
@@ -31,6 +30,7 @@ from harness.flags.settings import Settings
 from harness.job import driver, host, preflight
 from harness.model.configs import load_config
 from harness.model.weights import count_parameters, on_meta
+from harness.plan import gpus
 
 H100 = {"gpu": "NVIDIA H100 80GB HBM3", "memory": 80 * GIB, "taken": 0, "holders": []}
 CPU = {"threads": 1, "cores": 64, "affinity": "0-63/64", "shared": 10**10, "files": 65536}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import forked, parse, python, words
 
-from harness import gpus, measuring, rates, recorder
 from harness.base.errors import UserError
-from harness.rates import LIST, Operator, Rates
-from harness.recorder import Layout
+from harness.plan import gpus, measure, rates, recorder
+from harness.plan.rates import LIST, Operator, Rates
+from harness.plan.recorder import Layout
 
 MM = Operator("aten::mm float32", "4x8 8x2", 128, 224)
 SECTION = {
@@ -134,23 +134,23 @@ def test_a_plan_reads_what_was_measured_on_its_kind_of_gpu(tmp_path):
 
 def test_a_slow_rank_is_named_with_its_host():
     ranks = [("node-a", 10), ("node-a", 11), ("node-b", 12), ("node-b", 13)]
-    assert measuring.slow_ranks([1.0, 1.05, 1.0, 1.2], ranks) == [
+    assert measure.slow_ranks([1.0, 1.05, 1.0, 1.2], ranks) == [
         "rank 3 (node-b, pid 13): 17 % slower than the median of the ranks"
     ]
-    assert measuring.slow_ranks([1.0, 1.05, 1.0, 1.1], ranks) == []
+    assert measure.slow_ranks([1.0, 1.05, 1.0, 1.1], ranks) == []
 
 
 def test_a_slow_link_is_named_with_both_ends():
     ranks = [("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5), ("c", 6)]
     speeds = [400.0, 40.0, 390.0, 41.0, 410.0, 20.0]  # to the next rank; 1, 3 and 5 are between nodes
-    (line,) = measuring.slow_links(speeds, ranks, {})
+    (line,) = measure.slow_links(speeds, ranks, {})
     assert line == "link from rank 5 (c, pid 6) to rank 0 (a, pid 1): 20 GB/s, 40 expected of a link between nodes"
-    lines = measuring.slow_links(speeds, ranks, {"in a node": 1000.0, "between nodes": 10.0})
+    lines = measure.slow_links(speeds, ranks, {"in a node": 1000.0, "between nodes": 10.0})
     assert [line.split(" (")[0] for line in lines] == ["link from rank 0", "link from rank 2", "link from rank 4"]
 
 
-def call(kind: str, operator, *arguments, flops: float = 0, working_set: float = 0) -> measuring.Call:
-    return measuring.Call(Operator(kind, "", flops, 8), operator, arguments, {}, torch.device("cpu"), working_set)
+def call(kind: str, operator, *arguments, flops: float = 0, working_set: float = 0) -> measure.Call:
+    return measure.Call(Operator(kind, "", flops, 8), operator, arguments, {}, torch.device("cpu"), working_set)
 
 
 def laid_out(*shape: int, dtype: torch.dtype = torch.float32, stride: tuple | None = None) -> Layout:
@@ -196,10 +196,10 @@ def test_attention_is_timed_with_the_devices_own_kernel_and_with_shared_heads(ba
 
 
 def test_of_many_parameters_an_optimizer_is_timed_with_the_first(monkeypatch):
-    monkeypatch.setattr(measuring, "LARGEST", 1000)
+    monkeypatch.setattr(measure, "LARGEST", 1000)
     lists = [[laid_out(100)] * 10, [laid_out(100)] * 10]
     operator = Operator("aten::_foreach_add_.List float32", LIST, 0, 0)
-    added = measuring.Call(operator, torch.ops.aten._foreach_add_.List, lists, {}, torch.device("cpu"), 0)
+    added = measure.Call(operator, torch.ops.aten._foreach_add_.List, lists, {}, torch.device("cpu"), 0)
     assert len(added.copies[0][0][0]) == 3
     assert added.nbytes == 3 * 3 * 400  # reads two lists, writes one
 

@@ -24,9 +24,10 @@ from test_program import as_dict, read_events, wandb_records
 from test_tracker import FLOPS, TOKENS
 
 import utils
-from harness import own_plan, report
+from harness import report
 from harness.base.errors import UserError
 from harness.job import endings
+from harness.plan import own_plan
 from harness.report import health, trackers
 from harness.report.figures import figures_of_all_ranks, memory_figures
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness import gpus
 from harness.base import saved
 from harness.base.devices import GIB
 from harness.base.errors import UserError
@@ -31,7 +30,8 @@ from harness.flags.settings import ROOT, Settings
 from harness.job import driver, host, terminal
 from harness.model.float8 import takes_float8
 from harness.model.weights import decoder_layers, on_meta
-from harness.rates import Rates
+from harness.plan import gpus
+from harness.plan.rates import Rates
 
 SHARED_MEMORY = "/dev/shm"
 # Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes

@@ -12,7 +12,7 @@ from harness.base import gpu_names
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
 from harness.flags.settings import Settings
-from harness.rates import Rates, find_file, read_file
+from harness.plan.rates import Rates, find_file, read_file
 
 # Maximum achievable matmul TFLOPS as a share of the dense peak, bf16 and float8: the best shape of a search, published
 # in stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table".

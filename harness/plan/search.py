@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from harness.flags.commands import without
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
-from harness.gpus import TIGHT
 from harness.model.loss import choose_loss
+from harness.plan.gpus import TIGHT
 
 LEVELS = ("none", "selective", "full")  # of activation checkpointing: each holds less, and is slower
 TOLD = 0.01  # what could be faster by less than this share is not planned, and not called faster

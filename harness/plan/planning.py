@@ -13,19 +13,19 @@ import pathlib
 import numpy as np
 
 import utils
-from harness import advice
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
 from harness.base.text import first_line
 from harness.flags.commands import given, without
 from harness.flags.settings import Settings
-from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates, verdict_of
 from harness.model.configs import load_config
 from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
-from harness.plan_text import assumptions, describe_plan, describe_verdict
-from harness.rates import Rates, predict_time
+from harness.plan import search
+from harness.plan.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates, verdict_of
+from harness.plan.rates import Rates, predict_time
+from harness.plan.text import assumptions, describe_plan, describe_verdict
 from harness.report import page
 
 # The script's own functions, which a plan drives.
@@ -41,7 +41,11 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    from harness.recorder import KINDS, PHASES, record_step  # loads what only a plan needs
+    from harness.plan.recorder import (
+        KINDS,
+        PHASES,
+        record_step,  # loads what only a plan needs
+    )
 
     model, period = layer_period(config)
     layers, edge = config.get_text_config().num_hidden_layers, max(period, 2)
@@ -154,7 +158,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
     if int(os.environ.get("RANK", 0)):
         return
-    clock = advice.Clock(settings.plan_seconds)
+    clock = search.Clock(settings.plan_seconds)
     rates = choose_rates(settings)
     if settings.precision == "fp8" and not (rates.assumed.get("fp8_tflops", 1) or settings.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
@@ -168,24 +172,24 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     def planned(world: int = worlds[0], **changed) -> dict:
         return predicted(dataclasses.replace(settings, **changed), world)
 
-    seconds, auto, free = settings.plan_seconds, settings.batch_size == "auto", not advice.keeps_batch(settings)
+    seconds, auto, free = settings.plan_seconds, settings.batch_size == "auto", not search.keeps_batch(settings)
     largest, step = None, settings.batch_step()
     if auto:
-        largest = advice.largest_batch(planned, rates.memory_gib, step)
+        largest = search.largest_batch(planned, rates.memory_gib, step)
         argv = (*without(settings.argv, "batch_size"), "--batch-size", str(largest or step))
         settings = dataclasses.replace(settings, batch_size=largest or step, argv=argv)
     result = {"model": settings.model, "gpu": rates.device, "flops": counted} | planned()
     found = None
     if seconds or (auto and not result["fits"]):
         plan_here = functools.partial(planned, worlds[0])
-        found = advice.search(settings, config, plan_here, worlds[0], clock, free)
+        found = search.search(settings, config, plan_here, worlds[0], clock, free)
         result |= found.result()
     if seconds and not auto:
         with contextlib.suppress(TimeoutError):
-            largest = advice.largest_batch(planned, rates.memory_gib, step, clock.check)
+            largest = search.largest_batch(planned, rates.memory_gib, step, clock.check)
     result |= {} if largest is None else {"largest_batch_size": largest}
     if len(worlds) > 1:
-        result["scaling"] = advice.scaling(settings, config, planned, worlds, found if seconds else None, clock)
+        result["scaling"] = search.scaling(settings, config, planned, worlds, found if seconds else None, clock)
     if found:
         result["search"] |= {
             "seconds": clock.elapsed(),

@@ -32,7 +32,7 @@ import utils
 from harness.flags.settings import Settings
 from harness.model import loss
 from harness.model.weights import decoder_layers
-from harness.rates import LIST, Operator
+from harness.plan.rates import LIST, Operator
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")

@@ -3,14 +3,14 @@ computes no figure that the JSON object does not have."""
 
 import textwrap
 
-from harness.advice import as_flags
 from harness.base.gpu_table import find_gpu
 from harness.base.text import counted
 from harness.flags.settings import Settings
-from harness.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, TIGHT
 from harness.job import terminal
 from harness.job.printing import columns
-from harness.rates import Rates
+from harness.plan.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, TIGHT
+from harness.plan.rates import Rates
+from harness.plan.search import as_flags
 
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
 

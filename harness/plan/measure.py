@@ -29,7 +29,6 @@ from harness.base.gpu_table import find_gpu
 from harness.base.ranks import of_all_ranks
 from harness.base.text import first_line
 from harness.flags.settings import Settings
-from harness.gpus import LINK_SHARE, NETWORK_SHARE, name_of
 from harness.job import heartbeats
 from harness.job.folders import replace_file
 from harness.job.printing import columns, say
@@ -38,8 +37,9 @@ from harness.job.world import open_store, start_processes, stop_processes
 from harness.model import collectives
 from harness.model.configs import load_config
 from harness.model.weights import layer_period
-from harness.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
-from harness.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
+from harness.plan.gpus import LINK_SHARE, NETWORK_SHARE, name_of
+from harness.plan.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
+from harness.plan.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
 
 PATIENCE = 20.0  # seconds for all operators of a step
 TOLERANCE = 0.1  # by which a rank may be slower than the median
