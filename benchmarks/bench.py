@@ -483,7 +483,7 @@ def now() -> str:
 
 def code_hash() -> str:
     """Of the files that are measured: figures of different code are never put together."""
-    files = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").glob("*.py"))]
+    files = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

@@ -26,9 +26,10 @@ from conftest import ROOT, parse, start, torchrun_command, write_checkpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
-from harness import flagtable, settings
 from harness.base import gpu_names
+from harness.flags import settings
 from harness.flags.parser import make_parser
+from tools import flag_table
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
@@ -201,7 +202,7 @@ def test_snippets_continue_each_other_and_what_they_show_is_known(tmp_path):
 
 
 def test_the_page_of_all_flags_is_the_parsers():
-    assert (ROOT / "docs" / "FLAGS.md").read_text() == flagtable.table()
+    assert (ROOT / "docs" / "FLAGS.md").read_text() == flag_table.table()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -373,7 +374,7 @@ OTHERS = {
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
-    "harness/page.py": {"--output"},
+    "harness/report/page.py": {"--output"},
 }
 
 

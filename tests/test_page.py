@@ -154,7 +154,7 @@ def test_the_command_writes_into_the_runs_folder_and_a_wrong_one_is_one_line(ful
     ):
         with pytest.raises(SystemExit) as ended:
             page.main([*map(str, arguments)])
-        assert str(ended.value).startswith(f"harness.page: error: {said}") and "\n" not in str(ended.value)
+        assert str(ended.value).startswith(f"harness.report.page: error: {said}") and "\n" not in str(ended.value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -91,13 +91,13 @@ def test_a_rank_with_other_versions_is_named_with_what_the_others_have():
 
 
 def test_the_programs_own_checksum_follows_its_files(tmp_path, monkeypatch):
-    for name in ("train_fsdp.py", "utils.py", "harness/host.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("train_fsdp.py", "utils.py", "harness/job/host.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(preflight, "ROOT", tmp_path)
     before = preflight.checksum()
     assert before == preflight.checksum()
-    (tmp_path / "harness" / "host.py").write_text("x = 1\n")
+    (tmp_path / "harness" / "job" / "host.py").write_text("x = 1\n")
     assert before != preflight.checksum()
 
 

@@ -21,7 +21,7 @@ from conftest import ROOT
 from harness.flags.settings import Settings
 
 PAGE = ROOT / "docs" / "TROUBLESHOOTING.md"
-FILES = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").glob("*.py"))]
+FILES = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
 ERRORS = {
     "UserError",
     "harness.base.errors.UserError",

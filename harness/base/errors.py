@@ -12,7 +12,7 @@ class UserError(Exception):
 
 
 class UnreadableError(UserError):
-    """Data that cannot be read; `harness.faults` finds out why."""
+    """Data that cannot be read; `harness.data.faults` finds out why."""
 
     record: tuple[Any, str] | None = None  # the first bad record and its field, where there is one
 

@@ -1,1 +1,2 @@
-"""TODO"""
+"""Flags: every flag, the command line and files that set them, the rules between them, and the commands that the program
+prints. Imports no torch, so that --help and a wrong flag answer at once."""

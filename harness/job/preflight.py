@@ -80,7 +80,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 def checksum() -> str:
     """Of this program's own files."""
     digest = hashlib.sha256()
-    for path in (ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").glob("*.py"))):
+    for path in (ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 

@@ -1,6 +1,6 @@
 """Page: what a run left, its metrics.jsonl and config.json, or what a plan found, as one HTML file that needs
-no network. Called by `report` when a run ends, by `planning`, and as a program: python -m harness.page RUN [RUN...]. It
-does not know how a figure came about."""
+no network. Called by `report` when a run ends, by `planning`, and as a program: python -m harness.report.page RUN
+[RUN...]. It does not know how a figure came about."""
 
 import argparse
 import contextlib
@@ -235,7 +235,7 @@ def write_report(folders: list[pathlib.Path], output: pathlib.Path) -> pathlib.P
         body += [f"<h3>{escape(run.name)}</h3>" * several + text for run, text in texts if text]
     unreadable = sum(run.unreadable for run in runs)
     cut = f"; {unreadable} lines of metrics.jsonl could not be read" if unreadable else ""
-    body.append(f"<footer>made from metrics.jsonl and config.json by python -m harness.page{cut}</footer>")
+    body.append(f"<footer>made from metrics.jsonl and config.json by python -m harness.report.page{cut}</footer>")
     return write_page(output, title, body, charts)
 
 
@@ -494,7 +494,7 @@ def scaling_charts(rows: list[dict]) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m harness.page", description="Makes report.html of finished, stopped or killed runs.")  # fmt: skip # noqa: E501
+    parser = argparse.ArgumentParser(prog="python -m harness.report.page", description="Makes report.html of finished, stopped or killed runs.")  # fmt: skip # noqa: E501
     parser.add_argument(
         "run", nargs="+", metavar="RUN", type=pathlib.Path, help="a run's folder; several: side by side"
     )
@@ -506,9 +506,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         print(write_report(args.run, output))
     except OSError as error:
-        sys.exit(f"harness.page: error: {output}: cannot be written ({error.strerror})")
+        sys.exit(f"harness.report.page: error: {output}: cannot be written ({error.strerror})")
     except UserError as error:
-        sys.exit(f"harness.page: error: {first_line(error)}")
+        sys.exit(f"harness.report.page: error: {first_line(error)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The saved view of a wandb project: charts of loss, speed, memory and data by the names that `harness.trackers` gives
+"""The saved view of a wandb project: charts of loss, speed, memory and data by the names that `report.trackers` gives
 them. Called by a person, once a project:
 
-    python -m harness.wandb_view ENTITY/PROJECT
+    python -m tools.wandb_view ENTITY/PROJECT
 
 It needs the package wandb-workspaces, a login and the network. It does not know what a run logged.
 """
@@ -55,7 +55,7 @@ def build(entity: str, project: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m harness.wandb_view", description="Makes the view of a project.")
+    parser = argparse.ArgumentParser(prog="python -m tools.wandb_view", description="Makes the view of a project.")
     parser.add_argument("project", metavar="ENTITY/PROJECT", help="as in the address of its page")
     entity, _, project = parser.parse_args().project.partition("/")
     if not (entity and project) or "/" in project:
@@ -68,9 +68,9 @@ def main() -> None:
             raise UserError("not logged in to wandb; run `wandb login`")
         print(view.save().url)
     except UserError as error:
-        sys.exit(f"harness.wandb_view: error: {error}")
+        sys.exit(f"tools.wandb_view: error: {error}")
     except Exception as error:  # of the network, of the server, of the package
-        sys.exit(f"harness.wandb_view: error: the view was not saved: {first_line(error)}")
+        sys.exit(f"tools.wandb_view: error: the view was not saved: {first_line(error)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of all flags, docs/FLAGS.md: `python -m harness.flagtable > docs/FLAGS.md`. Called by hand, and by the test
+"""The table of all flags, docs/FLAGS.md: `python -m tools.flag_table > docs/FLAGS.md`. Called by hand, and by the test
 that compares that file with what this makes. It knows the parser, not what a flag does."""
 
 import argparse
@@ -9,7 +9,7 @@ from harness.flags.parser import make_parser
 BEGINNING = """# All flags
 
 As `--help` has them, in its groups; made from the parser by \
-`python -m harness.flagtable > docs/FLAGS.md`. In brackets stands the default. \
+`python -m tools.flag_table > docs/FLAGS.md`. In brackets stands the default. \
 What a flag costs and gains stands in the [README](../README.md#the-flags-that-matter), \
 names of other trainers in [Migration](MIGRATION.md), what does not go together in \
 [Troubleshooting](TROUBLESHOOTING.md). `--config FILE` sets them too, as `batch-size = 4` or `batch_size = 4`.
