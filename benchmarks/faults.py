@@ -46,9 +46,10 @@ import transformers
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
-from harness import checkpoints, report
+from harness.base import saved
 from harness.flags.parser import parse_args
 from harness.job.signals import StopRequest
+from harness.report import run_record
 from harness.state.train_state import TrainState
 
 STEPS = 4
@@ -319,7 +320,7 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
                     time.sleep(0.01)
 
         TrainState.count = counted
-    report.commit = lambda: None  # it asks git, the slowest part of a start here
+    run_record.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
 
@@ -399,7 +400,7 @@ def is_whole(path: pathlib.Path) -> bool:
     except (OSError, ValueError):
         return False
     found = {name: [len(content), hashlib.sha256(content).hexdigest()] for name, content in data.items()}
-    return seal == checkpoints.seal(manifest) and found == manifest["files"]
+    return seal == saved.seal(manifest) and found == manifest["files"]
 
 
 def whole(folder: pathlib.Path) -> list[str]:

@@ -38,7 +38,7 @@ from harness.model import collectives, optimizers
 from harness.model.configs import load_config
 from harness.model.weights import decoder_layers
 from harness.report.figures import figures_of_all_ranks
-from harness.state import shards
+from harness.state import store
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
 STEPS = 10
@@ -263,7 +263,7 @@ def stalled(how: str, *argv: str) -> None:
         if how == "evaluation":
             train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":
-            shards.sha256 = forever
+            store.sha256 = forever
     elif how == "print":
         full = os.pipe()[1]
         fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)

@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 import train_fsdp
 import utils
 from harness.job.world import start_processes, stop_processes
-from harness.model import flops, weights
 from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
 from harness.plan import gpus, planning, recorder
@@ -138,10 +137,10 @@ def plan_all(workspace: pathlib.Path) -> None:
     depths, record_step = [], recorder.record_step
     recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
     result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
-    weights.layer_period = lambda config, full=layer_period: (full(config)[0], 10)
+    planning.layer_period = lambda config, full=layer_period: (full(config)[0], 10)
     result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
     result["depths"] = depths.copy()
-    flops.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
+    planning.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
     for form in ("", "--json"):
         flags = f"--gradient-accumulation-steps 5 --plan-gpus 8,16 --plan-gpu A100-SXM4-40GB --plan-seconds 0 {form}"
         settings, _ = resolved(["--plan", *arguments(workspace, flags, "ten")])

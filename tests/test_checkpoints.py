@@ -39,13 +39,12 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
-from harness import checkpoints
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.data import sample_order
 from harness.job import endings, folders
 from harness.job.signals import StopRequest
-from harness.state import export
+from harness.state import export, identity, store
 from harness.state.identity import keep_global_batch
 from harness.state.shards import SafeReader
 from harness.state.train_state import TrainState
@@ -118,7 +117,7 @@ def settled(copied):
 def reseal(checkpoint, **changes) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text()) | changes
     del manifest["sha256"]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoints.seal(manifest)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.seal(manifest)}))
 
 
 def change_config(run_folder, **changes) -> None:
@@ -229,9 +228,9 @@ def test_the_stall_of_the_loop_is_said(run, capsys):
 
 
 def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch):
-    save, say, skipped = checkpoints.dcp.save, checkpoints.say, threading.Event()
-    monkeypatch.setattr(checkpoints.dcp, "save", lambda *args, **to: skipped.wait(60) and save(*args, **to))
-    monkeypatch.setattr(checkpoints, "say", lambda text: skipped.set() if text.startswith("skipped") else say(text))
+    save, say, skipped = store.dcp.save, store.say, threading.Event()
+    monkeypatch.setattr(store.dcp, "save", lambda *args, **to: skipped.wait(60) and save(*args, **to))
+    monkeypatch.setattr(store, "say", lambda text: skipped.set() if text.startswith("skipped") else say(text))
     run("r", "--checkpoint-interval", 2, "--keep-checkpoints", 9)
     assert names(tmp_path / "r") == checkpoint_names(2, 6)
     run("branch", "--resume", tmp_path / "r" / "checkpoints" / "step-00000002")
@@ -401,7 +400,7 @@ def test_a_flag_newer_than_the_checkpoint_counts_as_its_default(run, copied, cap
     for path in (copied / "checkpoints").glob("step-*"):
         manifest = json.loads((path / "manifest.json").read_text())
         del manifest["sha256"], manifest["flags"]["document_mask"]
-        (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoints.seal(manifest)}))
+        (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.seal(manifest)}))
     assert run("r", "--resume", "auto", "--num-steps", STEPS + 1) == 0
     assert "document mask" not in capsys.readouterr().out
 
@@ -409,10 +408,10 @@ def test_a_flag_newer_than_the_checkpoint_counts_as_its_default(run, copied, cap
 def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flags):
     settings = parse(flags)
     manifest = {"world_size": 3, "flags": vars(settings) | {"given_accumulation": 1}}
-    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(identity.dist, "get_world_size", lambda: 2)
     with pytest.raises(UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12"):
         keep_global_batch(settings, manifest)
-    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(identity.dist, "get_world_size", lambda: 1)
     assert keep_global_batch(settings, manifest) == 3
 
 
@@ -473,7 +472,7 @@ def test_a_path_that_is_not_there_is_named(refused):
 
 
 def test_a_folder_with_a_running_run_is_refused(refused, copied, monkeypatch):
-    code = "import pathlib, sys; from harness.folders import lock_folder\n"
+    code = "import pathlib, sys; from harness.job.folders import lock_folder\n"
     code += "lock_folder(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code, copied], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
@@ -711,7 +710,7 @@ def test_a_pipe_in_a_checkpoint_is_damage_and_no_wait(run, refused, copied, caps
     forged = json.loads((index.parent / "manifest.json").read_text())
     forged["files"].pop(".metadata")  # whoever wrote the manifest may have left it out
     del forged["sha256"]
-    (index.parent / "manifest.json").write_text(json.dumps(forged | {"sha256": checkpoints.seal(forged)}))
+    (index.parent / "manifest.json").write_text(json.dumps(forged | {"sha256": saved.seal(forged)}))
     assert "not a regular file" in refused("branch", "--resume", index.parent, exit_code=1)
     index.parent.joinpath("manifest.json").unlink()
     assert run("r", "--resume", "auto") == 0
@@ -744,7 +743,7 @@ def forge(checkpoint) -> None:
     del manifest["sha256"]
     files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
     manifest["files"] = {f.name: [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoints.seal(manifest)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.seal(manifest)}))
 
 
 @pytest.mark.parametrize("place", ["index", "bytes entry", "tensor"])
@@ -809,8 +808,8 @@ def test_a_stop_that_could_not_be_saved_is_a_failure(run, capsys, tmp_path):
 
 
 def test_a_slow_disk_skips_checkpoints_and_says_so(run, monkeypatch, tmp_path, capsys):
-    save = checkpoints.dcp.save
-    monkeypatch.setattr(checkpoints.dcp, "save", lambda *args, **options: (time.sleep(1), save(*args, **options)))
+    save = store.dcp.save
+    monkeypatch.setattr(store.dcp, "save", lambda *args, **options: (time.sleep(1), save(*args, **options)))
     assert run("r", "--checkpoint-interval", 1) == 0
     assert "skipped    checkpoint at step 2" in capsys.readouterr().out
     assert names(tmp_path / "r") == checkpoint_names(1, STEPS)
@@ -825,7 +824,7 @@ DIVERGENT = words("--lr 1e6 --lr-scheduler constant --checkpoint-interval 1 --ke
 def saved_values(checkpoint) -> dict[str, torch.Tensor]:
     index = SafeReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
-    checkpoints.dcp.load(tensors, storage_reader=SafeReader(checkpoint), no_dist=True)
+    store.dcp.load(tensors, storage_reader=SafeReader(checkpoint), no_dist=True)
     return tensors
 
 

@@ -71,7 +71,7 @@ def test_a_reader_that_leaves_in_the_middle_has_whole_lines_up_to_there(tmp_path
 
 
 def test_a_disk_that_was_full_for_a_while_gets_the_lines_after_it(tmp_path):
-    script = "import resource, signal, sys\nfrom harness import console\nconsole.never_fail()\n"
+    script = "import resource, signal, sys\nfrom harness.base import console\nconsole.never_fail()\n"
     script += "limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))\n"
     script += "for size in (6, 6, 100):\n    limit(size)\n    print('line', size, flush=True)"
     with (tmp_path / "log").open("w") as log:
@@ -83,7 +83,7 @@ def test_a_disk_that_was_full_for_a_while_gets_the_lines_after_it(tmp_path):
     "encoding, shown", [("ascii", "?Well? caf?"), ("latin-1", "?Well? café"), ("utf-8", "“Well” café")]
 )
 def test_what_a_console_cannot_show_is_replaced(encoding, shown):
-    script = "import sys\nfrom harness import console\nconsole.never_fail()\nfrom harness import terminal\n"
+    script = "import sys\nfrom harness.base import console\nconsole.never_fail()\nfrom harness.job import terminal\n"
     script += r"print('\u201cWell\u201d caf\u00e9');terminal.tell('\u201cWell\u201d caf\u00e9')"
     options = {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": encoding + ":strict"}, "capture_output": True}
     process = subprocess.run([sys.executable, "-c", script], timeout=60, **options)
@@ -91,7 +91,7 @@ def test_what_a_console_cannot_show_is_replaced(encoding, shown):
 
 
 def test_a_page_is_utf_8_whatever_the_locale_is(tmp_path):
-    script = "import pathlib, sys\nfrom harness.folders import replace_file\n"
+    script = "import pathlib, sys\nfrom harness.job.folders import replace_file\n"
     script += r"replace_file(pathlib.Path(sys.argv[1]), '\u201cWell\u201d')"
     ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
     process = start([sys.executable, "-c", script, tmp_path / "page"], **ascii_only)

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import utils
 from harness.base.errors import UserError
-from harness.data import corpora, formats, sample_order, streaming
+from harness.data import corpora, sample_order, streaming
 from harness.data.corpus_files import find_files, local_files
 from harness.data.documents import TOKENIZE_BATCH, token_dtype
 from harness.data.formats import DOCUMENT_MARK, file_records
@@ -1002,7 +1002,7 @@ def test_a_file_that_is_deleted_under_way_is_named(tokenizer, tmp_path, way, mon
             list(itertools.islice(stream.chunks((0, 0, 0)), 20))
     else:
         read = file_records
-        monkeypatch.setattr(formats, "file_records", lambda *of: (gone.unlink(missing_ok=True), read(*of))[1])
+        monkeypatch.setattr(utils, "file_records", lambda *of: (gone.unlink(missing_ok=True), read(*of))[1])
         with pytest.raises(UserError) as raised:
             load(tokenizer, tmp_path, tmp_path / "data")
     assert str(raised.value).startswith(f"--dataset {gone}")

@@ -16,7 +16,6 @@ import train_fsdp
 import utils
 from harness.base.errors import UserError
 from harness.data.windows import create_collate_fn
-from harness.model import attention as attention_module
 from harness.model.attention import know_documents
 from harness.model.weights import decoder_layers
 
@@ -88,7 +87,7 @@ def test_training_with_flex_attention_compiles_nothing_after_its_first_step(devi
     backward of flex attention for a CPU, and refuses it there."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(attention_module, "choose_attention", lambda settings, config: "flex_attention")
+    monkeypatch.setattr(train_fsdp, "choose_attention", lambda settings, config: "flex_attention")
     torch._dynamo.reset()
     counters.clear()
     source = write_model(tmp_path / "model", "smollm3", **MODELS["smollm3"])

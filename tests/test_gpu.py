@@ -31,7 +31,6 @@ from harness.base.devices import GIB, wait_for_device
 from harness.data import sample_order
 from harness.data.windows import create_collate_fn
 from harness.flags.settings import PRESETS
-from harness.model import attention
 from harness.model.attention import describe_attention
 from harness.state.store import Checkpoints
 from harness.state.train_state import TrainState
@@ -126,7 +125,7 @@ def test_flex_attention_is_sdpa_inside_documents(loss_and_gradients, monkeypatch
     across = loss_and_gradients("--no-compile", "--attention", "sdpa")
     if not CUDA:  # torch has its backward for a CPU, and refuses it
         monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-        monkeypatch.setattr(attention, "choose_attention", lambda settings, config: "flex_attention")
+        monkeypatch.setattr(train_fsdp, "choose_attention", lambda settings, config: "flex_attention")
     compiled = "--compile" if CUDA else "--no-compile"
     flex = loss_and_gradients(compiled, "--document-mask", "--attention", "flex_attention")
     assert_close(flex, masked, gradients=0.03)

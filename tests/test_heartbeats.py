@@ -228,8 +228,9 @@ def test_a_rank_whose_launcher_died_in_its_first_seconds_leaves(store):
 def refused(rank: int, address: str, port: int) -> str:
     """What a rank says that looks for the store of its job there."""
     env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    code = "import sys; from harness import processes, settings; processes.STORE_PATIENCE = 0.1; import train_fsdp\n"
-    code += "train_fsdp.main(settings.parse_args(sys.argv[1:]))"
+    code = "import sys, train_fsdp; from harness.flags.parser import parse_args; from harness.job import world\n"
+    code += "world.STORE_PATIENCE = 0.1\n"
+    code += "train_fsdp.main(parse_args(sys.argv[1:]))"
     process = start([sys.executable, "-W", "ignore", "-c", code, "--demo", "--timeout-minutes", "0.05"], **env)
     assert process.returncode == 1
     return process.stderr

@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 import train_fsdp
-from harness import models
 from harness.base import versions
 from harness.base.errors import UserError
 from harness.model import attention as attention_module
+from harness.model import tokenizer as tokenizer_module
+from harness.model import weights
 from harness.model.attention import FLASH_KERNELS, choose_attention, describe_attention, use_gqa_in_sdpa
 from harness.model.configs import load_config
 from harness.model.tokenizer import load_tokenizer
@@ -176,7 +177,7 @@ def test_liger_is_refused_for_a_family_without_kernels_beside_the_compiler_and_u
         use_liger(on_meta(AutoConfig.for_model("gpt2", **MODELS["gpt2"][1])))
     with pytest.raises(UserError, match="--liger: its kernels are for eager layers"):
         parse(["--liger", "--compile"])
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    monkeypatch.setattr(weights, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="--liger: needs the package liger-kernel"):
         use_liger(on_meta(AutoConfig.for_model("llama", **SIZES)))
 
@@ -372,7 +373,7 @@ def test_a_preset_whose_tokenizer_cannot_be_had_names_the_flag_and_the_login(mon
     def refuse(*_, **__):
         raise OSError("You are trying to access a gated repo.")
 
-    monkeypatch.setattr(models.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(tokenizer_module.AutoTokenizer, "from_pretrained", refuse)
     with pytest.raises(UserError) as raised:
         load_tokenizer(parse(["--model", "llama3.1-8b"]), load_config("llama3.1-8b"))
     said = str(raised.value)

@@ -13,9 +13,11 @@ from harness.plan import own_plan
 
 KILLED = """
 import os, signal
-from harness import own_plan, processes, settings
-processes.start_processes()
-plan = own_plan.start_plan(settings.parse_args(["--model", "llama3.1-70b", "--plan-gpu", "B200"]))
+from harness.flags.parser import parse_args
+from harness.job.world import start_processes
+from harness.plan import own_plan
+start_processes()
+plan = own_plan.start_plan(parse_args(["--model", "llama3.1-70b", "--plan-gpu", "B200"]))
 print(plan.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -215,7 +215,7 @@ def test_too_little_shared_memory_is_an_error_for_data_workers_and_a_warning_for
 
 LOAD = """
 import resource, sys, tempfile
-from harness import host
+from harness.job import host
 if sys.argv[1:] == ["shorten"]:
     host.shorten_sockets()
 import torch
@@ -251,7 +251,7 @@ def test_a_tmpdir_too_long_for_sockets_is_refused_where_tmp_cannot_take_them(tmp
 
 
 def test_files_may_be_opened_up_to_the_hard_limit_and_a_low_one_is_named():
-    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 900)); from harness import host; "
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 900)); from harness.job import host; "
     assert start([sys.executable, "-c", code + "print(host.raise_file_limit())"]).stdout == "900\n"
     (line,) = preflight.check_files(ranks(8, 4, r5={"files": 900}, r6={"files": 1000}))
     assert line.startswith("rank 5 (node-1, pid 105): 900 open files are allowed, ") and "ulimit" in line
@@ -409,7 +409,7 @@ ctypes.CDLL = lambda name, *args, **options: loaded(sys.argv[1] if "nvidia-ml" i
 import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(uuid="abc")
-from harness import driver
+from harness.job import driver
 os.getpid = lambda: 77
 print(json.dumps([driver.describe(), driver.slowdown()]))
 """

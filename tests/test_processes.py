@@ -7,8 +7,8 @@ import multirank
 import pytest
 from conftest import PROGRAM, ROOT, forked
 
-from harness import processes
 from harness.base.errors import UserError
+from harness.job import world
 from harness.job.signals import StopRequest
 from harness.job.world import check_restarts, stop_processes
 
@@ -17,8 +17,7 @@ def test_a_rank_waits_for_the_others_before_it_leaves(monkeypatch):
     """A gloo rank that leaves while others still talk to it aborts them, but only now and then."""
     called = []
     for name in ("barrier", "destroy_process_group"):
-        monkeypatch.setattr(processes.dist, name, lambda name=name: called.append(name))
-    monkeypatch.setattr(processes.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(world.dist, name, lambda name=name: called.append(name))
     stop_processes()
     assert called == ["barrier", "destroy_process_group"]
 

@@ -28,7 +28,7 @@ from test_checkpoints import forge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 
-from harness import checkpoints
+from harness.base import saved
 from harness.base.errors import UserError
 from harness.data.corpus_files import local_files
 from harness.data.documents import read_documents
@@ -453,7 +453,7 @@ def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, checkpoint)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     del manifest["sha256"]
     manifest["files"]["../outside"] = manifest["files"][shard]
-    change(checkpoint / "manifest.json", **manifest, sha256=checkpoints.seal(manifest))
+    change(checkpoint / "manifest.json", **manifest, sha256=saved.seal(manifest))
     assert "step-00000002 is damaged (manifest.json cannot be read)" in mistake(*resume)
 
 

@@ -4,8 +4,10 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import re
 import shlex
+import sys
 import typing
 
 import pytest
@@ -13,7 +15,6 @@ from conftest import parse, python, words
 from test_errors import only_line
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
-from harness import settings
 from harness.base.errors import UserError
 from harness.flags import flag_types
 from harness.flags.flag_files import ELSEWHERE
@@ -464,7 +465,7 @@ def test_every_prompt_is_kept_and_those_of_the_demo_or_a_file_give_way(toml):
 
 
 def test_a_warning_of_the_command_line_is_printed(monkeypatch, capfd):
-    monkeypatch.setattr(settings.sys, "argv", ["train_fsdp.py", "--config", "a.toml", "--config=b.toml"])
+    monkeypatch.setattr(sys, "argv", ["train_fsdp.py", "--config", "a.toml", "--config=b.toml"])
     warn(parse([]))
     (line,) = capfd.readouterr().err.splitlines()
     assert line == "train_fsdp.py: warning: --config: it stands there 2 times, a.toml, b.toml; the last one counts"
@@ -530,4 +531,4 @@ def test_what_accelerates_launcher_asks_for_is_told_and_not_followed(monkeypatch
     warn(parse([]))
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("train_fsdp.py: warning: ACCELERATE_USE_FSDP=true ") and "--zero-stage" in line
-    assert not asked.keys() & settings.os.environ.keys()
+    assert not asked.keys() & os.environ.keys()

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import utils
-from harness import checkpoints
+from harness.base import saved
 from harness.base.errors import UserError
-from harness.data import corpora, documents, held_out, sample_order, streaming
+from harness.data import corpora, held_out, sample_order, streaming
 from harness.data.documents import token_batches
 from harness.data.formats import DOCUMENT_MARK
 from harness.data.windows import PackedDataset
@@ -120,7 +120,7 @@ def test_what_is_before_a_position_is_not_tokenized_again(stream, tokens, tokeni
     encoded = []
     tokenize = token_batches
     seen = lambda documents: (encoded.append(1) or document for document in documents)  # noqa: E731
-    monkeypatch.setattr(documents, "token_batches", lambda documents, *of: tokenize(seen(documents), *of))
+    monkeypatch.setattr(streaming, "token_batches", lambda documents, *of: tokenize(seen(documents), *of))
     next(stream.chunks(last))
     assert sum(encoded) <= streaming.STREAM_BATCH
 
@@ -358,7 +358,7 @@ def forget(manifest, *fields: str) -> None:
     """Takes fields out of a manifest, as one of a version that did not know them."""
     content = json.loads(manifest.read_text())
     content = {key: value for key, value in content.items() if key not in (*fields, "sha256")}
-    manifest.write_text(json.dumps(content | {"sha256": checkpoints.seal(content)}))
+    manifest.write_text(json.dumps(content | {"sha256": saved.seal(content)}))
 
 
 def shorten(folder):

@@ -24,11 +24,10 @@ from test_program import as_dict, read_events, wandb_records
 from test_tracker import FLOPS, TOKENS
 
 import utils
-from harness import report
 from harness.base.errors import UserError
 from harness.job import endings
 from harness.plan import own_plan
-from harness.report import health, trackers
+from harness.report import figures, health, trackers
 from harness.report.figures import figures_of_all_ranks, memory_figures
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
@@ -72,8 +71,8 @@ def test_every_figure_of_metrics_jsonl_has_its_group(monkeypatch, device):
     stats = dict.fromkeys(("active_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak"), 1)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     keys |= {*memory_figures(types.SimpleNamespace(type="cuda"))}
-    monkeypatch.setattr(report.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(report.dist, "all_reduce", lambda values, operation: None)
+    monkeypatch.setattr(figures.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(figures.dist, "all_reduce", lambda values, operation: None)
     state = types.SimpleNamespace(productive_seconds=lambda: 1, elapsed=2)
     keys |= {*figures_of_all_ranks(clock.summary(), state, device, waited_ms=0.0)}
     keys |= {*health.KernelClock(device).judge([1.0, 1.0], [0, 0], step=1, step_ms=100.0)}
