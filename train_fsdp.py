@@ -485,7 +485,8 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     folder = on_main_rank(lambda: folders.choose_folder(settings))
     heartbeats.record_into(folder)
     accelerator = Accelerator(cpu=device.type == "cpu")
-    check_that_figures_will_exist(settings, device)
+    peak = settings.peak_tflops or utils.get_gpu_peak_tflops()
+    check_that_figures_will_exist(settings, device, peak)
     endpoint = Endpoint(settings, folder)
     on_main_rank(endpoint.open)
     if settings.memory_snapshot:
@@ -498,7 +499,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, count_parameters(config), mesh["shard"].size())
     settings = preflight.check(settings, config, mesh, device, folder, found[1]["step"] if found else 0)
-    train_set, eval_set = load_data(settings, tokenizer, config, accelerator, found and found[1])
+    train_set, eval_set = load_data(settings, tokenizer, config, accelerator, utils.get_dataset, found and found[1])
     beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
         prompts = [beginning]  # the demo's own is of other stories
@@ -513,7 +514,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     flops, counted = known_flops(model, settings.sequence_length)
     if settings.min_mfu and not flops:
         raise UserError(f"--min-mfu: {counted}")
-    peak, world = settings.peak_tflops or utils.get_gpu_peak_tflops(), dist.get_world_size()
+    world = dist.get_world_size()
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, world, peak or 0)
     state = TrainState(model, optimizer, scheduler, tracker)
     if found:
@@ -676,7 +677,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     if settings.eval_interval:
         same = found and found[1]["flags"]["dataset"] == settings.dataset  # then by the rules of its run
         accelerator = Accelerator(cpu=device.type == "cpu")
-        _, held_out = load_data(settings, tokenizer, config, accelerator, found[1] if same else None)
+        _, held_out = load_data(settings, tokenizer, config, accelerator, utils.get_dataset, found[1] if same else None)
     if found:
         compare(settings, describe_identity(settings, config), found[1])
     state = TrainState(build_model(settings, config, mesh, read_weights=not found))
@@ -716,7 +717,9 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         return leave_early(job, reporter, saver, stop) if stopped else finish(job, reporter, saver, planned, metrics)
 
 
-RECIPE = planning.Recipe(resolve, build_mesh, build_model, build_optimizer, train_step)
+RECIPE = planning.Recipe(
+    resolve, build_mesh, build_model, build_optimizer, train_step, utils.PerformanceTracker, utils.estimate_mfu
+)
 
 
 def main(settings: Settings) -> None:

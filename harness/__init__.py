@@ -1,1 +1,2 @@
-"""The library that train_fsdp.py stands on, one concern a file. Imports go one way: script, `harness`, `utils`."""
+"""What train_fsdp.py and utils.py stand on, in wings: plan over report over state over data and model over job over flags
+over base. Each imports those below it only."""

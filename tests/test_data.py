@@ -210,7 +210,7 @@ def load(tokenizer, tmp_path, source, split: str = "train", seq_len: int = 4, li
     """The flat tokens of a corpus, as a run with a token cache reads it; `lines` gets what it says of it."""
     where = {"cache_dir": tmp_path / "cache"} | {name: options.pop(name) for name in CACHE if name in options}
     corpus = {"tokenizer": tokenizer, "seq_len": seq_len, "dataset": os.path.expanduser(source)} | options
-    dataset, line = corpora.read_cached(corpus, split, **where)
+    dataset, line = corpora.read_cached(utils.get_dataset, corpus, split, **where)
     lines.append(line)
     assert len(dataset) == (len(dataset.tokens) - 1) // seq_len
     return dataset.tokens.tolist()
@@ -538,7 +538,7 @@ def test_the_flag_for_the_text_field_is_asking_and_a_checkpoint_keeps_its_rule(
     )
     given = ["--dataset", file, "--cache-dir", tmp_path / "cache", "--sequence-length", 4, *flags.split()]
     config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
-    train, _ = corpora.load_data(parse(given), tokenizer, config, None, manifest)
+    train, _ = corpora.load_data(parse(given), tokenizer, config, None, utils.get_dataset, manifest)
     assert train.tokens.tolist() == ([5, 6, END] * len(TEXTS) if trained == "ids" else encoded(tokenizer, TEXTS)) * 4
 
 

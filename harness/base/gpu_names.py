@@ -23,7 +23,7 @@ RATES = (*DESCRIBED, "fp8_tflops", "peak_tflops", "host_us", "kernel_us")
 
 
 def row_of(name: str) -> dict | None:
-    """The table's row of a GPU, as `utils.find_gpu` finds it."""
+    """The table's row of a GPU, as `gpu_table.find_gpu` finds it."""
     if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
         return None
     return next((row for row in ROWS if re.search(rf"\b{row['name']}", name, re.IGNORECASE)), None)

@@ -1,5 +1,5 @@
 """Corpora: which text a run trains on and which it holds out, and what is said while it is tokenized. Called by the
-script. It does not know how files are read (`utils`, `streaming`) nor who takes which window (`samples`)."""
+script. Independent of how files are read (`formats`, `streaming`) and of who takes which window (`sample_order`)."""
 
 import contextlib
 import functools
@@ -9,12 +9,12 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch.distributed as dist
 from accelerate import Accelerator
 from tqdm import tqdm
 
-import utils
 from harness.base.errors import NoSplitError, UnreadableError, UserError
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.ranks import from_main_process, on_main_rank
@@ -32,9 +32,11 @@ from harness.job import terminal
 from harness.job.printing import say
 
 
-def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, manifest: dict | None = None):
+def load_data(
+    settings: Settings, tokenizer, config, accelerator: Accelerator, get_dataset, manifest: dict | None = None
+):
     """The training windows, with what the header says of them in `header`, and, where evaluation is asked for, the
-    held-out ones, else None.
+    held-out ones, else None. `get_dataset` is that of `utils`.
 
     Held out is what --eval-split says; where it is not given the split `validation`, and where there is none some of
     the documents that would be trained on, by the rule in `held_out`. `manifest` is that of the checkpoint that the
@@ -60,7 +62,7 @@ def load_data(settings: Settings, tokenizer, config, accelerator: Accelerator, m
         ids_first = manifest.get("ids_first", True)
     field = ("input_ids", settings.text_field) if ids_first else settings.text_field
     corpus |= {"text_field": field, "subset": settings.dataset_config}
-    load = functools.partial(cached, settings, corpus)
+    load = functools.partial(cached, settings, get_dataset, corpus)
     if settings.streaming:
         load = functools.partial(streaming.stream_dataset, **corpus, seed=settings.seed)
     train, held_out, named, rule = load(split=settings.dataset_split), None, "", None
@@ -114,12 +116,14 @@ def describe(settings: Settings, train, held_out, named: str) -> dict[str, str]:
     return lines | ({"held out": f"{named}: {len(held_out) * settings.sequence_length:,} tokens"} if held_out else {})
 
 
-def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_whole: bool = False):
+def read_cached(
+    get_dataset: Callable, corpus: dict, split: str, cache_dir: str | None = None, check_whole: bool = False
+):
     """(a split, tokenized now or by an earlier run; a line about which, and what was left out)."""
     try:
         with telling_progress() as tell:
             where = {"cache_dir": cache_dir, "check_whole": check_whole}
-            packed = utils.get_dataset(**corpus, **where, split=split, progress=tell)
+            packed = get_dataset(**corpus, **where, split=split, progress=tell)
     except UnreadableError as error:
         field = corpus.get("text_field", DEFAULT_FIELD)
         fault = functools.partial(name_fault, error, corpus["dataset"], split, field)
@@ -133,8 +137,8 @@ def read_cached(corpus: dict, split: str, cache_dir: str | None = None, check_wh
     return packed, f"{done}cached in {packed.path}" + f", left out: {', '.join(left_out)}" * bool(left_out)
 
 
-def cached(settings: Settings, corpus: dict, split: str) -> PackedDataset:
-    packed, said = read_cached(corpus, split, settings.cache_dir, check_whole=settings.resume != "none")
+def cached(settings: Settings, get_dataset: Callable, corpus: dict, split: str) -> PackedDataset:
+    packed, said = read_cached(get_dataset, corpus, split, settings.cache_dir, check_whole=settings.resume != "none")
     say("data      ", said)
     return packed
 

@@ -77,7 +77,7 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: Field = D
 
 
 def records_of(file: pathlib.Path, text_field: Field) -> Iterator[tuple[Any, str]]:
-    """The rows or lines of a local file as `utils.read_record` takes them."""
+    """The rows or lines of a local file as `formats.read_record` takes them."""
     if kind_of(file) in (".txt", ".md"):
         with file.open("rb") as raw:
             for line in open_text(file, raw):

@@ -1,5 +1,5 @@
 """GPUs: what programs reach of a GPU's datasheet, where it was not measured. Called by `planning`. It does not know
-models. The datasheets' figures stand in `utils.GPUS`, where an MFU needs them too."""
+models. The datasheets' figures stand in `base.gpu_table`, where an MFU needs them too."""
 
 import contextlib
 import pathlib

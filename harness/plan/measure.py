@@ -22,7 +22,6 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-import utils
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
@@ -243,7 +242,7 @@ def time_step(settings: Settings, recipe, config, mesh: DeviceMesh, steps: int =
     shape = settings.batch_size, settings.sequence_length
     tokens = torch.randint(config.get_text_config().vocab_size, shape, device=device)
     batches = itertools.repeat({"input_ids": tokens, "labels": tokens})
-    tracker = utils.PerformanceTracker(0, dist.get_world_size(), 0)
+    tracker = recipe.make_tracker(0, dist.get_world_size(), 0)
     step = functools.partial(recipe.train_step, settings, model, optimizer, batches, tracker)
     return time_together(step, device, steps)
 

@@ -12,7 +12,6 @@ import pathlib
 
 import numpy as np
 
-import utils
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
@@ -28,8 +27,10 @@ from harness.plan.rates import Rates, predict_time
 from harness.plan.text import assumptions, describe_plan, describe_verdict
 from harness.report import page
 
-# The script's own functions, which a plan drives.
-Recipe = collections.namedtuple("Recipe", "resolve build_mesh build_model build_optimizer train_step")
+# The pair's own functions, which a plan drives.
+Recipe = collections.namedtuple(
+    "Recipe", "resolve build_mesh build_model build_optimizer train_step make_tracker estimate_mfu"
+)
 
 
 def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> dict:
@@ -100,7 +101,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
             entry["gib_between_nodes"] = entry["gib"] / entry["per_node"]
         collectives.append(entry)
     seconds = predict_time(counts, operators, many.parts, rates.with_ranks(min(world, settings.gpus_per_node)))
-    speed = utils.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops or 0)
+    speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops or 0)
     hours = 1e9 / speed["tokens_per_sec"] / 3600
     return {
         "gpus": world,

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-import utils
 from harness.flags.settings import Settings
 from harness.model import loss
 from harness.model.weights import decoder_layers
@@ -310,7 +309,7 @@ def operator_flops(op, args, kwargs, result) -> int:
         return 2 * args[0].numel() * args[1].shape[-1]
     forward = torch._C._current_graph_task_id() < 0
     if name == "bmm" and forward and not torch.is_grad_enabled() and args[0].shape[-1] == 1:
-        return 0  # rotary angles, as in utils.FlopCounter
+        return 0  # rotary angles, as in flops.FlopCounter
     formula = flop_registry.get(op.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
@@ -529,7 +528,7 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
                 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
                 precompute_float8_dynamic_scale_for_fsdp(model)
-            recipe.train_step(settings, model, optimizer, batches(), utils.PerformanceTracker(0, world, 0))
+            recipe.train_step(settings, model, optimizer, batches(), recipe.make_tracker(0, world, 0))
     finally:
         dist.destroy_process_group()
     if settings.compile and not recorder.compiled_regions:

@@ -5,7 +5,6 @@ import math
 import torch
 import torch.distributed as dist
 
-import utils
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
@@ -13,9 +12,10 @@ from harness.report.health import KernelClock
 from harness.state.train_state import TrainState
 
 
-def check_that_figures_will_exist(settings: Settings, device: torch.device) -> None:
-    """Raises UserError for a gate or a record of something that this machine does not measure."""
-    if settings.min_mfu and not (settings.peak_tflops or utils.get_gpu_peak_tflops()):
+def check_that_figures_will_exist(settings: Settings, device: torch.device, peak_tflops: float | None) -> None:
+    """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is that of
+    the device, if it is known."""
+    if settings.min_mfu and not peak_tflops:
         raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
     of_memory = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
     if device.type != "cuda" and (given := [flag for flag, value in of_memory.items() if value]):

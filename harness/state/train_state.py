@@ -8,13 +8,13 @@ import statistics
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import utils
 from harness.base.errors import UserError
 from harness.state.shards import SafeReader, checkpoint_error
 from harness.state.staging import like, local_part
@@ -32,7 +32,7 @@ class TrainState:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None = None  # these three are not there for an export
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-    tracker: utils.PerformanceTracker | None = None
+    tracker: Any = None  # utils.PerformanceTracker
     step: int = 0
     samples: int = 0  # global, consumed so far
     position: tuple[int, int, int] | None = None  # as StreamedDataset.chunks has it
