@@ -496,9 +496,10 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
+    parameters = count_parameters(config)
     if device.type == "cpu" or settings.cpu_offload:
-        check_memory(settings, count_parameters(config), mesh["shard"].size())
-    settings = preflight.check(settings, config, mesh, device, folder, found[1]["step"] if found else 0)
+        check_memory(settings, parameters, mesh["shard"].size())
+    settings = preflight.check(settings, parameters, mesh, device, folder, found[1]["step"] if found else 0)
     train_set, eval_set = load_data(settings, tokenizer, config, accelerator, utils.get_dataset, found and found[1])
     beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:

@@ -16,7 +16,7 @@ LAYERS = (
     *(f"harness/{wing}/*.py" for wing in ("plan", "report", "state", "model", "data", "job", "flags", "base")),
     "harness/*.py",
 )
-NEIGHBOURS = {"harness.model": "harness.data"}
+NEIGHBOURS = {"harness.model", "harness.data"}
 OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "liger_kernel", "matplotlib", "plotly"}
 OPTIONAL |= {"wandb_workspaces"}
 
@@ -33,14 +33,14 @@ def modules_of(root: pathlib.Path) -> dict[str, tuple[int, pathlib.Path]]:
     return found
 
 
-def imported(path: pathlib.Path) -> set[str]:
+def imported(path: pathlib.Path, package: str = "") -> set[str]:
     """Every dotted name that a file imports, functions included; of `from a import b` that is a and a.b."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            origin = ".".join(filter(None, [".".join(path.parent.parts[-2:]) * bool(node.level), node.module]))
+            origin = ".".join(filter(None, [package if node.level else "", node.module]))
             names |= {f"{origin}.{alias.name}" for alias in node.names}
     parts = [name.split(".") for name in names]
     return {".".join(name[:depth]) for name in parts for depth in range(1, len(name) + 1)}
@@ -51,14 +51,16 @@ def wing_of(name: str) -> str:
 
 
 def problems(root: pathlib.Path) -> list[str]:
-    """Imports in the wrong direction, and the first cycle."""
+    """Imports in the wrong direction or between neighbours, and the first cycle."""
     modules = modules_of(root)
-    edges = {name: imported(path) & modules.keys() - {name} for name, (_, path) in modules.items()}
+    edges = {
+        name: imported(path, name.rpartition(".")[0]) & modules.keys() - {name} for name, (_, path) in modules.items()
+    }
     found = [
         f"{name} imports {other}"
         for name, others in edges.items()
         for other in sorted(others)
-        if modules[other][0] < modules[name][0] or NEIGHBOURS.get(wing_of(name)) == wing_of(other)
+        if modules[other][0] < modules[name][0] or {wing_of(name), wing_of(other)} == NEIGHBOURS
     ]
     try:
         graphlib.TopologicalSorter(edges).prepare()
@@ -81,7 +83,15 @@ def test_imports_go_one_way_without_a_cycle():
     [
         ("utils.py", "", []),
         ("utils.py", "def late():\n    from train_fsdp import run", ["utils imports train_fsdp"]),
-        ("utils.py", "def late():\n    import harness.a", ["utils imports harness", "utils imports harness.a"]),
+        ("harness/plan/c.py", "from harness.base import d", []),
+        ("harness/base/d.py", "from harness.plan import c", ["harness.base.d imports harness.plan.c"]),
+        (
+            "harness/model/e.py",
+            "def late():\n    from harness.data import f",
+            ["harness.model.e imports harness.data.f"],
+        ),
+        ("harness/data/f.py", "from harness.model import e", ["harness.data.f imports harness.model.e"]),
+        ("harness/base/d.py", "import utils", ["harness.base.d imports utils"]),
         ("harness/b.py", "if False:\n    import train_fsdp as script", ["harness.b imports train_fsdp"]),
         ("harness/b.py", "from bench import main", ["harness.b imports bench"]),
         ("harness/b.py", "def late():\n    from harness.a import name", ["cycle of harness.a, harness.b"]),
@@ -96,6 +106,7 @@ def test_a_wrong_direction_and_a_cycle_are_seen(tmp_path, file, source, said):
     sources = {"utils.py": "", "harness/__init__.py": "", "harness/a.py": "from harness import b", "harness/b.py": ""}
     sources |= {"train_fsdp.py": "import utils\nfrom harness.a import name", "benchmarks/bench.py": "import plots"}
     sources |= {"benchmarks/plots.py": "import common", "benchmarks/peers/common.py": "from train_fsdp import run"}
+    sources |= {f"harness/{name}.py": "" for name in ("plan/c", "base/d", "model/e", "data/f")}
     for name, text in (sources | {file: source}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

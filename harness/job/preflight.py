@@ -12,12 +12,11 @@ import pathlib
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.base import saved
@@ -28,10 +27,7 @@ from harness.base.text import counted
 from harness.base.versions import versions
 from harness.flags.settings import ROOT, Settings
 from harness.job import driver, host, terminal
-from harness.model.float8 import takes_float8
-from harness.model.weights import decoder_layers, on_meta
 from harness.plan import gpus
-from harness.plan.rates import Rates
 
 SHARED_MEMORY = "/dev/shm"
 # Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes
@@ -42,7 +38,6 @@ IN_USE = 2  # batches that the training holds beside them
 TAKEN = GIB  # bytes of a GPU that others may hold before it is said
 FEW_FILES = 1024  # open at a time; the soft limit of most systems, whose hard limit is far above it
 FULL = 0.6  # share of a GPU's memory that weights, gradients and optimizer may take before activations
-WORTH = 0.9  # of the traffic or time of a layout, what another must stay below to be named
 NAMES = 4  # ranks that a line names
 
 
@@ -245,95 +240,22 @@ def check_staging(settings: Settings, staged: float, at_rest: float, described: 
 # ---- Nodes and links -------------------------------------------------------------------------------------------------
 
 
-class Traffic(NamedTuple):
-    """One kind of collective in an optimizer step, as `Rates.time_of_collective` takes it: `near` of `ranks` are on a
-    node, each rank sends `sent` bytes in `calls` of buffers of `whole` bytes in all."""
-
-    kind: str
-    ranks: int
-    near: int
-    calls: int
-    sent: float
-    whole: float
-
-
-def gathered_bytes(settings: Settings, module: nn.Module, parameters: list[nn.Parameter], in_layers: bool) -> float:
-    """Of an all-gather of these parameters of a module: 1 for those that tensorwise float8 casts before it."""
-    each = 4 if settings.precision == "fp32" else 2
-    count = sum(parameter.numel() for parameter in parameters)
-    if settings.fp8_recipe != "tensorwise" or not in_layers:
-        return each * count
-    linears = filter(takes_float8, module.modules())
-    return each * count - sum(linear.weight.numel() for linear in linears)
-
-
-def predict_traffic(settings: Settings, model: nn.Module, world: int, per_node: int, replicas: int) -> list[Traffic]:
-    """What each rank sends in an optimizer step, as docs/SHARDING.md derives it; `model` is on the meta device."""
-    layers, shards = decoder_layers(model), world // replicas
-    inside = [[*layer.parameters()] for layer in layers]
-    known = {parameter for layer in inside for parameter in layer}
-    root = [parameter for parameter in model.parameters() if parameter not in known]
-    of_layers = sum(gathered_bytes(settings, layer, inside[n], True) for n, layer in enumerate(layers))
-    of_root, groups = gathered_bytes(settings, model, root, False), len(layers) + 1
-    steps, grad = settings.gradient_accumulation_steps, 2 if settings.precision == "bf16-pure" else 4
-    gradients = grad * sum(parameter.numel() for parameter in (*known, *root))
-    once = settings.defer_grad_sync or settings.zero_stage == 1
-    again = settings.zero_stage == 3
-    found, near = [], min(per_node, shards)
-    if shards > 1:
-        gathers = steps * (2 * of_layers + of_root) if again else of_layers + of_root
-        calls = steps * (2 * len(layers) + 1) if again else groups
-        share = (shards - 1) / shards
-        found.append(Traffic("all_gather", shards, near, calls, share * gathers, gathers))
-        times = 1 if once else steps
-        found.append(
-            Traffic("reduce_scatter", shards, near, times * groups, share * times * gradients, times * gradients)
-        )
-    if replicas > 1:
-        near = max(1, per_node // shards)
-        part = gradients / shards
-        found.append(Traffic("all_reduce", replicas, near, groups, 2 * (replicas - 1) / replicas * part, part))
-    return found
-
-
-def between_nodes(traffic: list[Traffic]) -> float:
-    """Bytes that each rank sends over the network: of a ring's hops one in `near` leaves the node."""
-    return sum(entry.sent / entry.near for entry in traffic if entry.near < entry.ranks)
-
-
-def check_nodes(settings: Settings, model: nn.Module, described: list[dict], rates: Rates | None) -> Iterator[str]:
-    """A shard group across nodes, where a plan says that replicas of it send less, or are faster by `rates`."""
-    world, nodes = len(described), {}
-    for about in described:
-        nodes[about["node"]] = nodes.get(about["node"], 0) + 1
-    per_node, replicas = min(nodes.values()), world if settings.zero_stage == 0 else settings.dp_replicate_size
+def check_nodes(settings: Settings, parameters: int, described: list[dict]) -> Iterator[str]:
+    """A shard group across nodes, where the GPUs of one node would hold a replica. Whether replicas are faster depends
+    on the network: a plan says it."""
+    nodes = collections.Counter(about["node"] for about in described)
+    world, per_node = len(described), min(nodes.values())
+    replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
     shards = world // replicas
     if shards <= per_node or max(nodes.values()) != per_node:
         return
-    count, each = sum(parameter.numel() for parameter in model.parameters()), host.bytes_at_rest(settings)
-    there = min(about.get("memory", 0) for about in described)
-
-    def seconds(traffic: list[Traffic]) -> float:
-        return sum(rates.time_of_collective(*entry).seconds for entry in traffic) if rates else 0.0
-
-    def say(traffic: list[Traffic]) -> str:
-        takes = f", collectives take {1000 * seconds(traffic):,.0f} ms by the plan's rates" if rates else ""
-        return f"{gib(between_nodes(traffic))} a step to other nodes{takes}"
-
-    for others in range(len(nodes), replicas, -1):
-        if len(nodes) % others or (there and not settings.cpu_offload and each * count * others / world > FULL * there):
-            continue
-        now, then = (predict_traffic(settings, model, world, per_node, n) for n in (replicas, others))
-        cost = seconds if rates else between_nodes
-        if cost(then) < WORTH * cost(now):
-            plan = f"--plan --plan-gpus {world} --gpus-per-node {per_node} --dp-replicate-size {others}"
-            holds = [gib(each * count * n / world) for n in (others, replicas)]
-            yield (
-                f"--dp-replicate-size {replicas}: a shard group spans {shards // per_node} nodes, and each rank sends "
-                f"{say(now)}; --dp-replicate-size {others} (HSDP) sends {say(then)}, and holds {holds[0]} of "
-                f"weights, gradients and optimizer a rank in place of {holds[1]}; plan it by {plan} and the other flags"
-            )
+    at_rest = host.bytes_at_rest(settings) * parameters / per_node
+    memory = min(about.get("memory", 0) for about in described)
+    if memory and not settings.cpu_offload and at_rest > FULL * memory:
         return
+    what = f"a shard group spans {shards // per_node} nodes, and one node would hold a replica ({gib(at_rest)} a rank)"
+    plan = f"--plan --plan-gpus {world} --gpus-per-node {per_node} --dp-replicate-size {len(nodes)}"
+    yield f"--dp-replicate-size {replicas}: {what}; {plan} and the other flags say what HSDP gains"
 
 
 def check_links(described: list[dict], shards: int) -> Iterator[str]:
@@ -426,36 +348,24 @@ def device_of(path: pathlib.Path) -> int:
 # ---- All of them -----------------------------------------------------------------------------------------------------
 
 
-def plan_rates(settings: Settings, device: torch.device, local_ranks: int) -> Rates | None:
-    """The rates that a plan of this run would use, None where there are none."""
-    if device.type != "cuda":
-        return None
-    try:
-        rates = gpus.choose_rates(settings).with_ranks(local_ranks)
-    except UserError:  # a GPU that is not in the table, or a file that the plan beside the run names
-        return None
-    return rates if rates.assumed else None
-
-
 def check(
-    settings: Settings, config, mesh: DeviceMesh, device: torch.device, folder: pathlib.Path, step: int
+    settings: Settings, parameters: int, mesh: DeviceMesh, device: torch.device, folder: pathlib.Path, step: int
 ) -> Settings:
     """Looks at everything once, before the model is made; every rank calls this. Rank 0 judges and warns; its UserError
-    is every rank's. `step` is that of the checkpoint from which the run goes on: a run that is done saves nothing.
-    Returns the settings with what the disk, or a host's memory, has no room for."""
+    is every rank's. `parameters` are those of the model; `step` is that of the checkpoint from which the run goes on: a
+    run that is done saves nothing. Returns the settings with what the disk, or a host's memory, has no room for."""
     if settings.num_workers:
         host.shorten_sockets()
     described = of_all_ranks(describe(device))
 
     def look() -> Settings:
-        model, near = on_meta(config), [about["node"] for about in described].count(described[0]["node"])
-        parameters, computes = sum(p.numel() for p in model.parameters()), device.type == "cpu" or settings.cpu_offload
+        computes = device.type == "cpu" or settings.cpu_offload
         shards = mesh["shard"].size()
         checks = [
             check_versions(described),
             check_gpus(described),
             check_taken(described),
-            check_nodes(settings, model, described, plan_rates(settings, device, near)),
+            check_nodes(settings, parameters, described),
             check_links(described, shards),
             check_threads(settings, described, computes),
             check_shared_memory(settings, described),
