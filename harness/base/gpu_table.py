@@ -18,3 +18,8 @@ def find_gpu(name: str) -> Gpu | None:
     if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
         return None
     return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}", name, re.IGNORECASE)), None)
+
+
+# What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
+CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
+NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.base import saved
 from harness.base.devices import GIB
 from harness.base.errors import UserError
+from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB
 from harness.base.ranks import of_all_ranks, on_main_rank
 from harness.base.text import counted
 from harness.base.versions import versions
 from harness.flags.settings import ROOT, Settings
 from harness.job import driver, host, terminal
-from harness.plan import gpus
 
 SHARED_MEMORY = "/dev/shm"
 # Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes
@@ -96,7 +96,7 @@ def taken(holders: list[tuple[int, int]]) -> int:
     if holders and all(size for _, size in holders):
         return sum(size for _, size in holders)
     free, total = torch.cuda.mem_get_info()
-    own = torch.cuda.memory_reserved() + (gpus.CONTEXT_GIB + gpus.NCCL_GIB * (dist.get_world_size() > 1)) * GIB
+    own = torch.cuda.memory_reserved() + (CONTEXT_GIB + NCCL_GIB * (dist.get_world_size() > 1)) * GIB
     return max(0, int(total - free - own))
 
 

@@ -41,9 +41,6 @@ KERNEL_US = 3.0  # the least that a kernel takes on the GPU: assumed
 # Tokens/s of published runs as shares of their plans by these rates: the least, the median and the most of the table
 # "Speed, against published figures" in docs/PLAN.md.
 PUBLISHED_SHARE = (0.62, 0.84, 1.08)
-# What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
-CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
-NCCL_GIB = 0.5  # buffers of each communicator that spans more than one rank
 FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
 TIGHT = 0.92  # of what the card gives a process: a plan above it leaves too little for what it does not see
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.base.devices import GIB
 from harness.base.errors import UserError
-from harness.base.gpu_table import find_gpu
+from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB, find_gpu
 from harness.base.text import first_line
 from harness.flags.commands import given, without
 from harness.flags.settings import Settings
@@ -22,7 +22,7 @@ from harness.model.configs import load_config
 from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
 from harness.plan import search
-from harness.plan.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, PUBLISHED_SHARE, choose_rates, verdict_of
+from harness.plan.gpus import FRAGMENTATION, PUBLISHED_SHARE, choose_rates, verdict_of
 from harness.plan.rates import Rates, predict_time
 from harness.plan.text import assumptions, describe_plan, describe_verdict
 from harness.report import page

@@ -3,12 +3,12 @@ computes no figure that the JSON object does not have."""
 
 import textwrap
 
-from harness.base.gpu_table import find_gpu
+from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB, find_gpu
 from harness.base.text import counted
 from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.printing import columns
-from harness.plan.gpus import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB, TIGHT
+from harness.plan.gpus import FRAGMENTATION, TIGHT
 from harness.plan.rates import Rates
 from harness.plan.search import as_flags
 
