@@ -13,10 +13,10 @@ from conftest import PROGRAM, ROOT, start, torchrun_command
 # every way in which the program prints, then a file, then an ending of its own
 PRINTS = r"""
 import contextlib, logging, os, sys
-from harness import console
+from harness.base import console
 console.never_fail()
 from tqdm import tqdm
-from harness import terminal
+from harness.job import terminal
 for step in range(500):
     print("step", step, flush=step % 2 == 0)
     print("to stderr", step, file=sys.stderr)

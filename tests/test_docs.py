@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
 from harness.base import gpu_names
-from harness.flags import settings
+from harness.flags import rules, settings
 from harness.flags.parser import make_parser
 from tools import flag_table
 
@@ -313,7 +313,7 @@ COMMANDS = [command for path in [*DOCUMENTS, *LAUNCH] for command in commands_of
 def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # its --export folder is not there yet
     for look in ("missing_data", "unreadable"):  # its data and prompts are nowhere here
-        monkeypatch.setattr(settings, look, lambda file: "")
+        monkeypatch.setattr(rules, look, lambda file: "")
     flags = shlex.split(command.flags, comments=True)
     for flag, value in itertools.pairwise(flags):  # what it goes on from is
         if flag == "--resume" and value != "auto":

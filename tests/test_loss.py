@@ -12,7 +12,7 @@ from harness.plan import recorder
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """So that a few thousand tokens are several."""
-    monkeypatch.setattr(loss.loss, "tokens_at_once", lambda weight: 1024)
+    monkeypatch.setattr(loss, "tokens_at_once", lambda weight: 1024)
 
 
 def test_the_compiled_loss_is_the_eager_one():
