@@ -92,7 +92,7 @@ def test_gradients_of_a_microbatch_are_not_biased_by_its_share_of_the_step(micro
 def test_logits_of_a_chunk_take_a_gibibyte_at_most_or_are_of_the_least_tokens(vocab, dtype, tokens):
     weight = torch.empty(vocab, 8, dtype=dtype, device="meta")
     assert tokens_at_once(weight) == tokens
-    assert tokens * vocab * weight.element_size() <= loss.loss.LOGITS_BYTES or tokens == 1024
+    assert tokens * vocab * weight.element_size() <= loss.LOGITS_BYTES or tokens == 1024
 
 
 def test_a_plan_adds_to_the_weights_gradient_in_place_as_a_gpu_does():
@@ -100,7 +100,7 @@ def test_a_plan_adds_to_the_weights_gradient_in_place_as_a_gpu_does():
     with recorder.on_fake_tensors(step):
         total, a, b = torch.zeros(30, 8), torch.ones(30, 20).bfloat16(), torch.ones(20, 8).bfloat16()
         storages = len(step.kinds)
-        loss.loss.add_product(total, a, b)
+        loss.add_product(total, a, b)
         assert len(step.kinds) == storages
 
 
