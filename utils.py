@@ -25,7 +25,9 @@ from harness.base.gpu_table import find_gpu
 from harness.base.ranks import from_main_process
 from harness.data.corpus_files import local_files
 from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, token_dtype, vocabulary_of
-from harness.data.formats import DEFAULT_FIELD, Field, file_records, hub_records, load_documents
+from harness.data.formats import file_records
+from harness.data.hub_rows import hub_records, load_documents
+from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.splits import cut_positions, files_of_split, parse_split
 from harness.data.token_cache import check_cache, pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn, pack
@@ -81,11 +83,12 @@ def get_dataset(
     cache = pathlib.Path(cache_dir or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp")
 
     def tokenize(hub, files: list[pathlib.Path], counts: Counter) -> Iterator[np.ndarray]:
-        reading = (text_field, skip_bad_records, counts)
-        parts = (read_documents(file_records(file, text_field, counts, True), file, *reading) for file in files)
-        rows = () if files else read_documents(hub_records(hub, dataset, text_field, counts, True), dataset, *reading)
+        sources = ((file, file_records(file, text_field, counts, batched=True)) for file in files)
+        if not files:
+            sources = [(dataset, hub_records(hub, dataset, text_field, counts, batched=True))]
+        parts = (read_documents(records, source, skip_bad_records, counts) for source, records in sources)
         total = sum(file.stat().st_size for file in files) if files else len(hub)
-        for tokens in token_batches(itertools.chain(*parts, rows), tokenizer, TOKENIZE_BATCH, counts):
+        for tokens in token_batches(itertools.chain.from_iterable(parts), tokenizer, TOKENIZE_BATCH, counts):
             progress(counts, total)
             yield tokens
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoTokenizer
 
 from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, token_dtype
-from harness.data.formats import hub_records
+from harness.data.hub_rows import hub_records
 from harness.data.token_cache import pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn
 
@@ -38,8 +38,8 @@ datasets.disable_caching()
 def read(documents):
     """The documents of a `datasets.Dataset` as the program reads those of the hub."""
     counts = collections.Counter()
-    records = hub_records(documents, "benchmark", "text", counts, whole=True)
-    return read_documents(records, "benchmark", "text", False, counts)
+    records = hub_records(documents, "benchmark", "text", counts, batched=True)
+    return read_documents(records, "benchmark", False, counts)
 
 
 def pack_ours(documents, folder: str) -> PackedDataset:

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 
 import datasets
 import filelock
@@ -30,7 +31,8 @@ from harness.base.errors import UserError
 from harness.data import corpora, sample_order, streaming
 from harness.data.corpus_files import find_files, local_files
 from harness.data.documents import TOKENIZE_BATCH, token_dtype
-from harness.data.formats import DOCUMENT_MARK, file_records
+from harness.data.formats import file_records
+from harness.data.records import DOCUMENT_MARK
 from harness.data.token_cache import pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn
 from harness.flags import commands
@@ -371,7 +373,7 @@ def test_what_is_left_out_of_a_folder_is_named(tokenizer, tmp_path):
 
 def test_a_folder_of_which_nothing_is_read_is_an_error_that_lists_what_was_seen(tokenizer, tmp_path):
     (tmp_path / "data").mkdir()
-    with pytest.raises(UserError, match=r"needs \.jsonl/\.txt/\.md/\.parquet files, .* it is empty"):
+    with pytest.raises(UserError, match=r"needs \.jsonl/\.md/\.parquet/\.txt files, .* it is empty"):
         load(tokenizer, tmp_path, tmp_path / "data")
     for name in ("posts.json", "list.csv"):
         (tmp_path / "data" / name).write_text("no story")
@@ -766,7 +768,7 @@ def test_a_cache_serves_from_a_disk_that_can_only_be_read(tokenizer, tmp_path, m
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
-    monkeypatch.setattr(utils.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     (tmp_path / "cache" / "tokens-0.binabc").mkdir()  # abandoned, and cannot be removed
     assert load(Broken(tokenizer), tmp_path, file) == first
     with pytest.raises(UserError, match=r"--cache-dir .*Read-only file system"):
@@ -861,8 +863,14 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),
     ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, -2]}\n', ", line 2: [1, -2] instead of token ids"),
-    ("data.txt", b"A fox.\nA caf\xe9.\n", ", line 2: bytes that are not UTF-8"),
-    ("data.txt", b"A fox.\n\0\n", ", line 2: a NUL byte"),
+    ("data.txt", b"A fox.\nA caf\xe9.\n", ", line 2: bytes that are not UTF-8, perhaps Windows-1252; 1 of 1 documents"),
+    ("data.txt", b"A fox.\n\0\n", ", line 2: a NUL byte; 1 of 1 documents are bad"),
+    (
+        "data.txt",
+        b"A\n<|endoftext|>\n\nB\n\n\0<|endoftext|>\nC\n\0\xe9",
+        ", line 6: a NUL byte; 2 of 3 documents are bad",
+    ),
+    ("data.md", b"<|endoftext|>\r\nA<|endoftext|>B\r\n\0\xe9", ", line 3: bytes that are not UTF-8; 1 of 2 documents"),
     ("data.parquet", {"text": ["A fox.", None]}, ", row 2: null instead of text; 1 of 2 rows"),
     ("data.parquet", {"text": [1, 2]}, ", row 1: 1 instead of text; 2 of 2 rows"),
     ("data.parquet", {"input_ids": [[1, 2], [3, None]]}, ", row 2: [3, null] instead of token ids"),
@@ -875,13 +883,17 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     (
         "data.txt",
         b"A caf\xe9.\n",
-        "not UTF-8, perhaps Windows-1252; 1 of 1 lines are bad; convert it: iconv -f WINDOWS-",
+        "not UTF-8, perhaps Windows-1252; 1 of 1 documents are bad; convert it: iconv -f WINDOWS-",
     ),
-    ("data.txt", "A café.\n".encode() + b"A caf\xe9.\n", ", line 2: bytes that are not UTF-8; 1 of 2"),
+    (
+        "data.txt",
+        "A café.\n".encode() + b"A caf\xe9.\n",
+        ", line 2: bytes that are not UTF-8; 1 of 1 documents are bad",
+    ),
     (
         "data.txt",
         "A fox.".encode("utf-16"),
-        "not UTF-8, by its mark UTF-16; 1 of 1 lines are bad; convert it: iconv -f UTF",
+        "not UTF-8, by its mark UTF-16; 1 of 1 documents are bad; convert it: iconv -f UTF",
     ),
     (
         "data.jsonl",
@@ -911,7 +923,7 @@ def test_data_that_cannot_be_used_is_named(tokenizer, tmp_path, way, name, conte
     assert "\n" not in message
     assert "--eval-split" not in message  # no advice for another mistake
     some = " of " in says or ", line" in says or ", row" in says
-    some = some and not re.search(r" (\d+) of \1 (lines|rows) are bad", message)  # not where all are
+    some = some and not re.search(r" (\d+) of \1 (documents|lines|rows) are bad", message)  # not where all are
     assert ("--skip-bad-records" in message) == some
     assert raised.value.exit_code == 2
 
@@ -1002,7 +1014,9 @@ def test_a_file_that_is_deleted_under_way_is_named(tokenizer, tmp_path, way, mon
             list(itertools.islice(stream.chunks((0, 0, 0)), 20))
     else:
         read = file_records
-        monkeypatch.setattr(utils, "file_records", lambda *of: (gone.unlink(missing_ok=True), read(*of))[1])
+        monkeypatch.setattr(
+            utils, "file_records", lambda *of, **how: (gone.unlink(missing_ok=True), read(*of, **how))[1]
+        )
         with pytest.raises(UserError) as raised:
             load(tokenizer, tmp_path, tmp_path / "data")
     assert str(raised.value).startswith(f"--dataset {gone}")

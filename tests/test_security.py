@@ -308,7 +308,7 @@ def read(folder: pathlib.Path) -> list[str]:
     """Every text of a data set, as the program reads it, cached or streamed."""
     files = files_of_split(str(folder), "train", local_files(str(folder)))
     records = (record for file in files for record in file_records(file, "text", collections.Counter()))
-    return list(read_documents(records, folder, "text", True, collections.Counter()))
+    return list(read_documents(records, folder, True, collections.Counter()))
 
 
 def test_a_script_and_a_card_in_a_data_folder_change_nothing(data, mark, tmp_path):

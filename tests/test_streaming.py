@@ -16,7 +16,7 @@ from harness.base import saved
 from harness.base.errors import UserError
 from harness.data import corpora, held_out, sample_order, streaming
 from harness.data.documents import token_batches
-from harness.data.formats import DOCUMENT_MARK
+from harness.data.records import DOCUMENT_MARK
 from harness.data.windows import PackedDataset
 from harness.job.signals import StopRequest
 

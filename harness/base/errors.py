@@ -1,5 +1,6 @@
 """Errors that a user can mend."""
 
+import pathlib
 from typing import Any
 
 
@@ -12,9 +13,10 @@ class UserError(Exception):
 
 
 class UnreadableError(UserError):
-    """Data that cannot be read; `harness.data.faults` finds out why."""
+    """Data that cannot be read; `harness.data.faults` says more of it."""
 
-    record: tuple[Any, str] | None = None  # the first bad record and its field, where there is one
+    file: pathlib.Path | None = None  # the local file, where it is one
+    record: Any = None  # the first bad record (`harness.data.records.BadRecord`), where there is one
 
 
 class NoSplitError(UserError):

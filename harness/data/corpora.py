@@ -23,7 +23,7 @@ from harness.data import held_out as held
 from harness.data import sample_order, streaming, windows
 from harness.data.corpus_files import find_files
 from harness.data.faults import name_fault
-from harness.data.formats import DEFAULT_FIELD
+from harness.data.records import DEFAULT_FIELD
 from harness.data.splits import cut_positions
 from harness.data.windows import PackedDataset
 from harness.flags.commands import given

@@ -9,17 +9,8 @@ from collections.abc import Iterator
 
 from harness.base.errors import UserError
 from harness.base.text import shortened
-
-DATA_SUFFIXES = (".jsonl", ".txt", ".md", ".parquet")  # in any case, and compressed: .TXT, .jsonl.gz
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: what Arrow calls it
-
-
-def kind_of(path) -> str:
-    """The one of DATA_SUFFIXES that a data file has, whether compressed or not; empty for other files."""
-    name, packed = os.path.splitext(str(path).lower())
-    if packed not in COMPRESSIONS:
-        name += packed
-    return next((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), "")
+from harness.data.formats import DATA_SUFFIXES, reader_of
+from harness.data.records import COMPRESSIONS
 
 
 def place_of(path) -> tuple:
@@ -87,7 +78,7 @@ def find_files(dataset: str) -> tuple[list[pathlib.Path], list[str]]:
         found = [top] if os.path.exists(top) else []
     files: dict[tuple, pathlib.Path] = {}
     for path in sorted(found, key=lambda path: (path.is_symlink(), path)):
-        if not kind_of(path) or (path != top and path.name.lower() == "readme.md"):
+        if not reader_of(path) or (path != top and path.name.lower() == "readme.md"):
             left_out[path] = ""
         elif not os.path.exists(path):
             left_out[path] = "a broken link" if path.is_symlink() else "cannot be read"
@@ -114,7 +105,7 @@ def local_files(dataset: str) -> list[pathlib.Path]:
             seen = "convert it"
         suffixes, packed = "/".join(DATA_SUFFIXES), "/".join(COMPRESSIONS)
         raise UserError(f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}")
-    looks_local = kind_of(dataset) or is_pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1
+    looks_local = reader_of(dataset) or is_pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1
     if not files and looks_local:
         raise UserError(f"--dataset {dataset}: no such {'files' if is_pattern else 'file or folder'}")
     return files

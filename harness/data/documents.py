@@ -3,34 +3,50 @@
 import itertools
 import json
 import os
+import pathlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from harness.base.errors import UnreadableError, UserError
-from harness.data.formats import DOCUMENT_MARK, Field, read_record
+from harness.data.formats import name_place
+from harness.data.records import DOCUMENT_MARK, BadRecord
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 
 
-def read_documents(records: Iterator, source: Any, text_field: Field, skip_bad: bool, counts: Counter) -> Iterator:
-    """The documents in `records` of `source`, texts or token ids. `counts` gets the numbers of empty ones and of bad
-    records that `skip_bad` left out; else the first of these is an UnreadableError."""
-    for value, field in records:
-        document = read_record(value, field, text_field)
-        if document is None and not skip_bad:
-            error = UnreadableError(f"--dataset {source}: a record has no text; --skip-bad-records leaves such out")
-            error.record = (value, field)
-            raise error
-        counts["bad records"] += document is None
-        if isinstance(document, str):
-            parts = [part.strip("\n") for part in document.split(DOCUMENT_MARK)]
-            counts["empty documents"] += not any(parts) and field not in (".txt", ".md")
-            yield from filter(None, parts if len(parts) > 1 else [document] * any(parts))
-        elif document is not None and len(document):
-            yield document
+def read_documents(records: Iterator, source: pathlib.Path | str, skip_bad: bool, counts: Counter) -> Iterator:
+    """The documents in `records` of `source`, a local file or a hub data set: texts or token ids, those that are not
+    empty. `counts` gets the numbers of empty texts and of bad records that `skip_bad` left out; else the first of these
+    is an UnreadableError."""
+    for record in records:
+        if isinstance(record, BadRecord):
+            if not skip_bad:
+                raise bad_record_error(record, source)
+            counts["bad records"] += 1
+        elif not isinstance(record, str):
+            if len(record):
+                yield record
+        elif DOCUMENT_MARK in record:
+            parts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)]
+            if not any(parts):
+                counts["empty documents"] += 1
+            yield from filter(None, parts)
+        elif record.strip("\n"):
+            yield record
+        else:
+            counts["empty documents"] += 1
+
+
+def bad_record_error(record: BadRecord, source: pathlib.Path | str) -> UnreadableError:
+    """What is wrong with a record of a local file or of a hub data set."""
+    of_file = isinstance(source, pathlib.Path)
+    place = name_place(source, record.number) if of_file else source
+    problem = f"a record has no text, {record.fault}"
+    error = UnreadableError(f"--dataset {place}: {problem}; --skip-bad-records leaves such out")
+    error.record, error.file = record, source if of_file else None
+    return error
 
 
 def take(documents: Iterator, count: int, characters: int = 2**21) -> Iterator:

@@ -23,7 +23,9 @@ from harness.data import held_out as held
 from harness.data.corpus_files import local_files
 from harness.data.documents import in_vocabulary, read_documents, token_batches, token_dtype
 from harness.data.faults import name_fault
-from harness.data.formats import DEFAULT_FIELD, Field, file_records, hub_records, load_documents
+from harness.data.formats import file_records
+from harness.data.hub_rows import hub_records, load_documents
+from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.splits import cut_documents, files_of_split, parse_split
 from harness.data.windows import PackedDataset, create_collate_fn, pack
 from harness.job.printing import say
@@ -145,17 +147,17 @@ class StreamedDataset:
                 generator and not by_number
             ):  # one file at a time: after several `datasets` waits 10 s (apache/arrow#45214)
                 rows = rows.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
-            text_field, _, counts = self.reading
+            text_field, skip_bad, counts = self.reading
             records = hub_records(rows, self.source, text_field, counts)
-            documents = self._chosen(read_documents(records, self.source, *self.reading), 0)
+            documents = self._chosen(read_documents(records, self.source, skip_bad, counts), 0)
             return shuffled(documents, generator) if generator and by_number else documents
         parts = self.parts if generator is None else [self.parts[i] for i in generator.permutation(len(self.parts))]
         documents = itertools.chain.from_iterable(itertools.starmap(self._file, parts))
         return shuffled(documents, generator) if generator else documents
 
     def _file(self, file, first: int, last: int | None, number: int) -> Iterator:
-        text_field, _, counts = self.reading
-        documents = read_documents(file_records(file, text_field, counts), file, *self.reading)
+        text_field, skip_bad, counts = self.reading
+        documents = read_documents(file_records(file, text_field, counts), file, skip_bad, counts)
         return self._chosen(itertools.islice(documents, first, last), number)
 
     def _chosen(self, documents: Iterator, number: int) -> Iterator:

@@ -1,0 +1,37 @@
+"""Rows of the hub: data sets that `datasets` fetches, read as the columns of a Parquet file are."""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from harness.base.errors import NoSplitError, UnreadableError
+from harness.base.text import first_line
+from harness.data.readers.parquet import BATCH_ROWS, read_column
+from harness.data.records import BadRecord, Document, Field, choose_field
+
+
+def load_documents(dataset: str, split: str, subset: str | None = None, streaming: bool = False):
+    """A split of a hub data set as a `datasets.Dataset` or `IterableDataset`."""
+    import datasets
+
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
+    try:
+        return datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
+    except Exception as error:
+        said = first_line((error.__cause__ and error.__cause__.__cause__) or error.__cause__ or error)
+        kind = NoSplitError if re.search("(Unknown|Bad) split", said) else UnreadableError
+        raise kind(f"--dataset {dataset}, split {split!r}: cannot be read ({said})") from error
+
+
+def hub_records(
+    rows, source: str, text_field: Field, counts: Counter, batched: bool = False
+) -> Iterator[Document | BadRecord]:
+    """The document of each row of a `datasets.Dataset` or `IterableDataset`, as `file_records` gives those of a file;
+    `counts` gets how many rows are read. Shuffled rows are numbered in the order in which they come."""
+    first_row = 1
+    for table in rows.with_format("arrow").iter(BATCH_ROWS):
+        field = choose_field(source, table.column_names, text_field)
+        counts["read"] += len(table)
+        yield from read_column(table[field], field, first_row, counts, batched)
+        first_row += len(table)
