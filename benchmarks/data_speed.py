@@ -15,6 +15,9 @@ import sys
 import tempfile
 import time
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
 import datasets
 import numpy as np
 import torch
@@ -22,12 +25,9 @@ from transformers import AutoTokenizer
 
 from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, token_dtype
 from harness.data.hub_rows import hub_records
+from harness.data.records import DEFAULT_FIELD
 from harness.data.token_cache import pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 
 SEQUENCE, VOCABULARY = 8192, 49152
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -38,7 +38,7 @@ datasets.disable_caching()
 def read(documents):
     """The documents of a `datasets.Dataset` as the program reads those of the hub."""
     counts = collections.Counter()
-    records = hub_records(documents, "benchmark", "text", counts, batched=True)
+    records = hub_records(documents, "benchmark", DEFAULT_FIELD, counts, batched=True)
     return read_documents(records, "benchmark", False, counts)
 
 

@@ -31,7 +31,7 @@ from harness.base.errors import UserError
 from harness.data import corpora, sample_order, streaming
 from harness.data.corpus_files import find_files, local_files
 from harness.data.documents import TOKENIZE_BATCH, token_dtype
-from harness.data.formats import file_records
+from harness.data.formats import DATA_SUFFIXES, file_records
 from harness.data.records import DOCUMENT_MARK
 from harness.data.token_cache import pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn
@@ -373,7 +373,7 @@ def test_what_is_left_out_of_a_folder_is_named(tokenizer, tmp_path):
 
 def test_a_folder_of_which_nothing_is_read_is_an_error_that_lists_what_was_seen(tokenizer, tmp_path):
     (tmp_path / "data").mkdir()
-    with pytest.raises(UserError, match=r"needs \.jsonl/\.md/\.parquet/\.txt files, .* it is empty"):
+    with pytest.raises(UserError, match=f"needs {re.escape('/'.join(DATA_SUFFIXES))} files, .* it is empty"):
         load(tokenizer, tmp_path, tmp_path / "data")
     for name in ("posts.json", "list.csv"):
         (tmp_path / "data" / name).write_text("no story")

@@ -13,7 +13,7 @@ from conftest import PROGRAM, ROOT, start
 # imports the other.
 LAYERS = (
     *("tests/*.py", "benchmarks/**/*.py", "tools/*.py", "train_fsdp.py", "utils.py"),
-    *(f"harness/{wing}/*.py" for wing in ("plan", "report", "state", "model", "data", "job", "flags", "base")),
+    *(f"harness/{wing}/**/*.py" for wing in ("plan", "report", "state", "model", "data", "job", "flags", "base")),
     "harness/*.py",
 )
 NEIGHBOURS = {"harness.model", "harness.data"}

@@ -27,6 +27,7 @@ ERRORS = {
     "harness.base.errors.UserError",
     "NoSplitError",
     "UnreadableError",
+    "BadRecord",
     "kind",
     "argparse.ArgumentTypeError",
 }

@@ -60,7 +60,7 @@ def name_bad_record(record: BadRecord, file: pathlib.Path, dataset: str, split: 
     numbers, all_are_bad = count_bad(file, others, text_field)
     if not all_are_bad:
         advice += ", or leave bad records out with --skip-bad-records"
-    return UserError(f"--dataset {name_place(file, record.number)}: {record.fault}{encoding}; {numbers}; {advice}")
+    return UserError(f"--dataset {name_place(file, record.number)}: {record.fault}{encoding}{numbers}; {advice}")
 
 
 def advise(record: BadRecord) -> str:
@@ -71,10 +71,12 @@ def count_bad(file: pathlib.Path, others: list[pathlib.Path], text_field: Field)
     """(how many records of a file are bad, and how many of all files of its split, in words; whether all are)."""
     deadline = time.monotonic() + COUNT_SECONDS
     bad, read, is_complete = count_bad_of_file(file, text_field, deadline)
+    if not bad:  # too far on in a large file, or mended since
+        return "", False
     kind = reader_of(file).RECORDS
     if not is_complete:
-        return f"{bad:,} of the first {read:,} {kind} are bad", False
-    numbers = f"{bad:,} of {read:,} {kind} are bad"
+        return f"; {bad:,} of the first {read:,} {kind} are bad", False
+    numbers = f"; {bad:,} of {read:,} {kind} are bad"
     for other in others:
         bad_there, read_there, is_complete = count_bad_of_file(other, text_field, deadline)
         if not is_complete:
@@ -90,11 +92,11 @@ def count_bad_of_file(file: pathlib.Path, text_field: Field, deadline: float) ->
     bad = read = 0
     try:
         for record in file_records(file, text_field, Counter()):
-            if time.monotonic() > deadline:
-                return bad, read, False
             read += 1
             if isinstance(record, BadRecord):
                 bad += 1
+            if time.monotonic() > deadline:
+                return bad, read, False
     except UserError:  # a file that cannot be read further
         return bad, read, False
     return bad, read, True

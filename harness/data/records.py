@@ -31,8 +31,8 @@ class BadRecord(NamedTuple):
 
     fault: str  # what stands there, in words
     number: int  # of its line or row, from 1
-    advice: str = ""  # how to mend it, where "mend it" does not say it
-    wrong_encoding: bool = False
+    advice: str = ""  # what may help beside mending the data
+    wrong_encoding: bool = False  # it may be text in another encoding
 
 
 Document = str | list[int] | np.ndarray  # text, or token ids
