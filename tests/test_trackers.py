@@ -27,7 +27,7 @@ import utils
 from harness.base.errors import UserError
 from harness.job import endings
 from harness.plan import own_plan
-from harness.report import figures, health, trackers
+from harness.report import figures, trackers
 from harness.report.figures import figures_of_all_ranks, memory_figures
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
@@ -70,12 +70,11 @@ def test_every_figure_of_metrics_jsonl_has_its_group(monkeypatch, device):
     keys = {"loss", "eval_loss", "grad_norm", "learning_rate", "tokens_seen", *clock.step(TOKENS, FLOPS)}
     stats = dict.fromkeys(("active_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak"), 1)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    keys |= {*memory_figures(types.SimpleNamespace(type="cuda"))}
-    monkeypatch.setattr(figures.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(figures.dist, "all_reduce", lambda values, operation: None)
+    memory = memory_figures(types.SimpleNamespace(type="cuda"))
+    ranks = [figures.RankFigures(**memory, step_time_ms=9, data_wait_percent=1, waited_ms=2, kernel_ms=1)] * 2
+    keys |= {*figures.worst_of_ranks(ranks)}
     state = types.SimpleNamespace(productive_seconds=lambda: 1, elapsed=2)
     keys |= {*figures_of_all_ranks(clock.summary(), state, device, waited_ms=0.0)}
-    keys |= {*health.KernelClock(device).judge([1.0, 1.0], [0, 0], step=1, step_ms=100.0)}
     plan = {"memory_gib": {"total": 1, "reserved": 2}, "step_time_ms": 3}
     monkeypatch.setattr(own_plan, "read_plan", lambda process, patience: (plan, ""))
     keys |= {*own_plan.predicted_figures(types.SimpleNamespace(poll=lambda: 0))}

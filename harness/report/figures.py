@@ -1,5 +1,6 @@
 """Figures of all ranks, and the gates that they must pass."""
 
+import dataclasses
 import math
 
 import torch
@@ -34,6 +35,23 @@ def check_gates(settings: Settings, metrics: dict) -> None:
         raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
 
 
+ABSENT = -math.inf  # what a rank did not measure: less than any figure, so that the largest is one if there is one
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFigures:
+    """What one rank measured for a log line. All are numbers: a row of the tensor in which they are gathered."""
+
+    peak_memory_active: float = ABSENT  # GiB, as `memory_figures` has it
+    peak_memory_alloc: float = ABSENT
+    peak_memory_reserved: float = ABSENT
+    step_time_ms: float = ABSENT
+    data_wait_percent: float = ABSENT
+    waited_ms: float = ABSENT  # of a step, inside collectives
+    kernel_ms: float = 0.0  # of the fixed kernel of `KernelClock`; 0 where it was not due
+    slowdown: float = 0.0  # why the clocks are low, bits of `driver.SLOWDOWNS`
+
+
 def figures_of_all_ranks(
     speed: dict[str, float],
     state: TrainState,
@@ -41,38 +59,72 @@ def figures_of_all_ranks(
     waited_ms: float | None = None,
     clock: KernelClock | None = None,
 ) -> dict[str, float]:
-    """Speed as this rank saw it, the slowest rank's step time and data wait, the fullest rank's memory, goodput.
+    """Speed as this rank saw it, the figures of `worst_of_ranks`, and goodput; in warmup memory alone.
 
-    With the milliseconds of a step that each rank was in collectives also `slowest_rank`, the one that was there least;
-    with a clock, where it is due, the fixed kernel's time on the slowest rank.
+    `waited_ms` is how long this rank was inside collectives in a step, None where nobody timed that. Where a kernel
+    clock is given and due, every rank runs its kernel. Either all ranks call this with speed or none does.
     """
-    worst, rank, world = memory_figures(device), dist.get_rank(), dist.get_world_size()
-    if "step_time_ms" in speed:
-        worst |= {"slowest_rank_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
-    if worst:
-        # each rank's in its place: the largest is what it says
-        own = torch.full((3, world), -math.inf, dtype=torch.float64)
-        # not clipped: on a GPU collectives run beside the work, and all ranks may be in them for longer than a step
-        own[0, rank] = speed.get("step_time_ms", 0.0) - (waited_ms or 0.0)
-        if clock and "step_time_ms" in speed:
+    own = memory_figures(device)
+    timed = "step_time_ms" in speed
+    if timed:
+        own |= {"step_time_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
+        if waited_ms is not None:
+            own["waited_ms"] = waited_ms
+        if clock:
             with state.tracker.excluded():
-                own[1:, rank] = torch.tensor(clock.measure(state.step), dtype=own.dtype)
-        values = torch.cat([torch.tensor([*worst.values()], dtype=torch.float64), own.flatten()]).to(device)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        values = values.tolist()
-        worst = dict(zip(worst, values, strict=False))
-        worked, kernel_ms, reasons = (values[len(values) + n * world :][:world] for n in (-3, -2, -1))
-        if waited_ms is not None and world > 1 and "step_time_ms" in speed:
-            worst["slowest_rank"] = worked.index(max(worked))
-        if clock and "step_time_ms" in speed:
-            worst |= clock.judge(kernel_ms, [*map(int, reasons)], state.step, worst["slowest_rank_ms"])
-    if "step_time_ms" not in speed:
+                own["kernel_ms"], own["slowdown"] = clock.measure(state.step)
+    if not own:  # on no rank, so that none waits for a collective
+        return {}
+    ranks = gather(RankFigures(**own), device)
+    worst = worst_of_ranks(ranks)
+    if not timed:
         return worst
-    # the rest of the time since the run began is start-up, compilation, evaluation, standing still, and after a resume
-    # what was lost and the time between
+    if clock:
+        kernel_ms, slowdowns = [rank.kernel_ms for rank in ranks], [int(rank.slowdown) for rank in ranks]
+        clock.judge(kernel_ms, slowdowns, state.step, worst["slowest_rank_ms"])
+    # the rest of the time since the run began is start-up, compilation, evaluation, pauses, and after a resume what was
+    # lost and the time between
     trained, elapsed = state.productive_seconds(), state.elapsed
-    times = {"trained_seconds": trained, "elapsed_seconds": elapsed}
-    return speed | worst | times | {"goodput_percent": min(100.0, 100 * trained / elapsed)}
+    figures = speed | worst
+    figures["trained_seconds"] = trained
+    figures["elapsed_seconds"] = elapsed
+    figures["goodput_percent"] = min(100.0, 100 * trained / elapsed)
+    return figures
+
+
+def gather(own: RankFigures, device: torch.device) -> list[RankFigures]:
+    """The figures of every rank, in the order of the ranks, by one all-reduce: each rank fills its row of a table, and
+    the largest of a figure and `ABSENT` is the figure."""
+    row = dataclasses.astuple(own)
+    table = torch.full((dist.get_world_size(), len(row)), ABSENT, dtype=torch.float64)
+    table[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
+    table = table.to(device)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return [RankFigures(*values) for values in table.tolist()]
+
+
+def worst_of_ranks(ranks: list[RankFigures]) -> dict[str, float]:
+    """The fullest rank's memory, and after warmup the slowest rank's step time, data wait and fixed kernel.
+
+    With more than one rank also who that is: `slowest_rank` worked longest beside its collectives, where ranks wait for
+    slower ones; `slowest_kernel_rank` took longest for the fixed kernel. Of equal ranks it is the first.
+    """
+    worst = {}
+    for name in ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved"):
+        worst[name] = max(getattr(rank, name) for rank in ranks)
+    worst["slowest_rank_ms"] = max(rank.step_time_ms for rank in ranks)
+    worst["data_wait_percent"] = max(rank.data_wait_percent for rank in ranks)
+    several = len(ranks) > 1
+    if several and all(rank.waited_ms != ABSENT for rank in ranks):
+        # not clipped: on a GPU collectives run beside the work, and all ranks may be in them for longer than a step
+        worked = [rank.step_time_ms - rank.waited_ms for rank in ranks]
+        worst["slowest_rank"] = worked.index(max(worked))
+    kernel_ms = [rank.kernel_ms for rank in ranks]
+    if any(kernel_ms):
+        worst["kernel_ms"] = max(kernel_ms)
+        if several:
+            worst["slowest_kernel_rank"] = kernel_ms.index(max(kernel_ms))
+    return {key: value for key, value in worst.items() if value != ABSENT}
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:

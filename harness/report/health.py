@@ -63,11 +63,11 @@ class KernelClock:
         event.record()
         return event
 
-    def judge(self, kernel_ms: list[float], reasons: list[int], step: int, step_ms: float) -> dict[str, float]:
-        """The slowest rank's figures, for the log line; names a rank that became slow or is no longer. Every rank is
-        given the same, what `measure` returned on each, and the milliseconds of a step."""
+    def judge(self, kernel_ms: list[float], reasons: list[int], step: int, step_ms: float) -> None:
+        """Names a rank that became slow or is no longer, and sets when the kernel is due again. Every rank is given the
+        same, what `measure` returned on each, and the milliseconds of a step."""
         if not any(kernel_ms):
-            return {}
+            return
         slowest, usual = max(kernel_ms), statistics.median_low(kernel_ms)
         work = slowest * (1 + BATCHES * KERNEL[self.device.type][2])
         self.due = step + math.ceil(work / (SHARE * step_ms))
@@ -78,9 +78,6 @@ class KernelClock:
                 self.differs[rank] = 0
                 self.named ^= {rank}
                 say(columns(self.describe(rank, milliseconds, usual, reasons[rank])))
-        return {"kernel_ms": slowest} | (
-            {"slowest_kernel_rank": kernel_ms.index(slowest)} if len(kernel_ms) > 1 else {}
-        )
 
     def describe(self, rank: int, milliseconds: float, usual: float, reasons: int) -> dict[str, str]:
         who = "rank {} ({}, pid {})".format(rank, *heartbeats.RANKS[rank])
