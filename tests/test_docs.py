@@ -29,7 +29,7 @@ from torch.distributed.run import get_args_parser
 from harness.base import gpu_names
 from harness.flags import rules, settings
 from harness.flags.parser import make_parser
-from tools import flag_table
+from tools import figure_table, flag_table
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
@@ -203,6 +203,11 @@ def test_snippets_continue_each_other_and_what_they_show_is_known(tmp_path):
 
 def test_the_page_of_all_flags_is_the_parsers():
     assert (ROOT / "docs" / "FLAGS.md").read_text() == flag_table.table()
+
+
+def test_the_table_of_all_figures_is_that_of_the_list():
+    page = (ROOT / "docs" / "TRACKING.md").read_text()
+    assert page == figure_table.with_table(page)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

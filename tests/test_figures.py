@@ -1,8 +1,19 @@
 """The figures of all ranks: what a log line makes of the figures of each, and that a figure is one entry."""
 
 import random
+import shutil
+import sys
+import types
 
+import pytest
+from conftest import ROOT, metrics_of, parse, start, words
+from test_page import charts_on, text_of
+from test_program import read_events
+
+from harness.report.figure_list import FIGURES
 from harness.report.figures import RankFigures, gather, worst_of_ranks
+from harness.report.prometheus import Endpoint
+from tools import figure_table, wandb_view
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Of a list of ranks
@@ -81,3 +92,110 @@ def test_what_is_gathered_is_what_was_given(device):
     """With more ranks: tests/multirank.py, `worst_figures`."""
     own = RankFigures(peak_memory_alloc=0.1 + 0.2, step_time_ms=1e5 / 3, waited_ms=-1e-7)
     assert gather(own, device) == [own]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The list
+
+
+def test_an_entry_is_told_from_every_other_and_its_words_fit_a_table_and_a_help_text():
+    assert len({figure.key for figure in FIGURES}) == len(FIGURES)
+    assert len({figure.name for figure in FIGURES}) == len(FIGURES)
+    for figure in FIGURES:
+        assert figure.words and not set(figure.words + figure.unit) & set("|\n")
+        assert figure.name is None or figure.name.count("/") == 1
+
+
+def test_prometheus_tells_what_a_figure_is_and_shows_one_without_an_entry(tmp_path):
+    served = Endpoint(parse([]), tmp_path / "r")
+    served.show({"mfu_percent": 40.0, "num_steps": 10, "new": 3.0})
+    families = {family.name: family for family in served.collect()}
+    (mfu,) = [figure for figure in FIGURES if figure.key == "mfu_percent"]
+    assert families["training_mfu_percent"].documentation == f"{mfu.words}, %"
+    assert "--num-steps" in families["training_num_steps"].documentation
+    assert families["training_new"].samples[0].value == 3.0
+
+
+def test_the_view_of_wandb_has_every_chart_in_its_section(monkeypatch):
+    def remember(**given):
+        return types.SimpleNamespace(**given)
+
+    reports = types.SimpleNamespace(LinePlot=remember, WeavePanelSummaryTable=remember, RunComparer=remember)
+    workspaces = types.SimpleNamespace(Workspace=remember, Section=remember, RunsetSettings=remember)
+    package = types.ModuleType("wandb_workspaces")
+    package.workspaces = workspaces
+    nested = types.ModuleType("wandb_workspaces.reports")
+    nested.v2 = reports
+    stand_ins = {"": package, ".workspaces": workspaces, ".reports": nested, ".reports.v2": reports}
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, f"wandb_workspaces{name}", module)
+    view = wandb_view.build("entity", "project")
+    panels = {section.name: section.panels for section in view.sections}
+    assert [*panels] == words("Loss Training Speed Memory Data Stories Differences")
+    assert [(panel.x, panel.y) for panel in panels["Loss"]] == [
+        ("Step", ["train/loss", "eval/loss"]),
+        ("data/tokens_seen", ["train/loss", "eval/loss"]),
+    ]
+    shown = [name for section in panels.values() for panel in section for name in getattr(panel, "y", ())]
+    assert {*shown} == {figure.name for figure in FIGURES if figure.chart}
+    columns = view.runset_settings.pinned_columns
+    assert columns == ["run:displayName", *(f"summary:{figure.name}" for figure in FIGURES if figure.compared)]
+
+
+def test_a_page_without_the_markers_is_left_as_it_is(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a page\n")
+    with pytest.raises(SystemExit, match="it lacks the line"):
+        figure_table.main([str(page)])
+    assert page.read_text() == "a page\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A new figure
+
+FIRST = "FIGURES = (  # tiles, charts and tables have this order"
+ENTRY = """
+    Figure(
+        "elapsed_hours", "extra/elapsed_hours", "h", "time since the start, in hours",
+        label="hours", written="{:.6f} h", chart=Chart("Hours", "h"), compared=True, over_tokens=True,
+    ),
+"""
+LINE = """
+    figures["elapsed_hours"] = elapsed / 3600
+"""
+
+
+def insert_behind(path, line: str, text: str) -> None:
+    """Puts `text` behind the only line of a file that is `line`."""
+    before, found, after = path.read_text().partition(f"{line}\n")
+    assert found and line not in after, f"{path} has not one line {line}"
+    path.write_text(before + found + text.lstrip("\n") + after)
+
+
+def test_an_entry_and_a_line_that_computes_it_are_all_that_a_new_figure_takes(tmp_path):
+    tree, run = tmp_path / "tree", tmp_path / "out" / "r"
+    for name in ("harness", "tools"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train_fsdp.py", "utils.py"):
+        shutil.copy(ROOT / name, tree / name)
+    (tree / "assets").symlink_to(ROOT / "assets")
+    insert_behind(tree / "harness/report/figure_list.py", FIRST, ENTRY)
+    insert_behind(tree / "harness/report/figures.py", '    figures["elapsed_seconds"] = elapsed', LINE)
+
+    flags = "--model demo --dataset synthetic --sequence-length 32 --batch-size 2 --num-workers 0 --num-steps 4"
+    flags += " --log-interval 1 --perf-warmup-steps 1 --log-with tensorboard --run-name r"
+    process = start([sys.executable, "train_fsdp.py", *words(flags), "--output-dir", tmp_path / "out"], cwd=tree)
+    assert process.returncode == 0, process.stderr
+    *lines, final = metrics_of(run)
+    hours = {line["step"]: line["elapsed_hours"] for line in lines if "step_time_ms" in line}
+    assert hours.keys() == {2, 3, 4} and final["elapsed_hours"] == final["elapsed_seconds"] / 3600
+
+    folder = run / "train_fsdp"
+    events = read_events(folder).Scalars("extra/elapsed_hours")
+    assert {event.step: event.value for event in events} == pytest.approx(hours)
+    assert len(read_events(folder / "by_tokens").Scalars("by_tokens/elapsed_hours")) == 3
+    page = run / "report.html"
+    assert charts_on(page)["Hours"]["traces"][0]["y"] == [*hours.values()]
+    assert f"{final['elapsed_hours']:.6f} h" in text_of(page)
+    table = start([sys.executable, "-m", "tools.figure_table"], cwd=tree).stdout
+    assert "| `elapsed_hours` | `extra/elapsed_hours` | h | time since the start, in hours |" in table

@@ -66,7 +66,7 @@ def text_of(path: pathlib.Path) -> str:
 def test_a_page_has_the_runs_figures_stories_plan_starts_and_flags(full):
     path = write_report([full], full / "report.html")
     charts, text = charts_on(path), text_of(path)
-    assert charts.keys() == {title for title, _, _ in page.CHARTS}
+    assert charts.keys() == {chart.title for chart in page.charts_on_page()}
     training, held_out = charts["Loss"]["traces"]
     assert (training["x"], training["y"]) == ([*range(1, 41)], [8 / step for step in range(1, 41)])
     assert training["tokens"] == [1000 * step for step in range(1, 41)]

@@ -18,6 +18,7 @@ import utils
 from harness.data import sample_order
 from harness.data.windows import PackedDataset
 from harness.report import trackers
+from harness.report.figure_list import BY_KEY
 
 PROMPT = "Once upon a time"
 
@@ -186,7 +187,7 @@ def test_the_run_can_be_read_back_from_tensorboard(demo):
     steps, tokens, summary = (read_events(folder / "tales" / name) for name in ("", "by_tokens", "summary"))
     for key in set(logged[-1]) - {"step"}:
         expected = {line["step"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
-        assert {event.step: event.value for event in steps.Scalars(trackers.GROUPS[key])} == expected
+        assert {event.step: event.value for event in steps.Scalars(BY_KEY[key].name)} == expected
     for key in ("loss", "eval_loss"):
         expected = {line["tokens_seen"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
         assert {event.step: event.value for event in tokens.Scalars(f"by_tokens/{key}")} == expected

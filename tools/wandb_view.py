@@ -1,9 +1,9 @@
-"""The saved view of a wandb project: charts of loss, speed, memory and data by the names that `report.trackers` gives
-them. Called by a person, once a project:
+"""The saved view of a wandb project: the charts of `harness.report.figure_list` in their sections. Called by a person,
+once a project:
 
     python -m tools.wandb_view ENTITY/PROJECT
 
-It needs the package wandb-workspaces, a login and the network. It does not know what a run logged.
+It needs the package wandb-workspaces, a login and the network. Independent of what a run logged.
 """
 
 import argparse
@@ -12,15 +12,9 @@ import sys
 from harness.base import console
 from harness.base.errors import UserError
 from harness.base.text import first_line
-from harness.report.trackers import GROUPS
+from harness.report.figure_list import BY_KEY, FIGURES, figures_by_chart
 
-SECTIONS = {  # title: charts, each the keys of metrics.jsonl that share it
-    "Training": (["grad_norm"], ["learning_rate"]),
-    "Speed": (["tokens_per_sec"], ["mfu_percent"], ["step_time_ms", "slowest_rank_ms"], ["goodput_percent"]),
-    "Memory": (["peak_memory_active", "peak_memory_alloc", "peak_memory_reserved"],),
-    "Data": (["data_wait_percent"], ["tokens_seen"]),
-}
-COLUMNS = ("loss", "eval_loss", "tokens_per_sec", "mfu_percent", "goodput_percent")  # of the list of runs
+SECTIONS = ("Loss", "Training", "Speed", "Memory", "Data")  # in this order; any others follow
 
 
 def build(entity: str, project: str):
@@ -35,22 +29,22 @@ def build(entity: str, project: str):
     except ImportError as error:
         raise UserError("needs the package wandb-workspaces (pip install wandb-workspaces)") from error
 
-    def chart(keys, x="Step"):
-        return reports.LinePlot(x=x, y=[GROUPS[key] for key in keys])
-
-    losses = ["loss", "eval_loss"]
-    panels = {"Loss": [chart(losses), chart(losses, x=GROUPS["tokens_seen"])]}
-    panels |= {title: [chart(keys) for keys in charts] for title, charts in SECTIONS.items()}
+    panels: dict[str, list] = {section: [] for section in SECTIONS}
+    for chart, figures in figures_by_chart().items():
+        section = panels.setdefault(chart.section, [])
+        section.append(reports.LinePlot(x="Step", y=[figure.name for figure in figures]))
+        over_tokens = [figure.name for figure in figures if figure.over_tokens]
+        if over_tokens:
+            section.append(reports.LinePlot(x=BY_KEY["tokens_seen"].name, y=over_tokens))
     panels["Stories"] = [reports.WeavePanelSummaryTable(table_name="stories")]
     panels["Differences"] = [reports.RunComparer(diff_only="split")]
+    columns = [f"summary:{figure.name}" for figure in FIGURES if figure.compared]
     return workspaces.Workspace(
         entity=entity,
         project=project,
         name="train_fsdp",
         sections=[workspaces.Section(name=title, panels=of, is_open=True) for title, of in panels.items()],
-        runset_settings=workspaces.RunsetSettings(
-            pinned_columns=["run:displayName", *(f"summary:{GROUPS[key]}" for key in COLUMNS)]
-        ),
+        runset_settings=workspaces.RunsetSettings(pinned_columns=["run:displayName", *columns]),
     )
 
 

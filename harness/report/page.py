@@ -22,34 +22,10 @@ from harness.base.saved import read_config
 from harness.base.text import first_line
 from harness.flags.settings import ASSETS, Settings
 from harness.job.folders import replace_file
+from harness.report.figure_list import BY_KEY, FIGURES, Chart, Figure, figures_by_chart
 
 POINTS = 1000  # of a line in a chart there are at most about twice as many
 SHOWN = 6  # stories of a prompt that are not folded away
-
-# key of metrics.jsonl: how it is written, and the words for it
-FIGURES: dict[str, tuple[str, str]] = {
-    "loss": ("{:.4f}", "loss"),
-    "eval_loss": ("{:.4f}", "held-out loss"),
-    "step": ("{:,}", "steps"),
-    "tokens_seen": ("{:,}", "tokens"),
-    "tokens_per_sec": ("{:,.0f}", "tokens per second"),
-    "step_time_ms": ("{:,.1f}", "ms a step"),
-    "mfu_percent": ("{:.2f} %", "MFU"),
-    "peak_memory_reserved": ("{:.2f} GiB", "memory reserved"),
-    "data_wait_percent": ("{:.1f} %", "waiting for data"),
-    "goodput_percent": ("{:.1f} %", "goodput"),
-}
-# title, unit, keys of metrics.jsonl with the name of each line
-CHARTS = [
-    ("Loss", "", {"loss": "training", "eval_loss": "held out"}),
-    ("Throughput", "tokens per second, all ranks", {"tokens_per_sec": "tokens per second"}),
-    ("MFU", "% of the dense bf16 peak", {"mfu_percent": "MFU"}),
-    ("Memory of the fullest GPU", "GiB at the peak",
-     {"peak_memory_reserved": "reserved", "peak_memory_alloc": "allocated", "peak_memory_active": "active"}),
-    ("Waiting for data", "% of the step", {"data_wait_percent": "data wait"}),
-    ("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}),
-    ("Learning rate", "", {"learning_rate": "learning rate"}),
-]  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -95,9 +71,10 @@ def is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def figure(metrics: dict, key: str) -> str:
-    """A figure in words that a person reads; empty where there is none."""
-    return FIGURES[key][0].format(metrics[key]) if is_number(metrics.get(key)) else ""
+def format_figure(metrics: dict, figure: Figure) -> str:
+    """A figure as a person reads it; empty where there is none."""
+    value = metrics.get(figure.key)
+    return figure.written.format(value) if is_number(value) else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -112,12 +89,12 @@ def thin(points: list[tuple]) -> list[tuple]:
     return points if size <= 2 else [p for s in stretches for p in sorted({min(s, key=value), max(s, key=value)})]
 
 
-def line_of(run: Run, key: str, name: str, color: int) -> dict | None:
+def line_of(run: Run, figure: Figure, name: str, color: int) -> dict | None:
     """A line of a chart, over steps and over tokens; None where nothing was logged."""
     points = [
-        (line["step"], line.get("tokens_seen"), line[key])
+        (line["step"], line.get("tokens_seen"), line[figure.key])
         for line in run.lines
-        if is_number(line.get(key)) and is_number(line["step"])
+        if is_number(line.get(figure.key)) and is_number(line["step"])
     ]
     if not points:
         return None
@@ -130,25 +107,40 @@ def line_of(run: Run, key: str, name: str, color: int) -> dict | None:
         "x": steps,
         "tokens": tokens,
         "y": values,
-        "points": key == "eval_loss",
+        "points": figure.group == "eval",  # at evaluations there are few
     }
 
 
 def charts_of(runs: list[Run]) -> list[dict]:
-    """The charts for which there are figures: of one run a line for each key, of several a line for each run."""
-    charts = []
-    for title, unit, keys in CHARTS:
+    """The charts for which there are figures: of one run a line for each figure, of several a line for each run."""
+    drawn = []
+    for chart, figures in charts_on_page().items():
         if len(runs) == 1:
-            groups = [(title, [(runs[0], key, name) for key, name in keys.items()])]
-        else:
-            named = {key: f"{title}, {name}" if len(keys) > 1 else title for key, name in keys.items()}
-            groups = [(named[key], [(run, key, run.name) for run in runs]) for key in keys]
-        for heading, lines in groups:
-            traces = [line_of(*line, color) for color, line in enumerate(lines)]
-            if traces := [trace for trace in traces if trace]:
-                chart = {"title": heading, "unit": unit, "traces": traces, "loss": "loss" in keys}
-                charts.append(chart | {"zero": not keys.keys() & {"loss", "grad_norm"}})
-    return charts
+            lines = [(runs[0], figure, figure.line_name) for figure in figures]
+            drawn.append(draw(chart, chart.title, lines))
+            continue
+        for figure in figures:
+            title = chart.title
+            if len(figures) > 1:
+                title += f", {figure.line_name}"
+            drawn.append(draw(chart, title, [(run, figure, run.name) for run in runs]))
+    return [chart for chart in drawn if chart["traces"]]
+
+
+def charts_on_page() -> dict[Chart, list[Figure]]:
+    return {chart: figures for chart, figures in figures_by_chart().items() if chart.on_page}
+
+
+def draw(chart: Chart, title: str, lines: list[tuple[Run, Figure, str]]) -> dict:
+    """What the page's script draws of a chart with these lines: (run, figure, name)."""
+    traces = [line_of(run, figure, name, color) for color, (run, figure, name) in enumerate(lines)]
+    return {
+        "title": title,
+        "unit": chart.unit,
+        "traces": [trace for trace in traces if trace],
+        "loss": chart.loss_axis,
+        "zero": chart.from_zero,
+    }
 
 
 def chart_cards(charts: list[dict]) -> str:
@@ -222,7 +214,11 @@ def write_report(folders: list[pathlib.Path], output: pathlib.Path) -> pathlib.P
         switches = switch("loss", linear="linear loss", log="log") + switch("over", step="over steps", tokens="tokens")
         body += [f'<div class="bar"><h2>Figures</h2>{switches}</div>', chart_cards(charts)]
         known = {key for run in runs for line in run.lines for key in line}
-        if absent := [title for title, _, keys in CHARTS if not keys.keys() & known]:
+        absent = []
+        for chart, figures in charts_on_page().items():
+            if not any(figure.key in known for figure in figures):
+                absent.append(chart.title)
+        if absent:
             body.append(f'<p class="muted"><small>not logged: {", ".join(absent)}</small></p>')
     parts: list[tuple[str, Callable[[Run], str]]] = [("Stories", stories)]
     if several:
@@ -263,8 +259,8 @@ def overview(run: Run) -> str:
     where = f"{world} x {run.config.get('gpu') or 'CPU'}" if world else ""
     data = f"{flags.get('model', '')} on {flags.get('dataset', '')}" if flags else ""
     told = " · ".join(escape(part) for part in (data, where, origin_of(run), state_of(run), times_of(run)) if part)
-    figures = tiles({words: figure(run.final, key) for key, (_, words) in FIGURES.items()})
-    return f'<p class="muted">{told}</p>{figures}'
+    figures = {figure.title: format_figure(run.final, figure) for figure in FIGURES if figure.written}
+    return f'<p class="muted">{told}</p>{tiles(figures)}'
 
 
 def times_of(run: Run) -> str:
@@ -284,12 +280,12 @@ def tiles(figures: dict[str, str]) -> str:
 
 
 def side_by_side(runs: list[Run]) -> str:
-    keys = [key for key in FIGURES if any(figure(run.final, key) for run in runs)]
+    shown = [one for one in FIGURES if one.written and any(format_figure(run.final, one) for run in runs)]
     rows = []
     for color, run in enumerate(runs):
         dot = f'<span class="dot" style="background: var(--c{color % 8})"></span>'
-        rows.append([dot + escape(run.name), *(figure(run.final, key) for key in keys), escape(state_of(run))])
-    return "<p></p>" + table(rows, ["run", *(FIGURES[key][1] for key in keys), "state"])
+        rows.append([dot + escape(run.name), *(format_figure(run.final, one) for one in shown), escape(state_of(run))])
+    return "<p></p>" + table(rows, ["run", *(one.title for one in shown), "state"])
 
 
 def differences(runs: list[Run]) -> str:
@@ -321,8 +317,9 @@ def stories(run: Run) -> str:
             told = (
                 f"<em>{escape(prompt)}</em>{escape(text[len(prompt) :])}" if text.startswith(prompt) else escape(text)
             )
-            loss = f"<br>held-out loss {figure(line, 'eval_loss')}" if figure(line, "eval_loss") else ""
-            at = f"<small>step {line['step']:,}{loss}</small>"
+            loss = format_figure(line, BY_KEY["eval_loss"])
+            held_out = f"<br>held-out loss {loss}" if loss else ""
+            at = f"<small>step {line['step']:,}{held_out}</small>"
             of_prompt.setdefault(prompt, []).append(f'<div class="story"><div>{at}</div><p>{told}</p></div>')
     cards = []
     for written in of_prompt.values():

@@ -18,7 +18,17 @@ from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
 from harness.job import endings, heartbeats
+from harness.report.figure_list import BY_KEY
 
+OF_THE_RUN = {  # figures that are no keys of metrics.jsonl, as HELP tells what they are
+    "num_steps": "optimizer steps that the run is to take, by --num-steps",
+    "log_interval_steps": "optimizer steps from one log line to the next, by --log-interval",
+    "timeout_seconds": "time after which a stalled run ends itself, by --timeout-minutes",
+    "start_time_seconds": "when this process began, in seconds since 1970",
+    "gpu_memory_gib": "memory of rank 0's GPU, GiB",
+    "starts": "starts of the run, this one included",
+    "world_size": "number of ranks",
+}
 STATES = ("running", "done", "stopped", "failed")
 PATIENCE = {0: 60.0, 143: 20.0, 130: 2.0}  # seconds by exit code; after SIGTERM a scheduler kills 30 s later
 FAILED_PATIENCE = 4.0  # seconds; every rank of a failed job is down within 10
@@ -125,7 +135,7 @@ class Endpoint:
             info = GaugeMetricFamily("training_info", "what runs; always 1", labels=["run", *self.labels])
             yield labelled(info, 1, **self.labels)
         for key, value in self.figures.items():
-            yield labelled(GaugeMetricFamily(f"training_{key}", f"{key}, see docs/MONITORING.md", labels=labels), value)
+            yield labelled(GaugeMetricFamily(f"training_{key}", describe(key), labels=labels), value)
 
     def end(self, exit_code: int) -> None:
         """Shows how the run ended, until everybody who scrapes it has seen that, if they come soon enough.
@@ -148,3 +158,11 @@ class Endpoint:
                     print(f"metrics    until Prometheus has read the end, {until - ended:.0f} s at most", flush=True)
             while (left := until - time.monotonic()) > 0 and any(self.scrapers[who][0] < ended for who in due):
                 self.scraped.wait(left)
+
+
+def describe(key: str) -> str:
+    """The HELP of a figure."""
+    if key in BY_KEY:
+        figure = BY_KEY[key]
+        return f"{figure.words}, {figure.unit}" if figure.unit else figure.words
+    return OF_THE_RUN.get(key, key)

@@ -18,7 +18,7 @@ from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.folders import replace_file
 from harness.job.printing import columns, say
-from harness.report import trackers
+from harness.report.figure_list import figures_in
 from harness.report.header import significant
 from harness.report.metrics_file import as_json, metrics_text
 from harness.report.page import whole_lines
@@ -65,8 +65,7 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
         if lines and "final" not in lines[-1]:
             lines.append(lines[-1] | state.tracker.summary() | {"final": True})
             replace_file(path, metrics_text(lines))
-            last = {key: value for key, value in lines[-1].items() if key not in trackers.WORDS}
-            Trackers(settings, folder, state, read_config(folder)).summarize(last)
+            Trackers(settings, folder, state, read_config(folder)).summarize(figures_in(lines[-1]))
     except OSError as error:
         raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
     return lines[-1] if lines else {}

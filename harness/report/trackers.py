@@ -24,44 +24,14 @@ from harness.flags.settings import Settings
 from harness.job import endings, terminal
 from harness.job.printing import say
 from harness.job.signals import StopRequest
+from harness.report.figure_list import BY_KEY, FIGURES, figures_in
 from harness.report.page import whole_lines
 from harness.state.train_state import TrainState
 
-GROUPS = {  # keys of metrics.jsonl, and what they are called where a page is divided by what stands before the slash
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate",
-    "eval_loss": "eval/loss",
-    "tokens_per_sec": "perf/tokens_per_sec",
-    "tokens_per_sec_per_gpu": "perf/tokens_per_sec_per_gpu",
-    "steps_per_sec": "perf/steps_per_sec",
-    "step_time_ms": "perf/step_time_ms",
-    "slowest_rank_ms": "perf/slowest_rank_ms",
-    "slowest_rank": "perf/slowest_rank",
-    "kernel_ms": "perf/kernel_ms",
-    "slowest_kernel_rank": "perf/slowest_kernel_rank",
-    "mfu_percent": "perf/mfu_percent",
-    "actual_tflops_per_sec": "perf/actual_tflops_per_sec",
-    "theoretical_tflops_total": "perf/theoretical_tflops_total",
-    "goodput_percent": "perf/goodput_percent",
-    "trained_seconds": "perf/trained_seconds",
-    "elapsed_seconds": "perf/elapsed_seconds",
-    "peak_memory_active": "memory/peak_active_gib",
-    "peak_memory_alloc": "memory/peak_alloc_gib",
-    "peak_memory_reserved": "memory/peak_reserved_gib",
-    "data_wait_percent": "data/wait_percent",
-    "tokens_seen": "data/tokens_seen",
-    "predicted_peak_memory_alloc": "plan/peak_alloc_gib",
-    "predicted_peak_memory_reserved": "plan/peak_reserved_gib",
-    "predicted_step_time_ms": "plan/step_time_ms",
-}
-WORDS = ("final", "samples", "changed")  # keys of a line that are no figures
-BY_TOKENS = ("loss", "eval_loss")  # what is shown over tokens too, to compare batch sizes and world sizes
 DIFFERING = (  # columns of the table in which tensorboard compares runs; it shows the first five by alphabet at first
     *("batch_size", "dataset", "gradient_accumulation_steps", "lr", "model", "optimizer", "precision"),
     *("seed", "sequence_length", "warmup_steps", "weight_decay", "world_size", "zero_stage"),
 )
-COMPARED = ("loss", "eval_loss", "tokens_per_sec", "mfu_percent", "peak_memory_reserved", "goodput_percent")
 FLUSH = 0.1  # seconds until a row is in wandb's file; by default 15
 PATIENCE = 60.0  # seconds that the end of a run waits for what wandb has not uploaded
 STUCK = 10.0  # seconds after which a row that is not in wandb's file is lost
@@ -96,12 +66,19 @@ def program(name: str) -> str:
 
 
 def grouped(metrics: dict) -> dict[str, float]:
-    """The figures of a line of metrics.jsonl under their names in the trackers; one without a group is in `other`."""
-    return {GROUPS.get(key, f"other/{key}"): value for key, value in metrics.items() if key != "step"}
+    """The figures of a line of metrics.jsonl under their names in the trackers; one that is not in `FIGURES` is in the
+    group `other`."""
+    named = {}
+    for key, value in metrics.items():
+        name = BY_KEY[key].name if key in BY_KEY else f"other/{key}"
+        if name is not None:
+            named[name] = value
+    return named
 
 
 def by_tokens(metrics: dict) -> dict[str, float]:
-    return {f"by_tokens/{key}": metrics[key] for key in BY_TOKENS if key in metrics}
+    """The figures that are shown over tokens too."""
+    return {f"by_tokens/{one.key}": metrics[one.key] for one in FIGURES if one.over_tokens and one.key in metrics}
 
 
 class Wandb:
@@ -125,7 +102,7 @@ class Wandb:
         run = {"project": settings.project_name, "name": folder.name, "dir": str(folder), "id": run_id}
         self.run = wandb.init(**run, resume="allow", config=config, settings=options)
         self.teardown = wandb.teardown
-        self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
+        self.run.define_metric("by_tokens/*", step_metric=BY_KEY["tokens_seen"].name)
         self.file = pathlib.Path(self.run.settings.sync_file)
         self.size, self.waits_since = 0, None  # of the file, and since when a row is logged that it may lack
 
@@ -298,7 +275,7 @@ class Tensorboard:
         flags = {key: run[key] if isinstance(run[key], int | float) else str(run[key]) for key in DIFFERING}
         kinds = {bool: "DATA_TYPE_BOOL", int: "DATA_TYPE_FLOAT64", float: "DATA_TYPE_FLOAT64", str: "DATA_TYPE_STRING"}
         columns = [api.HParamInfo(name=key, type=kinds[type(value)]) for key, value in flags.items()]
-        names = [api.MetricInfo(name=api.MetricName(tag=GROUPS[key])) for key in COMPARED]
+        names = [api.MetricInfo(name=api.MetricName(tag=one.name)) for one in FIGURES if one.compared]
         started = plugin.SessionStartInfo()
         for key, value in flags.items():
             setattr(
@@ -396,8 +373,7 @@ class Trackers:
                 kept = tracker.restart()
                 lines = [line for line in whole_lines(self.file) if "final" not in line and line["step"] > kept]
                 for line in lines:
-                    row = {key: value for key, value in line.items() if key not in WORDS}
-                    tracker.log(row, line.get("samples", []))
+                    tracker.log(figures_in(line), line.get("samples", []))
                 tracker.settle()
             except Exception:  # later, perhaps
                 continue

@@ -1,0 +1,259 @@
+"""Figures: the list of all that a line of metrics.jsonl has, one entry each, and how it is shown by the trackers, the
+page, Prometheus, the wandb view and docs/TRACKING.md, which all ask this list. Independent of how a figure is computed.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A chart of the page and of the wandb view; figures with the same chart share it, in the order of the list."""
+
+    title: str
+    unit: str = ""  # shown behind the title
+    section: str = "Other"  # of the wandb view
+    on_page: bool = True
+    from_zero: bool = True  # whether the page's vertical axis begins at 0
+    loss_axis: bool = False  # the page's axis is linear or logarithmic by its switch, and fits the later steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number in metrics.jsonl. What is left out is not shown there."""
+
+    key: str  # in metrics.jsonl; in Prometheus behind `training_`
+    name: str | None  # in wandb and tensorboard, group/name; None: it is their axis
+    unit: str
+    words: str  # what it is, in a short sentence without a capital and a full stop
+    label: str = ""  # on the page; by default the key with blanks
+    written: str | None = None  # format of a tile on the page and of a column where runs stand side by side
+    chart: Chart | None = None
+    line: str = ""  # name of its line in the chart; by default the label
+    compared: bool = False  # in the tables in which wandb and tensorboard compare runs
+    over_tokens: bool = False  # the trackers show it over tokens too, to compare batch sizes and world sizes
+
+    @property
+    def title(self) -> str:
+        return self.label or self.key.replace("_", " ")
+
+    @property
+    def line_name(self) -> str:
+        return self.line or self.title
+
+    @property
+    def group(self) -> str:
+        return (self.name or "").partition("/")[0]
+
+
+LOSS = Chart("Loss", section="Loss", from_zero=False, loss_axis=True)
+TOKENS = Chart("Tokens", section="Data", on_page=False)
+THROUGHPUT = Chart("Throughput", "tokens per second, all ranks", section="Speed")
+STEP_TIME = Chart("Time of a step", "ms", section="Speed", on_page=False)
+MFU = Chart("MFU", "% of the dense bf16 peak", section="Speed")
+MEMORY = Chart("Memory of the fullest GPU", "GiB at the peak", section="Memory")
+DATA_WAIT = Chart("Waiting for data", "% of the step", section="Data")
+GOODPUT = Chart("Goodput", "%", section="Speed", on_page=False)
+GRAD_NORM = Chart("Gradient norm", "before clipping", section="Training", from_zero=False)
+LEARNING_RATE = Chart("Learning rate", section="Training")
+
+FIGURES = (  # tiles, charts and tables have this order
+    Figure(
+        "loss",
+        "train/loss",
+        "nats per token",
+        "mean loss over every token of the global batch",
+        written="{:.4f}",
+        chart=LOSS,
+        line="training",
+        compared=True,
+        over_tokens=True,
+    ),
+    Figure(
+        "eval_loss",
+        "eval/loss",
+        "nats per token",
+        "mean loss over the held-out tokens, at evaluations",
+        label="held-out loss",
+        written="{:.4f}",
+        chart=LOSS,
+        line="held out",
+        compared=True,
+        over_tokens=True,
+    ),
+    Figure(
+        "step",
+        None,
+        "steps",
+        "optimizer steps so far, counted from the run's first start",
+        label="steps",
+        written="{:,}",
+    ),
+    Figure(
+        "tokens_seen",
+        "data/tokens_seen",
+        "tokens",
+        "tokens that were trained on so far, on all ranks",
+        label="tokens",
+        written="{:,}",
+        chart=TOKENS,
+    ),
+    Figure(
+        "tokens_per_sec",
+        "perf/tokens_per_sec",
+        "tokens/s",
+        "tokens of the window over its seconds, on all ranks",
+        label="tokens per second",
+        written="{:,.0f}",
+        chart=THROUGHPUT,
+        compared=True,
+    ),
+    Figure(
+        "tokens_per_sec_per_gpu", "perf/tokens_per_sec_per_gpu", "tokens/s", "tokens_per_sec over the number of ranks"
+    ),
+    Figure("steps_per_sec", "perf/steps_per_sec", "steps/s", "optimizer steps of the window over its seconds"),
+    Figure(
+        "step_time_ms",
+        "perf/step_time_ms",
+        "ms",
+        "mean time of a step in the window, on rank 0",
+        label="ms a step",
+        written="{:,.1f}",
+        chart=STEP_TIME,
+    ),
+    Figure(
+        "slowest_rank_ms",
+        "perf/slowest_rank_ms",
+        "ms",
+        "the longest step_time_ms that any rank's own clock saw",
+        chart=STEP_TIME,
+    ),
+    Figure("slowest_rank", "perf/slowest_rank", "rank", "the rank that worked longest between its collectives"),
+    Figure(
+        "kernel_ms",
+        "perf/kernel_ms",
+        "ms",
+        "time of a fixed kernel on the slowest rank, at the log lines where it was due",
+    ),
+    Figure(
+        "slowest_kernel_rank", "perf/slowest_kernel_rank", "rank", "the rank on which the fixed kernel took longest"
+    ),
+    Figure(
+        "mfu_percent",
+        "perf/mfu_percent",
+        "%",
+        "model FLOPs utilization, 100 x actual_tflops_per_sec / theoretical_tflops_total",
+        label="MFU",
+        written="{:.2f} %",
+        chart=MFU,
+        compared=True,
+    ),
+    Figure(
+        "actual_tflops_per_sec",
+        "perf/actual_tflops_per_sec",
+        "TFLOPS",
+        "tokens_per_sec x FLOPs per token, on all ranks",
+    ),
+    Figure(
+        "theoretical_tflops_total",
+        "perf/theoretical_tflops_total",
+        "TFLOPS",
+        "dense bf16 peak of one GPU x number of ranks",
+    ),
+    Figure(
+        "peak_memory_reserved",
+        "memory/peak_reserved_gib",
+        "GiB",
+        "the most that torch's allocator held of a GPU, the largest of all ranks",
+        label="memory reserved",
+        written="{:.2f} GiB",
+        chart=MEMORY,
+        line="reserved",
+        compared=True,
+    ),
+    Figure(
+        "peak_memory_alloc",
+        "memory/peak_alloc_gib",
+        "GiB",
+        "the most that tensors were given, the largest of all ranks",
+        chart=MEMORY,
+        line="allocated",
+    ),
+    Figure(
+        "peak_memory_active",
+        "memory/peak_active_gib",
+        "GiB",
+        "the most in blocks that were in use or awaited by a stream, the largest of all ranks",
+        chart=MEMORY,
+        line="active",
+    ),
+    Figure(
+        "data_wait_percent",
+        "data/wait_percent",
+        "%",
+        "share of the window that the host waited for batches, the largest of all ranks",
+        label="waiting for data",
+        written="{:.1f} %",
+        chart=DATA_WAIT,
+        line="data wait",
+    ),
+    Figure(
+        "goodput_percent",
+        "perf/goodput_percent",
+        "%",
+        "100 x trained_seconds / elapsed_seconds, at most 100",
+        label="goodput",
+        written="{:.1f} %",
+        chart=GOODPUT,
+        compared=True,
+    ),
+    Figure(
+        "trained_seconds",
+        "perf/trained_seconds",
+        "s",
+        "time of all steps at their usual speed, that of the median window",
+    ),
+    Figure("elapsed_seconds", "perf/elapsed_seconds", "s", "time since the run's first process started"),
+    Figure(
+        "grad_norm",
+        "train/grad_norm",
+        "",
+        "norm of the gradients before clipping",
+        label="gradient norm",
+        chart=GRAD_NORM,
+    ),
+    Figure("learning_rate", "train/learning_rate", "", "learning rate of the step", chart=LEARNING_RATE),
+    Figure(
+        "predicted_peak_memory_alloc",
+        "plan/peak_alloc_gib",
+        "GiB",
+        "peak_memory_alloc as the run's own plan predicted it, on the last line",
+    ),
+    Figure(
+        "predicted_peak_memory_reserved",
+        "plan/peak_reserved_gib",
+        "GiB",
+        "peak_memory_reserved as the run's own plan predicted it, on the last line",
+    ),
+    Figure(
+        "predicted_step_time_ms",
+        "plan/step_time_ms",
+        "ms",
+        "step_time_ms as the run's own plan predicted it, on the last line",
+    ),
+)
+BY_KEY = {figure.key: figure for figure in FIGURES}
+NOTES = ("final", "samples", "changed")  # keys of a line that are no figures
+
+
+def figures_in(line: dict) -> dict[str, float]:
+    """A line of metrics.jsonl without its notes."""
+    return {key: value for key, value in line.items() if key not in NOTES}
+
+
+def figures_by_chart() -> dict[Chart, list[Figure]]:
+    """Every chart with its figures."""
+    shared: dict[Chart, list[Figure]] = {}
+    for figure in FIGURES:
+        if figure.chart:
+            shared.setdefault(figure.chart, []).append(figure)
+    return shared
