@@ -85,7 +85,7 @@ from harness.model.configs import choose_sequence_length, find_source, load_conf
 from harness.model.float8 import check_float8, fp8_converter
 from harness.model.flops import known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
-from harness.model.optimizers import build_optimizer, clip_grad_norm
+from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
 from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta, use_liger
 from harness.plan import own_plan, planning
@@ -247,9 +247,11 @@ def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
     return transformers.get_scheduler(name, optimizer, *steps, scheduler_specific_kwargs=own)
 
 
-def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str:
+def verify_sharding(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, keeps_states: bool = True
+) -> str:
     """One line about what is sharded and how; a RuntimeError where a parameter or an optimizer state is not the DTensor
-    that the stage asks for."""
+    that the stage asks for, or where a parameter lacks the states that its optimizer keeps."""
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     parameters = dict(model.named_parameters())
     states = {
@@ -262,7 +264,8 @@ def verify_sharding(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: De
         if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
             raise RuntimeError(f"{name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
     for name, parameter in parameters.items():
-        if parameter.requires_grad and not any(state.startswith(f"{name}.") for state in states):
+        has_states = any(state.startswith(f"{name}.") for state in states)
+        if keeps_states and parameter.requires_grad and not has_states:
             raise RuntimeError(f"{name} has no optimizer state")
     here = sum(parameter.to_local().numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in parameters.values())
@@ -496,10 +499,11 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     mesh, found = build_mesh(settings, device), find_checkpoint(settings.resume, folder)
     settings = resolve(settings, config, found and found[1])
-    parameters = count_parameters(config)
+    parameters, each = count_parameters(config), parameter_bytes(settings)
     if device.type == "cpu" or settings.cpu_offload:
-        check_memory(settings, parameters, mesh["shard"].size())
-    settings = preflight.check(settings, parameters, mesh, device, folder, found[1]["step"] if found else 0)
+        check_memory(settings, parameters, each, mesh["shard"].size())
+    resumed_step = found[1]["step"] if found else 0
+    settings = preflight.check(settings, parameters, each, mesh, device, folder, resumed_step)
     train_set, eval_set = load_data(settings, tokenizer, config, accelerator, utils.get_dataset, found and found[1])
     beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
@@ -510,7 +514,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     model = build_model(settings, config, mesh, read_weights=not found)
     optimizer = build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
-    verified = verify_sharding(model, optimizer, mesh)
+    verified = verify_sharding(model, optimizer, mesh, keeps_states=each.states > 0)
 
     flops, counted = known_flops(model, settings.sequence_length)
     if settings.min_mfu and not flops:

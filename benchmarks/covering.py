@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT))
 
 from harness.flags.parser import parse_args
 from harness.flags.rules import contradiction
-from harness.flags.settings import Settings
+from harness.flags.settings import OPTIMIZERS, Settings
 
 FACTORS = {
     "precision": ("fp32", "bf16", "bf16-pure", "fp8 tensorwise", "fp8 rowwise", "fp8 rowwise_with_gw_hp"),
-    "optimizer": ("adamw", "adamw-bf16", "adamw8bit"),
+    "optimizer": tuple(OPTIMIZERS),
     "cpu_offload": (False, True),
     "activation_checkpointing": ("none", "selective", "full"),
     "compile": (False, True),

@@ -34,8 +34,9 @@ from harness.flags.parser import parse_args
 from harness.job import heartbeats, world
 from harness.job.signals import StopRequest
 from harness.job.world import new_group, start_processes, stop_processes
-from harness.model import collectives, optimizers
+from harness.model import collectives
 from harness.model.configs import load_config
+from harness.model.optimization import local
 from harness.model.weights import decoder_layers
 from harness.report.figures import figures_of_all_ranks
 from harness.state import store
@@ -405,7 +406,7 @@ def main(workspace: pathlib.Path) -> None:
         digest = hashlib.sha256()
         with torch.no_grad():
             for parameter in model.parameters():
-                digest.update(optimizers.local(parameter).contiguous().view(-1).numpy().tobytes())
+                digest.update(local(parameter).contiguous().view(-1).numpy().tobytes())
         held: list = [None] * world
         dist.all_gather_object(held, digest.hexdigest())
         return held

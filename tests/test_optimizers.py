@@ -1,19 +1,36 @@
 """Optimizers: what a step changes, what it does not, and what it leaves behind."""
 
+import dataclasses
 import functools
 import gc
+import json
+import re
+import shutil
+import sys
 
 import pytest
 import torch
 import torch._dynamo
-from conftest import parse
+from conftest import ROOT, losses_of, metrics_of, parse, start
 from multirank import resolved
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 from harness.base.errors import UserError
-from harness.model.optimizers import AdamW, build_optimizer, clip_grad_norm, local
+from harness.flags.settings import OPTIMIZERS
+from harness.model.optimization import (
+    OptimizerKind,
+    build_optimizer,
+    clip_grad_norm,
+    find_optimizer,
+    local,
+    make_states,
+    memory_saving_optimizers,
+    parameter_bytes,
+)
+from harness.model.optimizers import adamw, adamw8bit
+from harness.model.optimizers.adamw import AdamW
 
 
 @pytest.fixture
@@ -197,3 +214,153 @@ def test_adamw8bit_updates_weights_of_every_precision_as_adamw_does(built, monke
         if name != "step"
     }
     assert kept >= {"OptimState8bit"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What every optimizer's file says
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_states_of_every_optimizer_take_the_bytes_that_its_file_says(built, name, precision):
+    if (name, precision) == ("adamw-bf16", "bf16-pure"):
+        pytest.skip("is refused")
+    model, optimizer = built("--optimizer", name, "--precision", precision)
+    parameters = [p for p in model.parameters() if p.numel() >= 4096]  # torchao keeps those of smaller ones in fp32
+    states = [local(s) for p in parameters for s in optimizer.state[p].values() if s.dim()]
+    size = sum(getattr(state, "codes", state).nbytes for state in states)
+    each = parameter_bytes(resolved(["--demo", "--optimizer", name, "--precision", precision])[0])
+    assert parameters and size == each.states * sum(p.numel() for p in parameters)
+    assert each.at_rest == 2 * (2 if precision == "bf16-pure" else 4) + each.states
+    assert each.in_checkpoint >= each.weight + each.states
+
+
+def test_what_can_stand_in_for_an_optimizer_takes_less_memory():
+    for name in OPTIMIZERS:
+        for other in memory_saving_optimizers(name):
+            assert find_optimizer(other).state_bytes(4) < find_optimizer(name).state_bytes(4)
+    assert memory_saving_optimizers("adamw") == ["adamw8bit"]
+
+
+def test_an_optimizer_whose_package_is_missing_is_refused_by_name(built, monkeypatch):
+    kind = dataclasses.replace(find_optimizer("adamw8bit"), package="no_such_package")
+    monkeypatch.setattr(adamw8bit, "OPTIMIZER", kind)
+    with pytest.raises(UserError, match=r"^--optimizer adamw8bit: needs the package no_such_package \(pip install no_"):
+        built("--optimizer", "adamw8bit")
+    assert memory_saving_optimizers("adamw") == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# States that are made before the first step
+
+TORCHS = {
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+    "sgd, lr as a tensor": lambda groups, lr: torch.optim.SGD(groups, torch.tensor(lr), momentum=0.9),
+    "rmsprop": functools.partial(torch.optim.RMSprop, momentum=0.9),
+    "adamax": torch.optim.Adamax,  # a step with zero gradients leaves eps in a state
+    "adamw": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("make", TORCHS.values(), ids=TORCHS.keys())
+def test_states_made_before_the_first_step_change_no_step(make):
+    weights = []
+    for early in (True, False):
+        torch.manual_seed(1)
+        parameter = torch.nn.Parameter(torch.randn(8, 4))
+        optimizer = make([{"params": [parameter], "weight_decay": 0.5}], lr=0.1)
+        if early:
+            before = parameter.detach().clone()
+            make_states(optimizer)
+            assert optimizer.state[parameter] and parameter.grad is None
+            assert not any(state.any() for state in optimizer.state[parameter].values())
+            assert torch.equal(parameter, before)
+        (group,) = optimizer.param_groups
+        assert (float(group["lr"]), group["weight_decay"]) == (pytest.approx(0.1), 0.5)
+        for _ in range(3):
+            parameter.grad = torch.randn(8, 4)
+            optimizer.step()
+        weights.append(parameter.detach())
+    assert torch.equal(*weights)
+
+
+def test_only_an_optimizer_that_keeps_no_states_may_lack_them(built, monkeypatch):
+    build = lambda groups, settings: torch.optim.SGD(groups, settings.lr)  # noqa: E731
+    monkeypatch.setattr(adamw, "OPTIMIZER", OptimizerKind(build, state_bytes=lambda weight: 0))
+    model, optimizer = built()
+    mesh = next(model.parameters()).device_mesh
+    assert "and 0 optimizer states" in train_fsdp.verify_sharding(model, optimizer, mesh, keeps_states=False)
+    with pytest.raises(RuntimeError, match="has no optimizer state"):
+        train_fsdp.verify_sharding(model, optimizer, mesh)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One more file
+
+SGD = '''"""SGD with momentum. The first of --betas is the momentum."""
+
+import torch
+
+from harness.model.optimization import OptimizerKind
+
+
+def build(groups, settings):
+    return torch.optim.SGD(groups, settings.lr, momentum=settings.betas[0])
+
+
+OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: weight)
+'''
+
+PLAN_TRAIN_RESUME = """
+import json, sys
+import torch
+from harness.flags.parser import parse_args
+from harness.job.world import start_processes
+from harness.model.configs import load_config
+from harness.plan import planning
+import train_fsdp
+
+class Stop:
+    can_save, name, steps = False, "SIGTERM", -1
+    def agreed(self):
+        self.steps -= 1
+        return self.steps == 0
+
+flags, only_half = sys.argv[1:], Stop()
+only_half.steps = 2
+print("PLAN", flush=True)
+planning.plan(parse_args([*flags, "--plan", "--json", "--plan-gpus", "2", "--plan-seconds", "0"]), train_fsdp.RECIPE)
+print("END", flush=True)
+device = start_processes()
+for run, stop, resume in (("all", Stop(), "none"), ("half", only_half, "none"), ("half", Stop(), "auto")):
+    settings = parse_args([*flags, "--run-name", run, "--resume", resume])
+    print("EXIT", train_fsdp.run(settings, device, stop), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_an_optimizer_is_added_by_one_file(tmp_path):
+    """In a copy of the program: --help has it, a run trains and goes on bit for bit, a plan counts its states."""
+    for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("harness", "assets"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "harness" / "model" / "optimizers" / "sgd.py").write_text(SGD)
+
+    help_text = start([sys.executable, "train_fsdp.py", "--help"], cwd=tmp_path).stdout
+    assert "--optimizer {adamw,adamw-bf16,adamw8bit,sgd}" in help_text
+    assert "8-bit states; sgd: SGD with momentum [adamw]" in " ".join(help_text.split())
+
+    flags = "--model demo --dataset synthetic --optimizer sgd --lr 0.01 --num-steps 4 --sequence-length 32 --no-compile"
+    flags += " --log-interval 1 --final-checkpoint --precision fp32 --output-dir out --cache-dir cache"
+    command = [sys.executable, "-c", PLAN_TRAIN_RESUME, *flags.split()]
+    process = start(command, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    assert re.findall(r"^EXIT (\d+)", process.stdout, re.MULTILINE) == ["0", "143", "0"]
+    plan = json.loads(process.stdout.partition("PLAN\n")[2].partition("END\n")[0])
+    memory = plan["memory_gib"]
+    assert memory["optimizer"] == pytest.approx(memory["parameters"], rel=0.01) and memory["optimizer"] > 0
+    losses = losses_of(tmp_path / "out" / "all")
+    assert len(losses) == 4 and losses_of(tmp_path / "out" / "half") == losses
+    half, whole = (metrics_of(tmp_path / "out" / run)[-1]["grad_norm"] for run in ("half", "all"))
+    assert half == whole

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness.model import optimizers
+from harness.model.optimization import local
 from harness.model.weights import decoder_layers
 
 RANKS = (1, 2, 4)
@@ -201,7 +201,7 @@ def train_alone(device, flags: str) -> tuple[list[torch.Tensor], list[torch.Tens
         losses.append(train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker())[0])
         with train_fsdp.evaluating(model):
             losses.append(model(**next(batches), use_cache=False).loss)
-    return losses, [optimizers.local(parameter).detach().clone() for parameter in model.parameters()], model
+    return losses, [local(parameter).detach().clone() for parameter in model.parameters()], model
 
 
 @pytest.mark.parametrize("name", ALONE)

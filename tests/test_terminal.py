@@ -33,6 +33,7 @@ from harness.base.errors import UserError
 from harness.job import host, terminal
 from harness.job.printing import say_story
 from harness.job.signals import StopRequest
+from harness.model.optimization import parameter_bytes
 from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
 from harness.report.header import significant, watching
 from harness.report.summary import next_commands
@@ -349,12 +350,14 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_its_data_are_read(m
 def test_nothing_that_fits_is_refused(monkeypatch, flags, each):
     monkeypatch.setattr(host, "memory", lambda: 1000 * each)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    host.check_memory(parse(flags.split()), parameters=1000, shards=4)
-    host.check_memory(parse(flags.split()), parameters=2000, shards=8)  # two hosts
+    settings = parse(flags.split())
+    of_parameter = parameter_bytes(settings)
+    host.check_memory(settings, 1000, of_parameter, shards=4)
+    host.check_memory(settings, 2000, of_parameter, shards=8)  # two hosts
     with pytest.raises(UserError):
-        host.check_memory(parse(flags.split()), parameters=1001, shards=4)
+        host.check_memory(settings, 1001, of_parameter, shards=4)
     with pytest.raises(UserError):
-        host.check_memory(parse(flags.split()), parameters=500, shards=1)  # stage 0: each rank has all
+        host.check_memory(settings, 500, of_parameter, shards=1)  # stage 0: each rank has all
 
 
 def test_a_small_figure_keeps_its_digits():

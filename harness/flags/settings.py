@@ -9,6 +9,7 @@ from typing import Literal
 
 from harness.base import versions
 from harness.base.text import counted
+from harness.flags.choices import choices_in
 from harness.flags.flag_files import Collect
 from harness.flags.flag_types import batch_size, gpu_counts, number, path, text
 
@@ -16,6 +17,8 @@ ROOT = versions.ROOT
 ASSETS = ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
+OPTIMIZERS = choices_in(ROOT / "harness" / "model" / "optimizers", first="adamw")
+OPTIMIZERS_HELP = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items()).replace("%", "%%")
 PROFILED_STEPS = 3
 
 
@@ -67,7 +70,7 @@ class Settings:
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
     num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization")
-    optimizer: Literal["adamw", "adamw-bf16", "adamw8bit"] = flag("adamw", "torch's fused AdamW; the same with moments in bf16; torchao's with 8-bit states [adamw]")
+    optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]")
     lr: float = flag(3e-4, "peak learning rate [3e-4]")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0)

@@ -2,6 +2,7 @@
 before torch is imported, and before anything large is made. It does not know what is computed."""
 
 import contextlib
+import dataclasses
 import multiprocessing.util
 import os
 import pathlib
@@ -138,44 +139,33 @@ def shorten_sockets() -> None:
         tempfile.tempdir = folder
 
 
-def bytes_of_states(settings: Settings) -> tuple[int, int]:
-    """Bytes of a parameter, and of its optimizer states."""
-    return bytes_of_weight(settings), state_sizes(settings)[0]
+@dataclasses.dataclass(frozen=True)
+class ParameterBytes:
+    """Bytes that one parameter of a model takes."""
+
+    weight: int
+    states: int  # of the optimizer, in memory
+    saved_states: int  # of the optimizer, in a checkpoint
+
+    @property
+    def at_rest(self) -> int:
+        """In memory, with its gradient and its optimizer states."""
+        return 2 * self.weight + self.states
+
+    @property
+    def in_checkpoint(self) -> int:
+        return self.weight + self.saved_states
 
 
-def bytes_of_weight(settings: Settings) -> int:
-    return 2 if settings.precision == "bf16-pure" else 4
-
-
-def state_sizes(settings: Settings) -> tuple[int, int]:
-    """Bytes of the optimizer states of one parameter, in memory and in a checkpoint: the one place that knows them."""
-    weight = bytes_of_weight(settings)
-    sizes = {
-        "adamw": (2 * weight, 2 * weight),
-        "adamw-bf16": (4, 4),
-        "adamw8bit": (2, 10),  # saved as codes and in fp32, for other numbers of ranks
-    }
-    if settings.optimizer not in sizes:
-        raise NotImplementedError(f"--optimizer {settings.optimizer}: state_sizes in {__file__} lacks its bytes")
-    return sizes[settings.optimizer]
-
-
-def bytes_at_rest(settings: Settings) -> int:
-    """Bytes of a parameter with its gradient and its optimizer states."""
-    weight, states = bytes_of_states(settings)
-    return 2 * weight + states
-
-
-def check_memory(settings: Settings, parameters: int, shards: int) -> None:
+def check_memory(settings: Settings, parameters: int, each: ParameterBytes, shards: int) -> None:
     """Raises a UserError where parameters, gradients and optimizer states alone, of the ranks here, are more than this
     host can hold: a lower bound of what training takes. `shards` is how many ranks share one replica."""
     from harness.base.devices import GIB
     from harness.base.errors import UserError
 
-    each = bytes_at_rest(settings)
-    need, there = parameters * each * ranks_here() / shards, memory()
+    need, there = parameters * each.at_rest * ranks_here() / shards, memory()
     if need > there:
-        what = f"{parameters:,} parameters x {each} bytes with their gradients and optimizer states"
+        what = f"{parameters:,} parameters x {each.at_rest} bytes with their gradients and optimizer states"
         advice = "try --demo, or look for GPUs that hold it by --plan"
         have = f"training on the host takes {need / GIB:,.1f} GiB and more ({what}), it has {there / GIB:,.1f}"
         raise UserError(f"--model {settings.model}: {have}; {advice}")

@@ -28,6 +28,7 @@ from harness.base.text import counted
 from harness.base.versions import versions
 from harness.flags.settings import ROOT, Settings
 from harness.job import driver, host, terminal
+from harness.job.host import ParameterBytes
 
 SHARED_MEMORY = "/dev/shm"
 # Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes
@@ -240,7 +241,7 @@ def check_staging(settings: Settings, staged: float, at_rest: float, described: 
 # ---- Nodes and links -------------------------------------------------------------------------------------------------
 
 
-def check_nodes(settings: Settings, parameters: int, described: list[dict]) -> Iterator[str]:
+def check_nodes(settings: Settings, parameters: int, each: ParameterBytes, described: list[dict]) -> Iterator[str]:
     """A shard group across nodes, where the GPUs of one node would hold a replica. Whether replicas are faster depends
     on the network: a plan says it."""
     nodes = collections.Counter(about["node"] for about in described)
@@ -249,7 +250,7 @@ def check_nodes(settings: Settings, parameters: int, described: list[dict]) -> I
     shards = world // replicas
     if shards <= per_node or max(nodes.values()) != per_node:
         return
-    at_rest = host.bytes_at_rest(settings) * parameters / per_node
+    at_rest = each.at_rest * parameters / per_node
     memory = min(about.get("memory", 0) for about in described)
     if memory and not settings.cpu_offload and at_rest > FULL * memory:
         return
@@ -291,33 +292,28 @@ def check_links(described: list[dict], shards: int) -> Iterator[str]:
 # ---- The disk --------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_bytes(settings: Settings, parameters: int) -> int:
-    """Of one checkpoint: parameters and optimizer states."""
-    return parameters * (host.bytes_of_weight(settings) + host.state_sizes(settings)[1])
-
-
-def check_disk(settings: Settings, parameters: int, folder: pathlib.Path) -> Iterator[str]:
+def check_disk(settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path) -> Iterator[str]:
     """Raises UserError where not even one of the checkpoints, or not the export, has room beside what is there."""
-    each, free, keep = checkpoint_bytes(settings, parameters), free_bytes(folder), settings.keep_checkpoints
+    checkpoint, free, keep = parameters * each.in_checkpoint, free_bytes(folder), settings.keep_checkpoints
     there = len(saved.complete(folder))
-    weights = parameters * host.bytes_of_weight(settings) if settings.export else 0
+    weights = parameters * each.weight if settings.export else 0
     target = pathlib.Path(settings.export or folder).expanduser()
     same = weights and device_of(target) == device_of(folder)
-    size = f"a checkpoint takes {amount(each)} ({parameters:,} parameters)"
+    size = f"a checkpoint takes {amount(checkpoint)} ({parameters:,} parameters)"
     if free is not None:
         free += left_over_bytes(folder)
         have = f"{folder} has {amount(free)} free"
-        wanted = max(0, keep + 1 - there) * each + (weights if same else 0)
-        if (settings.checkpoint_interval or settings.final_checkpoint) and each > free:
+        wanted = max(0, keep + 1 - there) * checkpoint + (weights if same else 0)
+        if (settings.checkpoint_interval or settings.final_checkpoint) and checkpoint > free:
             raise UserError(f"--output-dir: {size}, {have}; name another disk, or make room", 1)
         if settings.checkpoint_interval and wanted > free:
             more = f" and the export of {amount(weights)}" * bool(same)
             what = f"{size}, {have}: {keep} that are kept, the next one that is written{more} take {amount(wanted)}"
             yield f"--output-dir: {what}; make room, or give a smaller --keep-checkpoints"
-        elif has_no_room_for_last(settings, parameters, folder):
-            beside = f" beside the export of {amount(weights)}" if same and each <= free else ""
+        elif has_no_room_for_last(settings, parameters, each, folder):
+            beside = f" beside the export of {amount(weights)}" if same and checkpoint <= free else ""
             yield f"--output-dir: {size}, {have}{beside}: the last state will not be kept; make room"
-        elif not settings.checkpoint_interval and each > free:
+        elif not settings.checkpoint_interval and checkpoint > free:
             yield f"--output-dir: {size}, {have}: SIGTERM would end this run without saving; make room"
     room = free_bytes(target) if weights else None
     if room is not None and weights > room:
@@ -325,13 +321,13 @@ def check_disk(settings: Settings, parameters: int, folder: pathlib.Path) -> Ite
         raise UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
 
 
-def has_no_room_for_last(settings: Settings, parameters: int, folder: pathlib.Path) -> bool:
+def has_no_room_for_last(settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path) -> bool:
     """Whether the state after the last step, which nobody asked for by a flag, has no room beside the export."""
     if settings.checkpoint_interval or settings.final_checkpoint is not None or not settings.keeps_last():
         return False
-    need, free = checkpoint_bytes(settings, parameters), free_bytes(folder)
+    need, free = parameters * each.in_checkpoint, free_bytes(folder)
     if settings.export and device_of(pathlib.Path(settings.export).expanduser()) == device_of(folder):
-        need += parameters * host.bytes_of_weight(settings)
+        need += parameters * each.weight
     return free is not None and need > free + left_over_bytes(folder)
 
 
@@ -349,11 +345,18 @@ def device_of(path: pathlib.Path) -> int:
 
 
 def check(
-    settings: Settings, parameters: int, mesh: DeviceMesh, device: torch.device, folder: pathlib.Path, step: int
+    settings: Settings,
+    parameters: int,
+    each: ParameterBytes,
+    mesh: DeviceMesh,
+    device: torch.device,
+    folder: pathlib.Path,
+    step: int,
 ) -> Settings:
     """Looks at everything once, before the model is made; every rank calls this. Rank 0 judges and warns; its UserError
-    is every rank's. `parameters` are those of the model; `step` is that of the checkpoint from which the run goes on: a
-    run that is done saves nothing. Returns the settings with what the disk, or a host's memory, has no room for."""
+    is every rank's. `parameters` is how many the model has, and `each` what one takes; `step` is that of the checkpoint
+    from which the run goes on: a run that is done saves nothing. Returns the settings with what the disk, or a host's
+    memory, has no room for."""
     if settings.num_workers:
         host.shorten_sockets()
     described = of_all_ranks(describe(device))
@@ -365,7 +368,7 @@ def check(
             check_versions(described),
             check_gpus(described),
             check_taken(described),
-            check_nodes(settings, parameters, described),
+            check_nodes(settings, parameters, each, described),
             check_links(described, shards),
             check_threads(settings, described, computes),
             check_shared_memory(settings, described),
@@ -373,12 +376,12 @@ def check(
         ]
         decided = settings
         if step < settings.num_steps:
-            at_rest = host.bytes_at_rest(settings) * parameters / shards if computes else 0
-            staged = [*check_staging(settings, checkpoint_bytes(settings, parameters) / shards, at_rest, described)]
-            checks += [staged, check_disk(settings, parameters, folder)]
+            at_rest = each.at_rest * parameters / shards if computes else 0
+            staged = [*check_staging(settings, each.in_checkpoint * parameters / shards, at_rest, described)]
+            checks += [staged, check_disk(settings, parameters, each, folder)]
             if staged:
                 decided = dataclasses.replace(decided, lacks_memory=True)
-            if has_no_room_for_last(settings, parameters, folder):
+            if has_no_room_for_last(settings, parameters, each, folder):
                 decided = dataclasses.replace(decided, lacks_disk=True)
         for warning in itertools.chain(*checks):
             terminal.tell(f"train_fsdp.py: warning: {warning}")

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from harness.model import optimizers
+from harness.model.optimization import local
 
 
 def groups(model: nn.Module) -> Iterator:
@@ -96,7 +96,7 @@ def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     group = mesh.get_group("replicate")
     for parameter in model.parameters():
-        shard = optimizers.local(parameter)
+        shard = local(parameter)
         if shard.numel():  # the same on all replicas
             sent = shard.to(mesh.device_type)  # from the host with --cpu-offload
             dist.broadcast(sent, group=group, group_src=0)

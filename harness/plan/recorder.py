@@ -10,7 +10,6 @@ import hashlib
 import operator
 import re
 import weakref
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -30,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.flags.settings import Settings
 from harness.model import loss
+from harness.model.optimization import find_optimizer
 from harness.model.weights import decoder_layers
 from harness.plan.rates import LIST, Operator
 
@@ -491,10 +491,9 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
     settings = dataclasses.replace(settings, attention=attention, document_mask=False)
     config = at_depth(config, depth)
     recorder = StepRecorder(settings.gpus_per_node)
-    if settings.optimizer == "adamw8bit" and find_spec("torchao"):  # its tables, cached, are computed from real tensors
-        from torchao.optim import subclass_8bit
-
-        subclass_8bit.get_qmap_signed(), subclass_8bit.get_qmap_unsigned()
+    optimizer_kind = find_optimizer(settings.optimizer)
+    if optimizer_kind.before_plan and optimizer_kind.is_installed():
+        optimizer_kind.before_plan()
 
     def batches():
         for index in range(settings.gradient_accumulation_steps):

@@ -8,12 +8,12 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 from harness.flags.commands import without
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.model.loss import choose_loss
+from harness.model.optimization import memory_saving_optimizers
 from harness.plan.gpus import TIGHT
 
 LEVELS = ("none", "selective", "full")  # of activation checkpointing: each holds less, and is slower
@@ -103,7 +103,7 @@ def memory_savers(settings: Settings) -> list[dict]:
         ({"activation_checkpointing": "selective"}, checkpointing == "none"),
         ({"batch_size": least, "gradient_accumulation_steps": steps // least}, batch != least),
         ({"activation_checkpointing": "full"}, checkpointing != "full"),
-        ({"optimizer": "adamw8bit"}, settings.optimizer != "adamw8bit" and find_spec("torchao")),
+        *(({"optimizer": name}, True) for name in memory_saving_optimizers(settings.optimizer)),
         ({"cpu_offload": True}, not settings.cpu_offload),
     ]
     return [changes for changes, possible in ways if possible]

@@ -1,0 +1,133 @@
+"""Optimization: the optimizer of a sharded model by its name, with weight decay on matrices only and its states made,
+the bytes that a parameter takes with it, and the clipping of gradients. Called by the script, by plans too. Each
+optimizer is a file of harness/model/optimizers/. Independent of the loop, the schedule and how states are saved."""
+
+import dataclasses
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from harness.base.errors import UserError
+from harness.flags.settings import OPTIMIZERS, Settings
+from harness.job.host import ParameterBytes
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerKind:
+    """What the rest of the program asks of an optimizer: the value `OPTIMIZER` of its file.
+
+    `build` takes groups of parameters, each with its weight decay, and the settings. If the optimizer it returns has no
+    states yet, `make_states` makes them. If that optimizer has an attribute `grad_scale`, its next step must divide the
+    gradients by it, unless it is None, and then set it to None.
+    """
+
+    build: Callable[[list[dict], Settings], torch.optim.Optimizer]
+    state_bytes: Callable[[int], int]  # of one parameter's states in memory, by the bytes of its weight
+    saved_state_bytes: Callable[[int], int] | None = None  # the same in a checkpoint, where it differs
+    package: str | None = None  # what pip installs for it
+    stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
+    before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
+
+    def is_installed(self) -> bool:
+        return self.package is None or find_spec(self.package) is not None
+
+
+def find_optimizer(name: str) -> OptimizerKind:
+    """The optimizer of that name; its file is imported."""
+    return import_module(f"harness.model.optimizers.{name.replace('-', '_')}").OPTIMIZER
+
+
+def memory_saving_optimizers(name: str) -> list[str]:
+    """The installed optimizers that take less memory and may stand in for the named one."""
+    kinds = {other: find_optimizer(other) for other in OPTIMIZERS}
+    return [other for other, kind in kinds.items() if name in kind.stands_in_for and kind.is_installed()]
+
+
+def parameter_bytes(settings: Settings) -> ParameterBytes:
+    """What one parameter takes, with its optimizer."""
+    kind, weight = find_optimizer(settings.optimizer), 2 if settings.precision == "bf16-pure" else 4
+    saved_state_bytes = kind.saved_state_bytes or kind.state_bytes
+    return ParameterBytes(weight, states=kind.state_bytes(weight), saved_states=saved_state_bytes(weight))
+
+
+def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the sharded parameters, weight decay on matrices only, its states made already."""
+    kind = find_optimizer(settings.optimizer)
+    if not kind.is_installed():
+        needs = f"needs the package {kind.package} (pip install {kind.package})"
+        raise UserError(f"--optimizer {settings.optimizer}: {needs}")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = kind.build([group for group in groups if group["params"]], settings)
+    if not optimizer.state:
+        make_states(optimizer)
+    return optimizer
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the states of an optimizer that has none before its first step, so that they can be checked, counted in
+    memory and loaded into.
+
+    It takes a step with zero gradients, without learning rate and weight decay, which changes no parameter, and then
+    sets every state to zero. An optimizer whose states begin with other numbers makes them itself.
+    """
+    options = [
+        (group, name, float(group[name]))
+        for group in optimizer.param_groups
+        for name in ("lr", "weight_decay")
+        if name in group
+    ]
+    for group, name, _ in options:
+        set_option(group, name, 0.0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                value.zero_()
+    for group, name, value in options:
+        set_option(group, name, value)
+
+
+def set_option(group: dict, name: str, value: float) -> None:
+    """Sets a number of a group of parameters, which some optimizers keep as a tensor."""
+    if torch.is_tensor(group[name]):
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
+def local(tensor: DTensor) -> torch.Tensor:
+    """This rank's part; of a float8 weight the master weight that it wraps. Called without gradients."""
+    part = tensor.to_local()
+    return getattr(part, "_tensor", part)
+
+
+@torch.no_grad()
+def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    """The norm of all gradients on all ranks, a scalar that is still on the device; where `max_norm` is not 0, the next
+    `step` updates with gradients scaled down to it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not hasattr(optimizer, "grad_scale"):
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor()
+        if max_norm:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+    norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters], dtype=torch.float32)
+    norm, shards = torch.linalg.vector_norm(torch.stack(norms)), parameters[0].device_mesh.get_group("shard")
+    if shards.size() > 1:  # replicas have the same gradients
+        norm.square_()
+        dist.all_reduce(norm, group=shards)
+        norm.sqrt_()
+    if max_norm:
+        optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1)
+    return norm

@@ -1,0 +1,72 @@
+"""torchao's AdamW with 8-bit states. Its update gets local tensors: compiled over DTensors it ends with SIGSEGV on
+float8 weights, and on weights in bf16 with an error of the compiler."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from harness.flags.settings import Settings
+from harness.model.optimization import OptimizerKind, local
+
+
+def build(groups: list[dict], settings: Settings) -> torch.optim.Optimizer:
+    return adamw8bit()(groups, lr=settings.lr, betas=settings.betas)
+
+
+def adamw8bit() -> type[torch.optim.Optimizer]:
+    """The class, made when it is asked for: torchao is imported only by who uses it."""
+    from torchao.optim import AdamW8bit as Torchaos
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    class AdamW8bit(Torchaos):
+        @torch.no_grad()
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": self._new_buffer(parameter, True),
+                        "exp_avg_sq": self._new_buffer(parameter, False),
+                    }
+
+        @staticmethod
+        def _subclass_zeros(tensor: torch.Tensor, signed: bool, block_size: int) -> torch.Tensor:
+            # of fp32 as the update computes it, also for weights in bf16: torch cannot compile a view of another dtype
+            return OptimState8bit.zeros(tensor.shape, signed, block_size, tensor.device, dtype=torch.float32)
+
+        @torch.no_grad()
+        def step(self) -> None:
+            with torch._dynamo.utils.disable_cache_limit():  # it is compiled for each shape
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self.update_one(parameter, self.state[parameter], group)
+
+        def update_one(self, parameter: DTensor, state: dict, group: dict) -> None:
+            state["step"] += 1
+            tensors = local(parameter), local(parameter.grad), state["step"]
+            moments = local(state["exp_avg"]), local(state["exp_avg_sq"]), None
+            options = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
+            self.update(*tensors, *moments, *options, self.is_adamw, self.bf16_stochastic_round)
+
+    return AdamW8bit
+
+
+def compute_tables() -> None:
+    """torchao computes its tables of codes from real tensors, once; a plan has none."""
+    from torchao.optim import subclass_8bit
+
+    subclass_8bit.get_qmap_signed()
+    subclass_8bit.get_qmap_unsigned()
+
+
+OPTIMIZER = OptimizerKind(
+    build,
+    state_bytes=lambda weight: 2,
+    saved_state_bytes=lambda weight: 10,  # as codes and in fp32, for other numbers of ranks
+    package="torchao",
+    stands_in_for=("adamw", "adamw-bf16"),
+    before_plan=compute_tables,
+)

@@ -1,0 +1,43 @@
+"""AdamW with moments in bf16. torch's kernel does not take moments of another dtype than the parameters', so these are
+updated here; compiled layers come with a compiled update."""
+
+import torch
+
+from harness.flags.settings import Settings
+from harness.model.optimization import OptimizerKind
+from harness.model.optimizers.adamw import AdamW
+
+
+def update(param, grad, exp_avg, exp_avg_sq, step, scale, rate, weight_decay, eps, beta1, beta2) -> None:
+    """AdamW of one tensor, in fp32 whatever the moments are kept in; they are rounded when the update has used them.
+
+    `rate` is a tensor, as another number in each step would be compiled anew.
+    """
+    grad = grad.float() if scale is None else grad / scale
+    first = exp_avg.float() * beta1 + grad * (1 - beta1)
+    second = exp_avg_sq.float() * beta2 + grad * grad * (1 - beta2)
+    denominator = (second / (1 - beta2**step)).sqrt() + eps
+    param.mul_(1 - rate * weight_decay).sub_(rate / (1 - beta1**step) * first / denominator)
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+
+
+class AdamWBf16(AdamW):
+    def __init__(self, groups: list[dict], compiled: bool, **options):
+        super().__init__(groups, torch.bfloat16, **options)
+        self.update = torch.compile(update) if compiled else update
+
+    def update_all(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
+        options = {"weight_decay": group["weight_decay"], "eps": group["eps"]}
+        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        rate = torch.tensor(group["lr"])
+        torch._foreach_add_(steps, 1)
+        for *tensors, step in zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True):
+            self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, rate, **options)
+
+
+def build(groups: list[dict], settings: Settings) -> AdamWBf16:
+    return AdamWBf16(groups, settings.compile, lr=settings.lr, betas=settings.betas)
+
+
+OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 4)
