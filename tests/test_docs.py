@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
 from harness.base import gpu_names
-from harness.flags import rules, settings
+from harness.flags import rules
 from harness.flags.parser import make_parser
 from tools import figure_table, flag_table
 

@@ -176,8 +176,8 @@ def test_a_bug_keeps_its_traceback(arguments, tmp_path):
         shutil.copy(ROOT / name, broken)
     for name in ("assets", "harness"):
         shutil.copytree(ROOT / name, broken / name)
-    source = (broken / "utils.py").read_text()
-    (broken / "utils.py").write_text(source + "\n\ndef get_model_flops_per_token(*_, **__):\n    return 1 // 0\n")
+    flops = broken / "harness" / "model" / "flops.py"
+    flops.write_text(flops.read_text() + "\n\ndef flops_per_token(*_, **__):\n    return 1 // 0\n")
     process = start([sys.executable, broken / "train_fsdp.py", *arguments])
     assert process.returncode == 1
     assert "Traceback" in process.stderr

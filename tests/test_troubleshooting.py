@@ -21,7 +21,12 @@ from conftest import ROOT
 from harness.flags.settings import Settings
 
 PAGE = ROOT / "docs" / "TROUBLESHOOTING.md"
-FILES = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
+FILES = [
+    ROOT / "train_fsdp.py",
+    ROOT / "utils.py",
+    *sorted((ROOT / "harness").rglob("*.py")),
+    *sorted((ROOT / "tools").glob("*.py")),
+]
 ERRORS = {
     "UserError",
     "harness.base.errors.UserError",
@@ -140,7 +145,7 @@ def messages_of(path: pathlib.Path) -> list[tuple[str, list[str]]]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in ASKED:
             words = list(problem(node.args[0], owner.get(node, tree_of(path)), path))
-            if says(node, words) or (path.name == "flagfile.py" and ast.unparse(node.func) == "ValueError"):
+            if says(node, words) or (path.name == "flag_files.py" and ast.unparse(node.func) == "ValueError"):
                 found.append((f"{path.name}:{node.lineno}", words))
         elif isinstance(node, ast.FunctionDef) and node.name in RETURNED:
             found += [(f"{path.name}:{value.lineno}", [*problem(value, node, path)]) for value in returned(node)]
@@ -193,7 +198,7 @@ def test_an_entry_quotes_what_the_program_says():
 
 def test_a_message_without_an_entry_would_be_found():
     page = PAGE.read_text().replace("is beyond the", "lies behind the")
-    (found,) = missing(ROOT / "utils.py", page)
+    (found,) = missing(ROOT / "harness/data/splits.py", page)
     assert found.endswith(": --dataset-split: is beyond the")
 
 
