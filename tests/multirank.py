@@ -281,6 +281,7 @@ def abandoned() -> None:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank():
         store.wait(["done"], datetime.timedelta(hours=1))
+        store.set("heard", "")
         return
     for name, group in groups.items():
         try:
@@ -288,6 +289,7 @@ def abandoned() -> None:
         except RuntimeError:
             print(f"{name}: gave up", flush=True)
     store.set("done", "")
+    store.wait(["heard"], datetime.timedelta(hours=1))  # the store ends with this rank
 
 
 def resolved(argv: list):
