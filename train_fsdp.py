@@ -72,7 +72,6 @@ from harness.base.ranks import on_main_rank
 from harness.base.text import first_line
 from harness.data import sample_order, streaming
 from harness.data.corpora import load_data, opening
-from harness.data.windows import create_collate_fn
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
@@ -301,7 +300,7 @@ def training_batches(settings: Settings, dataset, state: TrainState, device) -> 
         source = {
             "dataset": dataset,
             "batch_sampler": sample_order.GlobalOrderSampler(len(dataset), *share),
-            "collate_fn": create_collate_fn(dataset.end_of_text, shift_labels=False),
+            "collate_fn": utils.create_collate_fn(dataset.end_of_text, shift_labels=False),
         }
     cuda, ahead = device.type == "cuda", None
     workers = {"num_workers": settings.num_workers, "worker_init_fn": ignore_signals}
@@ -333,7 +332,7 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
     """
     rank, per_round = dist.get_rank(), settings.batch_size * dist.get_world_size()
     windows = min(len(dataset), settings.eval_steps * per_round or len(dataset))
-    collate = create_collate_fn(dataset.end_of_text, shift_labels=False)
+    collate = utils.create_collate_fn(dataset.end_of_text, shift_labels=False)
     for first in range(rank * settings.batch_size, ceil(windows / per_round) * per_round, per_round):
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index % windows] for index in indices])

@@ -107,8 +107,9 @@ def taken(holders: list[tuple[int, int]]) -> int:
 def names(ranks: Iterable[int], described: list[dict]) -> str:
     """`rank 3 (node-b, pid 411)`, of many the first ones."""
     ranks = [*ranks]
-    said = [f"rank {rank} ({described[rank]['node'][0]}, pid {described[rank]['pid']})" for rank in ranks[:NAMES]]
-    return ", ".join(said) + f" and {len(ranks) - NAMES} more" * (len(ranks) > NAMES)
+    first = [f"rank {rank} ({described[rank]['node'][0]}, pid {described[rank]['pid']})" for rank in ranks[:NAMES]]
+    more = f" and {len(ranks) - NAMES} more" if len(ranks) > NAMES else ""
+    return ", ".join(first) + more
 
 
 def amount(size: float) -> str:
@@ -132,9 +133,9 @@ def check_versions(described: list[dict]) -> Iterator[str]:
         (usual, most), *others = group(about["versions"].get(name) for about in described)
         for version, ranks in others:
             has = f"{names(ranks, described)}: {name} {version or 'missing'}"
-            usually = f"{usual or 'missing'} on {names(most[:1], described)}" + f" and {len(most) - 1} more" * (
-                len(most) > 1
-            )
+            usually = f"{usual or 'missing'} on {names(most[:1], described)}"
+            if len(most) > 1:
+                usually += f" and {len(most) - 1} more"
             advice = "start all ranks from the same files" if name == "program" else "install the same on every node"
             yield f"{has}, but {usually}; {advice}"
 
@@ -158,7 +159,7 @@ def check_taken(described: list[dict]) -> Iterator[str]:
         pids = ", ".join(map(str, about["holders"]))
         who = f"pid {pids}" if pids else "nvidia-smi on that node may say who"
         has = f"{about['taken'] / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others"
-        more = f"; {others} more GPUs are like that" * (place == NAMES and others > 0)
+        more = f"; {others} more GPUs are like that" if place == NAMES and others > 0 else ""
         advice = f"end them, or leave this GPU out by CUDA_VISIBLE_DEVICES{more}"
         yield f"{names([rank], described)}: {has} ({who}); {advice}"
 
@@ -209,7 +210,9 @@ def check_shared_memory(settings: Settings, described: list[dict]) -> Iterator[s
             nodes.append((about["shared"] - data - nccl, len(ranks), about, data, nccl))
     short = sorted((node for node in nodes if node[0] < 0), key=lambda node: node[0])
     for _, count, about, data, nccl in short[:1]:
-        where = f"{SHARED_MEMORY} of {about['node'][0]}" + f" and {len(short) - 1} more nodes" * (len(short) > 1)
+        where = f"{SHARED_MEMORY} of {about['node'][0]}"
+        if len(short) > 1:
+            where += f" and {len(short) - 1} more nodes"
         where, more = f"{where}: {amount(about['shared'])} free", "give the container more (docker run --shm-size=1g)"
         if data > about["shared"]:
             need = f"what {count * workers} data workers read ahead takes {amount(data)}"
@@ -281,8 +284,11 @@ def check_links(described: list[dict], shards: int) -> Iterator[str]:
             continue
         size, orders = min(len(part) for part in parts), (parts, [node])
         linked, now = (",".join(str(described[rank]["index"]) for part in o for rank in part) for o in orders)
-        advice = [f"--dp-replicate-size {len(described) // size}"] * (shards > size)
-        advice += [f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={linked}"] * (linked != now)
+        advice = []
+        if shards > size:
+            advice.append(f"--dp-replicate-size {len(described) // size}")
+        if linked != now:
+            advice.append(f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={linked}")
         spans = " | ".join("+".join(map(str, part)) for part in parts)
         what = f"the shard group of {names([first], described)} leaves NVLink, which connects ranks {spans}"
         yield f"{what}; with {' and '.join(advice)} a group stays on it" if advice else what
@@ -307,7 +313,7 @@ def check_disk(settings: Settings, parameters: int, each: ParameterBytes, folder
         if (settings.checkpoint_interval or settings.final_checkpoint) and checkpoint > free:
             raise UserError(f"--output-dir: {size}, {have}; name another disk, or make room", 1)
         if settings.checkpoint_interval and wanted > free:
-            more = f" and the export of {amount(weights)}" * bool(same)
+            more = f" and the export of {amount(weights)}" if same else ""
             what = f"{size}, {have}: {keep} that are kept, the next one that is written{more} take {amount(wanted)}"
             yield f"--output-dir: {what}; make room, or give a smaller --keep-checkpoints"
         elif has_no_room_for_last(settings, parameters, each, folder):
