@@ -21,6 +21,7 @@ from conftest import PROGRAM, ROOT, metrics_of, parse, start
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.job import endings
+from harness.report import prometheus as prometheus_module
 from harness.report.prometheus import Endpoint
 
 LAUNCH = ROOT / "launch"
@@ -195,8 +196,8 @@ def ending(tmp_path, monkeypatch):
     return served
 
 
-def scraped(served: Endpoint, ago: float, every: float) -> None:
-    served.scrapers["10.0.0.1", "Prometheus"] = time.monotonic() - ago, every
+def scraped(served: Endpoint, ago: float) -> None:
+    served.scrapers["10.0.0.1", "Prometheus"] = time.monotonic() - ago
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, 3, 130, 143])
@@ -206,30 +207,37 @@ def test_a_run_that_nobody_scraped_ends_at_once(ending, exit_code):
 
 
 @pytest.mark.parametrize(
-    "exit_code, ago, every, waits",
+    "exit_code, ago, waits",
     [
-        (0, 5, 15, 25),
-        (0, 20, 60, 60),  # 100 by the scrapes
-        (0, 5, 0, 60),  # scraped once: how often is not known yet
-        (0, 200, 15, 0),  # it has gone
-        (143, 5, 15, 20),
-        (143, 5, 60, 0),  # it comes too late
-        (1, 12, 15, 4),
-        (1, 5, 15, 0),
-        (130, 5, 15, 0),
-        (130, 0.5, 1, 1.5),
+        (0, 5, 60),
+        (0, 100, 60),
+        (0, 200, 0),  # it has gone
+        (143, 5, 20),
+        (1, 12, 4),
+        (3, 12, 4),
+        (130, 5, 2),
+        (130, 200, 0),
     ],
 )
-def test_who_scrapes_is_awaited_if_it_comes_in_time(ending, exit_code, ago, every, waits, capsys):
-    scraped(ending, ago, every)
+def test_who_scrapes_is_awaited_unless_it_has_gone(ending, exit_code, ago, waits, capsys):
+    scraped(ending, ago)
     if waits:
         with pytest.raises(WaitError) as waited:
             ending.end(exit_code)
         assert waited.value.args[0] == pytest.approx(waits, abs=1)
     else:
         ending.end(exit_code)
-    told = capsys.readouterr().out
-    assert told == (f"metrics    until Prometheus has read the end, {waits} s at most\n" if waits > 15 else "")
+    line = f"metrics    until Prometheus has read the end, {waits} s at most\n" if waits > 15 else ""
+    assert capsys.readouterr().out == line
+
+
+def test_nobody_is_awaited_for_longer_than_the_patience(tmp_path, monkeypatch):
+    monkeypatch.setitem(prometheus_module.PATIENCE, 130, 0.3)
+    served = Endpoint(parse(["--metrics-port", 28500]), tmp_path / "r")
+    scraped(served, 1)
+    began = time.monotonic()
+    served.end(130)
+    assert time.monotonic() - began >= 0.3
 
 
 def test_the_end_is_over_as_soon_as_it_was_read_by_all_who_scrape(tmp_path, monkeypatch):

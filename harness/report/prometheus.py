@@ -32,6 +32,7 @@ OF_THE_RUN = {  # figures that are no keys of metrics.jsonl, as HELP tells what 
 STATES = ("running", "done", "stopped", "failed")
 PATIENCE = {0: 60.0, 143: 20.0, 130: 2.0}  # seconds by exit code; after SIGTERM a scheduler kills 30 s later
 FAILED_PATIENCE = 4.0  # seconds; every rank of a failed job is down within 10
+GONE_AFTER = 150.0  # seconds without a scrape; Prometheus comes every 60 unless told otherwise
 SCRAPER = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"  # a header of Prometheus and its kin
 
 
@@ -45,8 +46,8 @@ class Endpoint:
         self.settings, self.run, self.state, self.steps = settings, folder.name, STATES[0], 0
         self.figures: dict[str, float] = {}
         self.labels: dict[str, str] = {}
-        self.visitors: dict[tuple[str, str], float] = {}  # (address, program): when it looked last
-        self.scrapers: dict[tuple[str, str], tuple[float, float]] = {}  # when the last began, time between two
+        self.visitors: set[tuple[str, str]] = set()  # (address, program) of whoever looked
+        self.scrapers: dict[tuple[str, str], float] = {}  # when the last scrape of each regular visitor began
         self.scraped = threading.Condition()
 
     def open(self) -> None:
@@ -85,20 +86,19 @@ class Endpoint:
         endings.LISTENERS.append(self.end)
 
     def watch(self, server: WSGIServer) -> None:
-        """Remembers who scrapes and how often; a scrape counts when its answer was sent. Whoever looks for the first
-        time and does not say that it is a scraper may be a person."""
+        """Remembers who scrapes; a scrape counts when its answer was sent. Whoever comes for the first time and does
+        not say that it is a scraper may be a person."""
         answer = server.get_app()
 
         def application(environ, start_response) -> Iterator[bytes]:
             began = time.monotonic()
             yield from answer(environ, start_response)
-            who = environ["REMOTE_ADDR"], environ.get("HTTP_USER_AGENT", "")
+            visitor = environ["REMOTE_ADDR"], environ.get("HTTP_USER_AGENT", "")
             with self.scraped:
-                last = self.visitors.get(who, began)
-                self.visitors[who] = began
-                if SCRAPER in environ or last < began:
-                    self.scrapers[who] = began, began - last
-                    self.scraped.notify_all()
+                if SCRAPER in environ or visitor in self.visitors:
+                    self.scrapers[visitor] = began
+                self.visitors.add(visitor)
+                self.scraped.notify_all()
 
         server.set_app(application)
         server.handle_error = lambda *_: None  # somebody hung up
@@ -138,25 +138,20 @@ class Endpoint:
             yield labelled(GaugeMetricFamily(f"training_{key}", describe(key), labels=labels), value)
 
     def end(self, exit_code: int) -> None:
-        """Shows how the run ended, until everybody who scrapes it has seen that, if they come soon enough.
-
-        By the time between its last two scrapes each is expected when that has passed again, and awaited as long once
-        more; one whose time is not known yet for all of `PATIENCE`. Who is not expected in that time is not awaited.
-        """
+        """Shows how the run ended until everybody who scrapes it has read that, for `PATIENCE` seconds at most. Who has
+        not come for `GONE_AFTER` seconds is not awaited."""
         self.state = endings.state_of(exit_code)
-        ended, patience = time.monotonic(), PATIENCE.get(exit_code, FAILED_PATIENCE)  # who comes after this sees it
+        ended = time.monotonic()
+        patience = PATIENCE.get(exit_code, FAILED_PATIENCE)
         with self.scraped:
-            due = {
-                who: (last + every, last + 2 * every) if every else (ended + patience, ended + patience)
-                for who, (last, every) in self.scrapers.items()
-                if ended - last < 2 * (every or PATIENCE[0])  # else it has gone
-            }
-            due = {who: times for who, times in due.items() if times[0] <= ended + patience}
-            until = min(ended + patience, max((latest for _, latest in due.values()), default=ended))
-            if exit_code in (0, 143) and max((first for first, _ in due.values()), default=ended) > ended + 2:
+            awaited = [who for who, last in self.scrapers.items() if ended - last < GONE_AFTER]
+            if awaited and patience >= 20:
                 with contextlib.suppress(OSError):  # nobody is there to read it
-                    print(f"metrics    until Prometheus has read the end, {until - ended:.0f} s at most", flush=True)
-            while (left := until - time.monotonic()) > 0 and any(self.scrapers[who][0] < ended for who in due):
+                    print(f"metrics    until Prometheus has read the end, {patience:.0f} s at most", flush=True)
+            while any(self.scrapers[who] < ended for who in awaited):
+                left = ended + patience - time.monotonic()
+                if left <= 0:
+                    return
                 self.scraped.wait(left)
 
 
