@@ -8,73 +8,50 @@ run(), near the end, calls prepare(), train() and finish(): the table of content
 one concern each; utils.py has the data, the FLOP and MFU math and the clock.
 """
 
-import logging
-import os
-import signal
-import sys
-import warnings
-
 from harness.base import console, versions
 
 if __name__ == "__main__":
     console.never_fail()
 versions.refuse_old_python()  # which could not read the next import
 
-from harness.base.text import one_line
-from harness.flags.parser import parse_args, warn
-from harness.flags.settings import PROFILED_STEPS, Settings
+from harness.job import startup
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
-    SETTINGS = parse_args()
-    versions.refuse_missing_packages()
-    from harness.job import host, terminal
-
-    terminal.begin(SETTINGS)
-    warn(SETTINGS)
-    host.set_threads(SETTINGS)
-    if not sys.warnoptions:  # `python -W default train_fsdp.py` shows them all
-        warnings.filterwarnings("ignore")
-        os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone is 30 lines of warnings otherwise
-        for noisy in ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate"):
-            logging.getLogger(noisy).setLevel(logging.ERROR)
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9, which the new one would override
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("WANDB_SILENT", "true")
+    SETTINGS = startup.begin()
 
 import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import pathlib
 import re
 import traceback
 from collections.abc import Iterator
-from math import ceil, isfinite
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.data import DataLoader
 
 import utils
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
-from harness.base.text import first_line
-from harness.data import sample_order, streaming
+from harness.base.text import first_line, one_line
+from harness.data.batches import training_batches
 from harness.data.corpora import load_data, opening
+from harness.flags.settings import Settings
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
+from harness.job.schedule import Due, Schedule
 from harness.job.signals import StopRequest
 from harness.job.terminal import command, progress
 from harness.job.world import fail, leave, limit_waiting, open_store, start_processes, stop_processes
@@ -94,7 +71,7 @@ from harness.report.figures import check_gates, check_that_figures_will_exist, f
 from harness.report.header import describe_setup
 from harness.report.health import KernelClock
 from harness.report.log import Report, write_page
-from harness.report.profiling import dump_memory, profiling, record_memory
+from harness.report.profiling import Profiler, dump_memory, record_memory
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_origin, record_start
 from harness.report.summary import (
@@ -117,16 +94,17 @@ from harness.state.train_state import TrainState
 
 def resolve(settings: Settings, config, manifest: dict | None = None) -> Settings:
     """What the flags left open, decided once: from here on the settings are what the run does and what it records.
-    `manifest` is that of the checkpoint that the run goes on from, if there is one."""
-    compiled = settings.compile
-    if compiled is None:
+
+    `manifest` is that of the checkpoint that the run goes on from, if there is one.
+    """
+    if settings.compile is None:
         compiled = (torch.cuda.is_available() or settings.plan) and not settings.liger
-    if settings.activation_memory_budget is not None and not compiled:
+        settings = dataclasses.replace(settings, compile=compiled)
+    if settings.activation_memory_budget is not None and not settings.compile:
         raise UserError("--activation-memory-budget: needs --compile")
-    sequence_length = choose_sequence_length(settings, config)
-    settings = dataclasses.replace(settings, sequence_length=sequence_length)
+    settings = dataclasses.replace(settings, sequence_length=choose_sequence_length(settings, config))
     attention, fused_loss = choose_attention(settings, config), choose_loss(settings.fused_loss, config)
-    settings = dataclasses.replace(settings, compile=compiled, attention=attention, fused_loss=fused_loss)
+    settings = dataclasses.replace(settings, attention=attention, fused_loss=fused_loss)
     check_float8(settings)
     if settings.num_workers is None:  # cached windows take no work, and a process more takes a core that computes
         workers = 1 if torch.cuda.is_available() or settings.streaming else 0
@@ -161,7 +139,8 @@ def reshards_early(settings: Settings) -> bool:
 
 
 def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool = True) -> nn.Module:
-    """Builds the model sharded: on the meta device first, then one decoder layer after the other made real and cut.
+    """Builds the model sharded: on the meta device first, then one decoder layer after the other is materialized and
+    sharded. The optimizer is made after it: made before, it would hold whole parameters, and states of their size.
 
     No rank ever holds more than one whole layer beside its shards (and, for a moment, embedding and head). Every rank
     draws the same random numbers in the same order, so the weights do not depend on world size or sharding; replicas
@@ -173,6 +152,11 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     know_documents(model, settings.model, settings.document_mask)
     if settings.liger and not settings.plan:
         use_liger(model)
+    if settings.fused_loss:
+        fuse_loss(model, settings.compile)
+    else:
+        model.loss_function = full_loss
+    check_labels(model)
     layers, weights, convert_to_fp8 = decoder_layers(model), None, None
     if settings.init == "pretrained" and read_weights:
         weights = PretrainedWeights(model, layers, find_source(settings.model)[1], dtype)
@@ -180,49 +164,58 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
         convert_to_fp8 = fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.compile)
     if settings.activation_memory_budget is not None:
         torch._functorch.config.activation_memory_budget = settings.activation_memory_budget
-    if settings.fused_loss:
-        fuse_loss(model, settings.compile)
-    else:
-        model.loss_function = full_loss
-    check_labels(model)
 
-    low = torch.bfloat16 if settings.precision in ("bf16", "fp8") else None
-    shard = functools.partial(
-        fully_shard,
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy(),
-    )
-    recompute = {"context_fn": selective_contexts} if settings.activation_checkpointing == "selective" else {}
+    shard = functools.partial(fully_shard, mesh=mesh, **sharding_policies(settings, device))
     torch.manual_seed(settings.seed)
     model.train()
     in_layers = {module for layer in layers for module in layer.modules()}
-    make_real(model, [module for module in model.modules() if module not in in_layers], device, weights)
-    doing = "" if settings.plan else "reading weights" if weights else "making weights"
-    for index, layer in progress(enumerate(layers), len(layers), doing):
+    outside = [module for module in model.modules() if module not in in_layers]
+    make_real(model, outside, device, weights)
+    doing = "reading weights" if weights else "making weights"
+    for index, layer in progress(enumerate(layers), len(layers), "" if settings.plan else doing):
         make_real(model, list(layer.modules()), device, weights, index)
-        # The order matters. float8 swaps the linears, so it comes before whatever remembers them. Checkpointing comes
-        # before compile, so that the compiler sees what is recomputed and can fuse it. compile comes before
-        # fully_shard, so that the all-gathers are issued around the compiled region instead of breaking it.
-        if convert_to_fp8:
-            convert_to_fp8(layer)
-        if settings.activation_checkpointing != "none":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **recompute)
-        if settings.compile:
-            layer.forward = torch.compile(layer.forward)
-        shard(layer, reshard_after_forward=reshards_early(settings))
+        transform_layer(settings, layer, convert_to_fp8, shard)
     if settings.compile:
-        for module in model.modules():
-            if module not in in_layers and type(module).__name__.endswith("Norm"):  # the one before the head
+        for module in outside:
+            if type(module).__name__.endswith("Norm"):  # the one before the head
                 module.forward = torch.compile(module.forward)
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
     leave_out_copies(model, mesh)
     make_replicas_equal(model, mesh)
-    # The optimizer comes after this: made before, it would hold the whole parameters, and states of their size.
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
+
+
+def transform_layer(settings: Settings, layer: nn.Module, convert_to_fp8, shard) -> None:
+    """Does to one decoder layer what the flags ask for. The order matters:
+
+    1. float8 swaps the linears, so it comes before whatever remembers them.
+    2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it.
+    3. compile comes before fully_shard: the all-gathers are issued around the compiled region and do not break it.
+    4. fully_shard comes last. It replaces the parameters by shards, which the optimizer gets.
+    """
+    if convert_to_fp8:
+        convert_to_fp8(layer)
+    if settings.activation_checkpointing == "full":
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    elif settings.activation_checkpointing == "selective":
+        selective = functools.partial(checkpoint, use_reentrant=False, context_fn=selective_contexts)
+        layer.forward = functools.partial(selective, layer.forward)
+    if settings.compile:
+        layer.forward = torch.compile(layer.forward)
+    shard(layer, reshard_after_forward=reshards_early(settings))
+
+
+def sharding_policies(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """The mixed precision and the offloading of each `fully_shard`."""
+    if settings.precision in ("bf16", "fp8"):
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    else:
+        precision = MixedPrecisionPolicy()  # everything in the parameters' own dtype
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
+    return {"mp_policy": precision, "offload_policy": offload}
 
 
 def selective_contexts():
@@ -240,10 +233,18 @@ def selective_contexts():
 
 def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
     """The schedule of transformers by that name; the decay of warmup_stable_decay takes the last fifth."""
-    name, steps = settings.lr_scheduler, (settings.warmup_steps, settings.num_steps)
-    decay = {"num_decay_steps": max(1, settings.num_steps // 5)}
-    own = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": decay}.get(name)
-    return transformers.get_scheduler(name, optimizer, *steps, scheduler_specific_kwargs=own)
+    options = None
+    if settings.lr_scheduler == "cosine_with_min_lr":
+        options = {"min_lr_rate": 0.1}
+    elif settings.lr_scheduler == "warmup_stable_decay":
+        options = {"num_decay_steps": max(1, settings.num_steps // 5)}
+    return transformers.get_scheduler(
+        settings.lr_scheduler,
+        optimizer,
+        num_warmup_steps=settings.warmup_steps,
+        num_training_steps=settings.num_steps,
+        scheduler_specific_kwargs=options,
+    )
 
 
 def verify_sharding(
@@ -266,63 +267,14 @@ def verify_sharding(
         has_states = any(state.startswith(f"{name}.") for state in states)
         if keeps_states and parameter.requires_grad and not has_states:
             raise RuntimeError(f"{name} has no optimizer state")
-    here = sum(parameter.to_local().numel() for parameter in parameters.values())
+    local = sum(parameter.to_local().numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in parameters.values())
-    counted = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
-    share = f"rank {dist.get_rank()} holds {100 * here / total:.1f} % of the elements"
-    return f"{counted}, {' x '.join(map(repr, placements))}; {share}"
+    counts = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
+    share = f"rank {dist.get_rank()} holds {100 * local / total:.1f} % of the elements"
+    return f"{counts}, {' x '.join(map(repr, placements))}; {share}"
 
 
-# ---- Data ------------------------------------------------------------------------------------------------------------
-
-
-def ignore_signals(worker: int) -> None:
-    """A scheduler signals every process of a job; the data workers serve until their rank leaves."""
-    for number in (*StopRequest.SIGNALS, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def training_batches(settings: Settings, dataset, state: TrainState, device) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless microbatches of this rank on its device from sample `state.samples` on, read ahead by workers.
-
-    Those of a stream move `state.position` with them.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if settings.streaming:
-        share = (settings.batch_size, rank, world, state.samples, state.position)
-        source = {
-            "dataset": streaming.StreamedBatches(dataset, *share),
-            "batch_size": None,
-            "prefetch_factor": 16 if settings.num_workers else None,  # for while the shuffle buffer is filled again
-        }
-    else:
-        share = (settings.batch_size, rank, world, settings.seed, state.samples)
-        source = {
-            "dataset": dataset,
-            "batch_sampler": sample_order.GlobalOrderSampler(len(dataset), *share),
-            "collate_fn": utils.create_collate_fn(dataset.end_of_text, shift_labels=False),
-        }
-    cuda, ahead = device.type == "cuda", None
-    workers = {"num_workers": settings.num_workers, "worker_init_fn": ignore_signals}
-    # its own generator, as it draws a seed when it begins, which a resumed run would draw once more
-    loader = DataLoader(**source, **workers, pin_memory=cuda, generator=torch.Generator())
-    side = torch.cuda.Stream() if cuda else None  # the next batch is copied while the current one computes
-    for batch in loader:
-        if isinstance(batch, UserError):
-            raise batch
-        # on CUDA one batch ahead of the step: a save between steps has where the next step's first window begins
-        state.position = batch.pop("position", None)
-        if not cuda:
-            yield batch
-            continue
-        ready = ahead
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.stream(side):
-            ahead = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        if ready is not None:
-            for tensor in ready.values():
-                tensor.record_stream(torch.cuda.current_stream())
-            yield ready
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 def held_out_batches(settings: Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
@@ -333,14 +285,11 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
     rank, per_round = dist.get_rank(), settings.batch_size * dist.get_world_size()
     windows = min(len(dataset), settings.eval_steps * per_round or len(dataset))
     collate = utils.create_collate_fn(dataset.end_of_text, shift_labels=False)
-    for first in range(rank * settings.batch_size, ceil(windows / per_round) * per_round, per_round):
+    for first in range(rank * settings.batch_size, math.ceil(windows / per_round) * per_round, per_round):
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index % windows] for index in indices])
         batch["labels"][[index >= windows for index in indices]] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
-
-
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -434,22 +383,30 @@ def read_losses(losses: list[torch.Tensor]) -> list[float]:
 
 
 def first_not_finite(metrics: dict, losses: list[float]) -> tuple[int, str] | None:
-    """(step, what became of what) of the first figure that is NaN or infinite; `losses` are those of the steps up to
-    that of `metrics`."""
-    named = [(step, "loss", loss) for step, loss in enumerate(losses, metrics["step"] - len(losses) + 1)]
-    named += [(metrics["step"], name, metrics.get(name, 0.0)) for name in ("grad_norm", "eval_loss")]
-    named = [(step, f"{name.replace('_', ' ')} became {value}") for step, name, value in named if not isfinite(value)]
-    return next(iter(named), None)
+    """(step, what became NaN or infinite) of the first such figure; None where all are finite. `losses` are those of
+    the steps up to that of `metrics`."""
+    step = metrics["step"]
+    figures = [(of_step, "loss", loss) for of_step, loss in enumerate(losses, step - len(losses) + 1)]
+    figures.append((step, "grad norm", metrics["grad_norm"]))
+    if "eval_loss" in metrics:
+        figures.append((step, "eval loss", metrics["eval_loss"]))
+    for of_step, name, value in figures:
+        if not math.isfinite(value):
+            return of_step, f"{name} became {value}"
+    return None
 
 
-def give_up(job: "Job", step: int, what: str) -> None:
-    """Ends a run whose numbers are no numbers any more; what was saved before stays."""
+def give_up(job: "Job", step: int, problem: str) -> None:
+    """Ends a run whose loss, gradients or weights are NaN or infinite; what was saved before stays."""
     newest = saved.newest(job.folder)
-    kept = f"the newest checkpoint is {newest.name}, from before" if newest else "nothing was saved"
     if job.resumed and step == job.first_step:
         kept = f"the run went on from {job.resumed}: remove that folder, and --resume auto goes on from the one before"
+    elif newest:
+        kept = f"the newest checkpoint is {newest.name}, from before"
+    else:
+        kept = "nothing was saved"
     advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
-    raise UserError(f"the {what} at step {step}; {kept}; {advice}", exit_code=1)
+    raise UserError(f"the {problem} at step {step}; {kept}; {advice}", exit_code=1)
 
 
 @dataclasses.dataclass
@@ -459,7 +416,6 @@ class Job:
     settings: Settings  # resolved
     device: torch.device
     folder: pathlib.Path
-    accelerator: Accelerator
     endpoint: Endpoint
     tokenizer: Any
     prompts: list[str]
@@ -486,7 +442,6 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
     folder = on_main_rank(lambda: folders.choose_folder(settings))
     heartbeats.record_into(folder)
-    accelerator = Accelerator(cpu=device.type == "cpu")
     peak = settings.peak_tflops or utils.get_gpu_peak_tflops()
     check_that_figures_will_exist(settings, device, peak)
     endpoint = Endpoint(settings, folder)
@@ -503,7 +458,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         check_memory(settings, parameters, each, mesh["shard"].size())
     resumed_step = found[1]["step"] if found else 0
     settings = preflight.check(settings, parameters, each, mesh, device, folder, resumed_step)
-    train_set, eval_set = load_data(settings, tokenizer, config, accelerator, utils.get_dataset, found and found[1])
+    train_set, eval_set = load_data(settings, tokenizer, config, utils.get_dataset, found and found[1])
     beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
         prompts = [beginning]  # the demo's own is of other stories
@@ -532,7 +487,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if state.branched_from:
         say(columns({"branched": describe_origin(state.branched_from)}))
     data, start = (tokenizer, prompts, beginning, train_set, eval_set), (found and found[0], state.step + 1)
-    return Job(settings, device, folder, accelerator, endpoint, *data, identity, flops, state, *start, changed)
+    return Job(settings, device, folder, endpoint, *data, identity, flops, state, *start, changed)
 
 
 def keep_objects() -> None:
@@ -546,73 +501,80 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
     settings, state, tracker = job.settings, job.state, job.state.tracker
     tokens = settings.tokens_per_step(dist.get_world_size())
     batches = training_batches(settings, job.train_set, state, job.device)
-    first = state.step + max(settings.perf_warmup_steps, 1) + 1
-    profiled = range(first, first + PROFILED_STEPS) if settings.profile else range(0)
-    waiting, clock = Waiting(state.model), KernelClock(job.device)
-    unread_losses, metrics, broken, stopped, evaluated = [], {}, None, False, False
-    with contextlib.ExitStack() as trace:
-        while state.step < settings.num_steps and not stopped:
-            if state.step + 1 in profiled[:1]:
-                trace.enter_context(profiling(job.folder, state))
-            heartbeats.at("data", state.step + 1)
-            learning_rate = float(state.scheduler.get_last_lr()[0])
-            step = state.step + 1
-            last = step == settings.num_steps
-            evaluates = job.eval_set is not None and (last or step % settings.eval_interval == 0)
-            logs = evaluates or last or step == 1 or step % settings.log_interval == 0
-            with waiting.step(logs):
-                loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
+    schedule = Schedule(settings, job.first_step, has_held_out=job.eval_set is not None)
+    profiler, waiting, clock = Profiler(job.folder, state), Waiting(state.model), KernelClock(job.device)
+    losses, metrics, stopped = [], {}, False
+    while state.step < settings.num_steps and not stopped:
+        due = schedule.at(state.step + 1)
+        heartbeats.at("data", due.step)
+        learning_rate = float(state.scheduler.get_last_lr()[0])
+        with profiler.step(due), waiting.step(due.log):
+            loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
+            losses.append(loss)
             state.scheduler.step()
             state.count(tokens // settings.sequence_length, tokens)
-            unread_losses.append(loss)
-            if step in profiled[-1:]:
-                trace.close()
-            reporter.count_step()
-            if step == job.first_step:
-                with tracker.excluded():
-                    keep_objects()  # what the compiler made, more than all that was there before
-            speed = {} if step in profiled else tracker.step(tokens, job.flops_per_token, synchronize=logs)
-            stop.can_save = True
-            stopped = stop.agreed() and not last
-            falls_due = settings.checkpoint_interval and step % settings.checkpoint_interval == 0
-            saves = stopped or falls_due or (last and settings.keeps_last())
-            if saves or logs:
-                losses, norm = read_losses(unread_losses), grad_norm.item()
-                metrics = {"step": step, "loss": losses[-1], "grad_norm": norm}
-                metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens}
-                broken = first_not_finite(metrics, losses)
-                if (saves or last) and not broken and not state.finite():  # it is looked at before it is saved
-                    broken = step, "update made weights or optimizer states infinite or NaN"
-            if logs or broken:
+        reporter.count_step()
+        if due.first:
+            with tracker.excluded():
+                keep_objects()  # what the compiler made, more than all that was there before
+        speed = {} if due.profiled else tracker.step(tokens, job.flops_per_token, synchronize=due.log)
+        stop.can_save = True
+        stopped = stop.agreed() and not due.last
+        save = due.save or stopped
+        if due.log or save:
+            metrics, problem = read_metrics(state, losses, grad_norm, learning_rate, check_state=save or due.last)
+            if due.log or problem:
                 gc.collect()
                 metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), clock)
-                stories = []
-                if evaluates and not broken:
-                    with tracker.excluded():
-                        metrics["eval_loss"], _ = evaluate(settings, state.model, job.eval_set, job.device)
-                        if not last:
-                            stories = job.sample()
-                        if not evaluated:
-                            keep_objects()  # the compiler again, for passes without gradients
-                            evaluated = True
-                    broken = first_not_finite(metrics, losses)
-                heartbeats.at("log")
-                reporter.log(metrics, tracker.get_print_message(metrics), stories)
-                if stories:
-                    say_story(describe_stories(stories))
-            if broken:
+                problem = log_step(job, reporter, due, metrics, problem)
+            if problem:
                 saver.finish()
-                give_up(job, *broken)
-            if step == job.first_step and not saves:
-                saver.prepare(state)
-            if saves:
-                heartbeats.at("save")
-                with tracker.excluded():
-                    saver.save(state, wait=stopped or last)
+                give_up(job, *problem)
+        if due.first and not save:
+            saver.prepare(state)
+        if save:
+            heartbeats.at("save")
+            with tracker.excluded():
+                saver.save(state, wait=stopped or due.last)
+    profiler.finish()
     heartbeats.at("save")
     stop.can_save = False
     saver.finish()
     return metrics, stopped
+
+
+def read_metrics(state: TrainState, losses: list, grad_norm, learning_rate: float, check_state: bool) -> tuple:
+    """(the figures of the step that was just taken, what is NaN or infinite in them as `first_not_finite` has it).
+
+    `losses` are this rank's of the steps that were not read yet, emptied here. With `check_state` weights and optimizer
+    states are looked at too, as they are before they are saved.
+    """
+    values = read_losses(losses)
+    metrics = {"step": state.step, "loss": values[-1], "grad_norm": grad_norm.item()}
+    metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens}
+    problem = first_not_finite(metrics, values)
+    if check_state and not problem and not state.finite():
+        problem = state.step, "update made weights or optimizer states infinite or NaN"
+    return metrics, problem
+
+
+def log_step(job: Job, reporter: Report, due: Due, metrics: dict, problem: tuple | None) -> tuple | None:
+    """A log line, after an evaluation where one is due: `metrics` gets its `eval_loss`. Returns what is NaN or
+    infinite: `problem`, or that of the evaluation."""
+    settings, state, stories = job.settings, job.state, []
+    if due.evaluate and not problem:
+        with state.tracker.excluded():
+            metrics["eval_loss"], _ = evaluate(settings, state.model, job.eval_set, job.device)
+            if not due.last:  # after the last step finish() writes them
+                stories = job.sample()
+            if due.first_evaluation:
+                keep_objects()  # the compiler again, for passes without gradients
+        problem = first_not_finite(metrics, [])
+    heartbeats.at("log")
+    reporter.log(metrics, state.tracker.get_print_message(metrics), stories)
+    if stories:
+        say_story(describe_stories(stories))
+    return problem
 
 
 def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dict) -> int:
@@ -680,8 +642,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     settings, held_out = resolve(settings, config), None
     if settings.eval_interval:
         same = found and found[1]["flags"]["dataset"] == settings.dataset  # then by the rules of its run
-        accelerator = Accelerator(cpu=device.type == "cpu")
-        _, held_out = load_data(settings, tokenizer, config, accelerator, utils.get_dataset, found[1] if same else None)
+        _, held_out = load_data(settings, tokenizer, config, utils.get_dataset, found[1] if same else None)
     if found:
         compare(settings, describe_identity(settings, config), found[1])
     state = TrainState(build_model(settings, config, mesh, read_weights=not found))
@@ -710,7 +671,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)
     with contextlib.ExitStack() as cleanup:
-        reporter = Report(job.settings, job.accelerator, job.endpoint, job.folder, job.state, job.changed)
+        reporter = Report(job.settings, job.endpoint, job.folder, job.state, job.changed)
         cleanup.callback(reporter.close)
         saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         planned = cleanup.enter_context(own_plan.beside(job.settings, device))

@@ -541,7 +541,7 @@ def test_the_flag_for_the_text_field_is_asking_and_a_checkpoint_keeps_its_rule(
     )
     given = ["--dataset", file, "--cache-dir", tmp_path / "cache", "--sequence-length", 4, *flags.split()]
     config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
-    train, _ = corpora.load_data(parse(given), tokenizer, config, None, utils.get_dataset, manifest)
+    train, _ = corpora.load_data(parse(given), tokenizer, config, utils.get_dataset, manifest)
     assert train.tokens.tolist() == ([5, 6, END] * len(TEXTS) if trained == "ids" else encoded(tokenizer, TEXTS)) * 4
 
 

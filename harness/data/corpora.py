@@ -11,8 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import PartialState
 from tqdm import tqdm
 
 from harness.base.errors import NoSplitError, UnreadableError, UserError
@@ -32,9 +33,7 @@ from harness.job import terminal
 from harness.job.printing import say
 
 
-def load_data(
-    settings: Settings, tokenizer, config, accelerator: Accelerator, get_dataset, manifest: dict | None = None
-):
+def load_data(settings: Settings, tokenizer, config, get_dataset, manifest: dict | None = None):
     """The training windows, with what the header says of them in `header`, and, where evaluation is asked for, the
     held-out ones, else None. `get_dataset` is that of `utils`.
 
@@ -56,7 +55,8 @@ def load_data(
     source = str(ASSETS / "demo" / "stories") if source == "demo" else source
     answer_from_cache_without_network(source)
     corpus = {"tokenizer": tokenizer, "seq_len": settings.sequence_length, "dataset": source, "vocab_size": vocab_size}
-    corpus |= {"skip_bad_records": settings.skip_bad_records, "accelerator": accelerator}
+    corpus["skip_bad_records"] = settings.skip_bad_records
+    corpus["accelerator"] = PartialState(cpu=not torch.cuda.is_available())  # tells which process is the main one
     ids_first = "text_field" not in given(settings.argv)  # a field that is asked for wins over token ids
     if manifest is not None:
         ids_first = manifest.get("ids_first", True)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from accelerate import Accelerator
+import torch.distributed as dist
 from tqdm import tqdm
 
 from harness.base.errors import UserError
@@ -34,7 +34,6 @@ class Report:
     def __init__(
         self,
         settings: Settings,
-        accelerator: Accelerator,
         endpoint: Endpoint,
         folder: pathlib.Path,
         state: TrainState,
@@ -43,7 +42,7 @@ class Report:
         self.num_steps, self.file, self.failed, self.excluded = settings.num_steps, None, False, state.tracker.excluded
         self.endpoint, self.closing, self.closed = endpoint, threading.Lock(), False
         self.settings, self.advised = settings, False
-        if accelerator.is_main_process:
+        if dist.get_rank() == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock_folder(folder)

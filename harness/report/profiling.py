@@ -4,13 +4,35 @@ import contextlib
 import pathlib
 import re
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from harness.base.devices import wait_for_device
 from harness.job.printing import columns, say
+from harness.job.schedule import Due
 from harness.state.train_state import TrainState
+
+
+class Profiler:
+    """Profiles the steps of a run for which that is due."""
+
+    def __init__(self, folder: pathlib.Path, state: TrainState):
+        self.folder, self.state, self.trace = folder, state, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def step(self, due: Due) -> Iterator[None]:
+        """A training step, with the counting of it."""
+        if due.profile_begins:
+            self.trace.enter_context(profiling(self.folder, self.state))
+        yield
+        if due.profile_ends:
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends a profile that is under way, of a run that was stopped within it too."""
+        self.trace.close()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,41 @@
+"""Startup: what the script does before its heavy imports, which take seconds, warn, and can be interrupted too."""
+
+import logging
+import os
+import sys
+import warnings
+
+from harness.base import versions
+from harness.flags.parser import parse_args, warn
+from harness.flags.settings import Settings
+
+NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
+
+
+def begin() -> Settings:
+    """Parses the command line, prepares the terminal, the threads and the environment, and returns the settings.
+
+    A mistake in the flags, or a package that is missing, ends the process with one line.
+    """
+    settings = parse_args()
+    versions.refuse_missing_packages()
+    from harness.job import host, terminal  # they need packages
+
+    terminal.begin(settings)
+    warn(settings)
+    host.set_threads(settings)
+    if not sys.warnoptions:  # `python -W default train_fsdp.py` shows all warnings
+        silence_libraries()
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name before torch 2.9, which the new one would override
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    return settings
+
+
+def silence_libraries() -> None:
+    """Turns off the warnings of libraries, in this process and in those that it starts."""
+    warnings.filterwarnings("ignore")
+    os.environ |= {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store prints 30 lines of warnings otherwise
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
