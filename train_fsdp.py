@@ -35,9 +35,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
@@ -62,7 +60,9 @@ from harness.model.float8 import check_float8, fp8_converter
 from harness.model.flops import known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
+from harness.model.sampling import evaluating, sample
 from harness.model.tokenizer import load_tokenizer, read_prompts
+from harness.model.verify import verify_sharding
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta, use_liger
 from harness.plan import own_plan, planning
 from harness.plan.search import as_flags, memory_savers
@@ -71,6 +71,7 @@ from harness.report.figures import check_gates, check_that_figures_will_exist, f
 from harness.report.header import describe_setup
 from harness.report.health import KernelClock
 from harness.report.log import Report, write_page
+from harness.report.not_finite import NotFinite, first_not_finite, give_up
 from harness.report.profiling import Profiler, dump_memory, record_memory
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_origin, record_start
@@ -247,33 +248,6 @@ def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
     )
 
 
-def verify_sharding(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, keeps_states: bool = True
-) -> str:
-    """One line about what is sharded and how; a RuntimeError where a parameter or an optimizer state is not the DTensor
-    that the stage asks for, or where a parameter lacks the states that its optimizer keeps."""
-    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-    parameters = dict(model.named_parameters())
-    states = {
-        f"{name}.{key}": state
-        for name, parameter in parameters.items()
-        for key, state in optimizer.state.get(parameter, {}).items()
-        if torch.is_tensor(state) and state.dim() > 0
-    }
-    for name, tensor in (parameters | states).items():
-        if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
-            raise RuntimeError(f"{name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
-    for name, parameter in parameters.items():
-        has_states = any(state.startswith(f"{name}.") for state in states)
-        if keeps_states and parameter.requires_grad and not has_states:
-            raise RuntimeError(f"{name} has no optimizer state")
-    local = sum(parameter.to_local().numel() for parameter in parameters.values())
-    total = sum(parameter.numel() for parameter in parameters.values())
-    counts = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
-    share = f"rank {dist.get_rank()} holds {100 * local / total:.1f} % of the elements"
-    return f"{counts}, {' x '.join(map(repr, placements))}; {share}"
-
-
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -292,19 +266,6 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module):
-    """Evaluation mode without gradients; afterwards no parameter stays gathered and no random state is touched."""
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    model.eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
-        yield
-    model.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device) -> tuple[float, int]:
     """(mean loss over every token of the held-out windows, how many tokens these are)."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
@@ -317,28 +278,6 @@ def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device
             total += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(total)
     return (total[0] / total[1]).item(), int(total[1].item())
-
-
-def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:
-    """`prompt` and, as `text`, it with its continuation; every rank takes part with the same random numbers."""
-    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
-    # the length changes with every token: eager code and no cuDNN, or both would start again each time
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    heartbeats.at("sampling")
-    with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
-        torch.manual_seed(settings.seed)
-        tokens = model.generate(
-            **{name: encoded[name] for name in ("input_ids", "attention_mask")},
-            max_new_tokens=settings.sample_tokens,
-            do_sample=True,
-            temperature=0.6,
-            top_k=20,
-            use_cache=True,
-            synced_gpus=dist.get_world_size() > 1,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-    return {"prompt": prompt, "text": tokenizer.decode(tokens[0], skip_special_tokens=True)}
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -382,33 +321,6 @@ def read_losses(losses: list[torch.Tensor]) -> list[float]:
     return (values / dist.get_world_size()).tolist()
 
 
-def first_not_finite(metrics: dict, losses: list[float]) -> tuple[int, str] | None:
-    """(step, what became NaN or infinite) of the first such figure; None where all are finite. `losses` are those of
-    the steps up to that of `metrics`."""
-    step = metrics["step"]
-    figures = [(of_step, "loss", loss) for of_step, loss in enumerate(losses, step - len(losses) + 1)]
-    figures.append((step, "grad norm", metrics["grad_norm"]))
-    if "eval_loss" in metrics:
-        figures.append((step, "eval loss", metrics["eval_loss"]))
-    for of_step, name, value in figures:
-        if not math.isfinite(value):
-            return of_step, f"{name} became {value}"
-    return None
-
-
-def give_up(job: "Job", step: int, problem: str) -> None:
-    """Ends a run whose loss, gradients or weights are NaN or infinite; what was saved before stays."""
-    newest = saved.newest(job.folder)
-    if job.resumed and step == job.first_step:
-        kept = f"the run went on from {job.resumed}: remove that folder, and --resume auto goes on from the one before"
-    elif newest:
-        kept = f"the newest checkpoint is {newest.name}, from before"
-    else:
-        kept = "nothing was saved"
-    advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
-    raise UserError(f"the {problem} at step {step}; {kept}; {advice}", exit_code=1)
-
-
 @dataclasses.dataclass
 class Job:
     """A run that is ready for its first step."""
@@ -437,6 +349,14 @@ class Job:
         return self.prompts[0] if self.prompts else self.beginning
 
 
+def load_model_files(settings: Settings) -> tuple:
+    """(the model's config, its tokenizer, the prompts to write stories from); the weights come later."""
+    config = on_main_rank(lambda: load_config(settings.model))
+    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
+    prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
+    return config, tokenizer, prompts
+
+
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
     on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
@@ -448,46 +368,66 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     on_main_rank(endpoint.open)
     if settings.memory_snapshot:
         record_memory(folder)
-    config = on_main_rank(lambda: load_config(settings.model))
-    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
-    prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
-    mesh, found = build_mesh(settings, device), find_checkpoint(settings.resume, folder)
-    settings = resolve(settings, config, found and found[1])
-    parameters, each = count_parameters(config), parameter_bytes(settings)
+    config, tokenizer, prompts = load_model_files(settings)
+    mesh = build_mesh(settings, device)
+    checkpoint, manifest = find_checkpoint(settings.resume, folder)
+    settings = resolve(settings, config, manifest)
+    parameters, sizes = count_parameters(config), parameter_bytes(settings)
     if device.type == "cpu" or settings.cpu_offload:
-        check_memory(settings, parameters, each, mesh["shard"].size())
-    resumed_step = found[1]["step"] if found else 0
-    settings = preflight.check(settings, parameters, each, mesh, device, folder, resumed_step)
-    train_set, eval_set = load_data(settings, tokenizer, config, utils.get_dataset, found and found[1])
+        check_memory(settings, parameters, sizes, mesh["shard"].size())
+    resumed_step = manifest["step"] if manifest else 0
+    settings = preflight.check(settings, parameters, sizes, mesh, device, folder, resumed_step)
+    train_set, eval_set = load_data(settings, tokenizer, config, utils.get_dataset, manifest)
     beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
         prompts = [beginning]  # the demo's own is of other stories
     identity = describe_identity(settings, config, tokenizer, train_set)
-    changed = compare(settings, identity, found[1]) if found else ""
+    changed = compare(settings, identity, manifest) if manifest else ""
 
-    model = build_model(settings, config, mesh, read_weights=not found)
+    model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
-    verified = verify_sharding(model, optimizer, mesh, keeps_states=each.states > 0)
-
-    flops, counted = known_flops(model, settings.sequence_length)
-    if settings.min_mfu and not flops:
-        raise UserError(f"--min-mfu: {counted}")
-    world = dist.get_world_size()
-    tracker = utils.PerformanceTracker(settings.perf_warmup_steps, world, peak or 0)
+    verified = verify_sharding(model, optimizer, mesh, keeps_states=sizes.states > 0)
+    flops_per_token, flops_in_words = known_flops(model, settings.sequence_length)
+    if settings.min_mfu and not flops_per_token:
+        raise UserError(f"--min-mfu: {flops_in_words}")
+    tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     state = TrainState(model, optimizer, scheduler, tracker)
-    if found:
-        state.load(*found, *on_main_rank(lambda: saved.find_origin(folder, *found)))
-        if not state.finite():
-            advice = "remove that folder, and --resume auto goes on from the one before"
-            raise UserError(f"--resume {found[0]}: it holds values that are infinite or NaN; {advice}", exit_code=1)
-    say(describe_setup(settings, model, mesh, train_set, counted, peak, verified))
-    if found:
-        say(columns({"resumed": f"{found[0]} at step {state.step:,}"} | ({"changed": changed} if changed else {})))
+    if checkpoint:
+        load_state(state, checkpoint, manifest, folder)
+    say(describe_setup(settings, model, mesh, train_set, flops_in_words, peak, verified))
+    if checkpoint:
+        say(columns({"resumed": f"{checkpoint} at step {state.step:,}"}))
+        if changed:
+            say(columns({"changed": changed}))
     if state.branched_from:
         say(columns({"branched": describe_origin(state.branched_from)}))
-    data, start = (tokenizer, prompts, beginning, train_set, eval_set), (found and found[0], state.step + 1)
-    return Job(settings, device, folder, endpoint, *data, identity, flops, state, *start, changed)
+    return Job(
+        settings=settings,
+        device=device,
+        folder=folder,
+        endpoint=endpoint,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        beginning=beginning,
+        train_set=train_set,
+        eval_set=eval_set,
+        identity=identity,
+        flops_per_token=flops_per_token,
+        state=state,
+        resumed=checkpoint,
+        first_step=state.step + 1,
+        changed=changed,
+    )
+
+
+def load_state(state: TrainState, checkpoint: pathlib.Path, manifest: dict, folder: pathlib.Path) -> None:
+    """Loads a checkpoint for the run in `folder`; a UserError where it holds a value that is infinite or NaN."""
+    origin = on_main_rank(lambda: saved.find_origin(folder, checkpoint, manifest))
+    state.load(checkpoint, manifest, *origin)
+    if not state.finite():
+        advice = "remove that folder, and --resume auto goes on from the one before"
+        raise UserError(f"--resume {checkpoint}: it holds values that are infinite or NaN; {advice}", exit_code=1)
 
 
 def keep_objects() -> None:
@@ -529,7 +469,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
                 problem = log_step(job, reporter, due, metrics, problem)
             if problem:
                 saver.finish()
-                give_up(job, *problem)
+                give_up(job.folder, problem, job.first_step, job.resumed)
         if due.first and not save:
             saver.prepare(state)
         if save:
@@ -543,8 +483,10 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
     return metrics, stopped
 
 
-def read_metrics(state: TrainState, losses: list, grad_norm, learning_rate: float, check_state: bool) -> tuple:
-    """(the figures of the step that was just taken, what is NaN or infinite in them as `first_not_finite` has it).
+def read_metrics(
+    state: TrainState, losses: list[torch.Tensor], grad_norm: torch.Tensor, learning_rate: float, check_state: bool
+) -> tuple[dict, NotFinite | None]:
+    """The figures of the step that was just taken, and what is NaN or infinite in them.
 
     `losses` are this rank's of the steps that were not read yet, emptied here. With `check_state` weights and optimizer
     states are looked at too, as they are before they are saved.
@@ -554,11 +496,11 @@ def read_metrics(state: TrainState, losses: list, grad_norm, learning_rate: floa
     metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens}
     problem = first_not_finite(metrics, values)
     if check_state and not problem and not state.finite():
-        problem = state.step, "update made weights or optimizer states infinite or NaN"
+        problem = NotFinite(state.step, "update made weights or optimizer states infinite or NaN")
     return metrics, problem
 
 
-def log_step(job: Job, reporter: Report, due: Due, metrics: dict, problem: tuple | None) -> tuple | None:
+def log_step(job: Job, reporter: Report, due: Due, metrics: dict, problem: NotFinite | None) -> NotFinite | None:
     """A log line, after an evaluation where one is due: `metrics` gets its `eval_loss`. Returns what is NaN or
     infinite: `problem`, or that of the evaluation."""
     settings, state, stories = job.settings, job.state, []
@@ -596,10 +538,7 @@ def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dic
     if saver.failures:
         flag = "--checkpoint-interval" if settings.checkpoint_interval else "--final-checkpoint"
         raise UserError(f"{flag}: {saver.failures} checkpoints could not be saved, see above", 1)
-    if reporter.failed or reporter.moved:
-        waiting = len(reporter.file.waiting)
-        lost = f"{waiting} lines are lost" if waiting else "see above"
-        raise UserError(f"--output-dir: {job.folder / 'metrics.jsonl'} could not be written, {lost}", 1)
+    reporter.check_written()
     on_main_rank(lambda: check_gates(settings, metrics))
     return 0
 
@@ -607,10 +546,13 @@ def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dic
 def leave_early(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> int:
     """The last lines of a run that a signal ended."""
     reporter.end(None)
-    who, saved = stop.name or "a signal to another rank", not saver.failures
-    lines = {"stopped": f"by {who} after step {job.state.step}" + f", saved in {saver.folder}" * saved}
-    lines |= {"go on": command(job.settings, job.folder)} if saved else {}
-    say(columns(lines | ({"report": str(reporter.page)} if reporter.page else {})))
+    lines = {"stopped": f"by {stop.name or 'a signal to another rank'} after step {job.state.step}"}
+    if not saver.failures:
+        lines["stopped"] += f", saved in {saver.folder}"
+        lines["go on"] = command(job.settings, job.folder)
+    if reporter.page:
+        lines["report"] = str(reporter.page)
+    say(columns(lines))
     return 1 if saver.failures or reporter.failed else StopRequest.EXIT_CODE
 
 
@@ -635,23 +577,23 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     """--num-steps 0: from a checkpoint, or from --init pretrained, to a held-out loss, stories, --export."""
     if settings.export:
         on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
-    config = on_main_rank(lambda: load_config(settings.model))
-    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
-    prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
-    mesh, found = build_mesh(settings, device), find_checkpoint(settings.resume, pathlib.Path())
-    settings, held_out = resolve(settings, config), None
+    config, tokenizer, prompts = load_model_files(settings)
+    mesh = build_mesh(settings, device)
+    checkpoint, manifest = find_checkpoint(settings.resume, pathlib.Path())
+    settings = resolve(settings, config)
     if settings.eval_interval:
-        same = found and found[1]["flags"]["dataset"] == settings.dataset  # then by the rules of its run
-        _, held_out = load_data(settings, tokenizer, config, utils.get_dataset, found[1] if same else None)
-    if found:
-        compare(settings, describe_identity(settings, config), found[1])
-    state = TrainState(build_model(settings, config, mesh, read_weights=not found))
-    if found:
-        state.load(*found)
-        say(f"loaded     {found[0]}, step {found[1]['step']:,}")
-    if held_out:
+        same_data = manifest is not None and manifest["flags"]["dataset"] == settings.dataset
+        rules = manifest if same_data else None  # held out by the rules of its run
+        _, held_out = load_data(settings, tokenizer, config, utils.get_dataset, rules)
+    if checkpoint:
+        compare(settings, describe_identity(settings, config), manifest)
+    state = TrainState(build_model(settings, config, mesh, read_weights=not checkpoint))
+    if checkpoint:
+        state.load(checkpoint, manifest)
+        say(f"loaded     {checkpoint}, step {manifest['step']:,}")
+    if settings.eval_interval:
         loss, tokens = evaluate(settings, state.model, held_out, device)
-        say_evaluation(settings, loss, tokens, found and found[1]["step"], stdout)
+        say_evaluation(settings, loss, tokens, manifest["step"] if manifest else None, stdout)
     for prompt in prompts:
         say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:

@@ -143,6 +143,14 @@ class Report:
             self.trackers.summarize(metrics)
         self.close()
 
+    def check_written(self) -> None:
+        """A UserError where metrics.jsonl lacks lines at the end of the run."""
+        if not (self.failed or self.moved):
+            return
+        waiting = len(self.file.waiting)
+        lost = f"{waiting} lines are lost" if waiting else "see above"
+        raise UserError(f"--output-dir: {self.folder / 'metrics.jsonl'} could not be written, {lost}", 1)
+
     def settle(self) -> None:
         """Whatever waits for a disk is tried once more."""
         if self.failed:

@@ -34,11 +34,13 @@ def damage(path: pathlib.Path) -> tuple[dict, str]:
     return manifest, next(filter(None, of_all_ranks(wrong)), "")
 
 
-def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | None:
-    """The checkpoint to resume from and its manifest, checked; None to start fresh; a UserError where the path that
-    --resume names is no complete checkpoint."""
+def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | tuple[None, None]:
+    """The checkpoint to resume from and its manifest, checked; (None, None) to start fresh.
+
+    A UserError where the path that --resume names is no complete checkpoint.
+    """
     if resume == "none":
-        return None
+        return None, None
     auto = resume == "auto"
     paths = saved.by_name(folder)[::-1] if auto else [checkpoint_folder(resume)]
     if not auto and (problem := no_checkpoint(resume)):
@@ -51,7 +53,7 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
             raise UserError(f"--resume {resume}: {path.name} is damaged ({wrong}); choose another, or auto")
         say(f"skipped    {path.name} is damaged: {wrong}")
     origin = of_all_ranks(saved.read_origin(folder))[0]
-    return find_branch_point(folder, origin) if origin else None
+    return find_branch_point(folder, origin) if origin else (None, None)
 
 
 def find_branch_point(folder: pathlib.Path, origin: dict) -> tuple[pathlib.Path, dict]:

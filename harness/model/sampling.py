@@ -1,0 +1,48 @@
+"""Sampling: the model in evaluation mode, and the text that it writes."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.flags.settings import Settings
+from harness.job import heartbeats
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards no parameter stays gathered and no random state is touched."""
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+        yield
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:
+    """`prompt` and, as `text`, it with its continuation; every rank takes part with the same random numbers."""
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
+    # the length changes with every token: eager code and no cuDNN, or both would start again each time
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    heartbeats.at("sampling")
+    with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
+        torch.manual_seed(settings.seed)
+        tokens = model.generate(
+            **{name: encoded[name] for name in ("input_ids", "attention_mask")},
+            max_new_tokens=settings.sample_tokens,
+            do_sample=True,
+            temperature=0.6,
+            top_k=20,
+            use_cache=True,
+            synced_gpus=dist.get_world_size() > 1,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return {"prompt": prompt, "text": tokenizer.decode(tokens[0], skip_special_tokens=True)}
