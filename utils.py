@@ -1,13 +1,9 @@
-"""What the recipe in train_fsdp.py should not have to show: token packing, FLOP and MFU math, speed and memory figures.
+"""The other half of the pair: token packing, FLOP and MFU math, and the clock. Plain functions over any model.
 
 Importing this module starts nothing and needs no GPU, no network and no optional package.
 """
 
 import contextlib
-import functools
-import hashlib
-import itertools
-import json
 import os
 import pathlib
 import time
@@ -20,16 +16,13 @@ import numpy as np
 import torch
 
 from harness.base.devices import wait_for_device
-from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
 from harness.base.ranks import from_main_process
+from harness.data.corpus import open_corpus, tokenize_once
 from harness.data.corpus_files import local_files
-from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, token_dtype, vocabulary_of
-from harness.data.formats import file_records
-from harness.data.hub_rows import hub_records, load_documents
+from harness.data.documents import token_dtype
 from harness.data.records import DEFAULT_FIELD, Field
-from harness.data.splits import cut_positions, files_of_split, parse_split
-from harness.data.token_cache import check_cache, pack_tokens
+from harness.data.splits import cut_positions, parse_split
 from harness.data.windows import PackedDataset, create_collate_fn, pack
 from harness.model.flops import flops_per_token
 
@@ -60,9 +53,9 @@ def get_dataset(
 ) -> PackedDataset:
     """Tokenizes a corpus once, caches it as one flat file, and returns it as packed windows.
 
-    The main process of each node tokenizes (all cores); the others map the same file. Its name covers the documents
-    (path, size, time; a hub data set's fingerprint), tokenizer and vocabulary: a second start reads it alone. Local
-    files are tokenized whole; of their tokens a slice is taken, see `cut_positions`.
+    The main process of each node tokenizes, on all cores; the others map the same file. The file's name covers the
+    documents, the tokenizer and the vocabulary, so a second start only reads it. Local files are tokenized whole, and a
+    slice is taken of their tokens, see `cut_positions`.
 
     Args:
         tokenizer: of transformers; its `eos_token` goes after each document.
@@ -74,64 +67,34 @@ def get_dataset(
         text_field: column of the text, or of token ids where it is `input_ids`; of several the first that is there.
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is an UnreadableError.
         check_whole: compare a cache with its checksum even if it has not changed since that was last done.
-        progress: is told while tokenizing the counts so far (documents, tokens, read) and what "read" will reach.
+        progress: called while tokenizing with the counts so far (documents, tokens, read) and what "read" will reach.
 
-    A UserError: no such data or split, no text in it, hub not reachable, less than one window, an id without embedding.
+    Raises:
+        UserError: no such data or split, no text in it, the hub is not reachable, less than one window, a token id
+            without an embedding.
     """
-    vocab_size = vocab_size or len(tokenizer)
-    dataset, end_of_text = os.path.expanduser(dataset), tokenizer.eos_token_id
-    cache = pathlib.Path(cache_dir or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp")
-
-    def tokenize(hub, files: list[pathlib.Path], counts: Counter) -> Iterator[np.ndarray]:
-        sources = ((file, file_records(file, text_field, counts, batched=True)) for file in files)
-        if not files:
-            sources = [(dataset, hub_records(hub, dataset, text_field, counts, batched=True))]
-        parts = (read_documents(records, source, skip_bad_records, counts) for source, records in sources)
-        total = sum(file.stat().st_size for file in files) if files else len(hub)
-        for tokens in token_batches(itertools.chain.from_iterable(parts), tokenizer, TOKENIZE_BATCH, counts):
-            progress(counts, total)
-            yield tokens
-
-    def cached(files: list[pathlib.Path], split: str) -> tuple[pathlib.Path, dict]:
-        from filelock import FileLock
-
-        hub = None if files else load_documents(dataset, split, subset)
-        content = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files] or hub._fingerprint
-        vocabulary = (vocabulary_of(tokenizer), end_of_text, vocab_size)
-        fields = [text_field] if isinstance(text_field, str) else text_field[-1]  # tokens of another column
-        identity = json.dumps([2, dataset, split, content, fields, *vocabulary])
-        path = cache.expanduser() / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.bin"
-        check = functools.partial(check_cache, path, skip_bad_records, check_whole)
-        counts, wrong = check()
-        if counts is None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with FileLock(f"{path}.lock"):  # two runs that start together, or nodes with a common disk
-                    counts, wrong = check()
-                    if counts is None:
-                        start, counts = time.perf_counter(), Counter()
-                        if not pack_tokens(tokenize(hub, files, counts), path, vocab_size, counts):
-                            raise UserError(f"--dataset {dataset}: it holds no text ({counts['bad records']} bad)")
-                        counts = dict(counts, seconds=time.perf_counter() - start, damaged=wrong)
-            except OSError as error:
-                raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
-        return path, counts
+    vocab_size, dataset = vocab_size or len(tokenizer), os.path.expanduser(dataset)
+    if cache_dir is None:
+        cache_dir = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp"
 
     def prepare() -> tuple:
         files = local_files(dataset)
         part = split
         if part is None:
             part = "train" if files else "train[:5%]"
-        name, bounds = parse_split(part) if files else (part, [])
-        path, counts = cached(files and files_of_split(dataset, name, files), name)
-        tokens = np.memmap(path, token_dtype(vocab_size), mode="r")
-        first, last = cut_positions(bounds, tokens, end_of_text) if bounds else (0, None)
-        return path, first, last, counts, part
+        name, bounds = parse_split(part) if files else (part, [])  # the hub's slices are cut by `datasets`
+        corpus = open_corpus(dataset, name, files, tokenizer, vocab_size, text_field, subset)
+        path, counts = tokenize_once(corpus, pathlib.Path(cache_dir), skip_bad_records, check_whole, progress)
+        first, last = 0, None
+        if bounds:
+            tokens = np.memmap(path, token_dtype(vocab_size), mode="r")
+            first, last = cut_positions(bounds, tokens, tokenizer.eos_token_id)
+        return part, path, counts, slice(first, last)
 
-    path, first, last, counts, split = from_main_process(
-        prepare, accelerator is None or accelerator.is_local_main_process
-    )
-    packed = pack(np.memmap(path, token_dtype(vocab_size), mode="r")[first:last], seq_len, dataset, split)
+    is_main = accelerator is None or accelerator.is_local_main_process
+    part, path, counts, positions = from_main_process(prepare, is_main)
+    tokens = np.memmap(path, token_dtype(vocab_size), mode="r")[positions]
+    packed = pack(tokens, seq_len, dataset, part)
     packed.path, packed.counts = path, counts
     return packed
 
@@ -141,7 +104,7 @@ def get_gpu_peak_tflops(name: str | None = None) -> float | None:
     if name is None and not torch.cuda.is_available():
         return None
     gpu = find_gpu(torch.cuda.get_device_name() if name is None else name)
-    return gpu and gpu.peak_tflops
+    return gpu.peak_tflops if gpu else None
 
 
 def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
@@ -170,7 +133,9 @@ def estimate_mfu(
         raise ValueError(f"time_elapsed ({time_elapsed}) and num_gpus ({num_gpus}) must be positive")
     tokens_per_sec = num_tokens / time_elapsed
     metrics = {"tokens_per_sec": tokens_per_sec, "actual_tflops_per_sec": tokens_per_sec * model_flops_per_token / 1e12}
-    if peak_tflops := get_gpu_peak_tflops() if peak_tflops is None else peak_tflops:
+    if peak_tflops is None:
+        peak_tflops = get_gpu_peak_tflops()
+    if peak_tflops:
         metrics["theoretical_tflops_total"] = peak_tflops * num_gpus
         metrics["mfu_percent"] = 100 * metrics["actual_tflops_per_sec"] / metrics["theoretical_tflops_total"]
     return metrics
@@ -256,14 +221,16 @@ class PerformanceTracker:
     def get_print_message(self, metrics: dict[str, Any]) -> str:
         """The metrics on one line; empty in warmup."""
         device = "GPU" if torch.cuda.is_available() else "rank"
-        parts = {
-            "tokens_per_sec": "{:,.0f} tok/s",
-            "tokens_per_sec_per_gpu": f"{{:,.0f}} tok/s/{device}" if self.num_gpus > 1 else "",
-            "mfu_percent": "MFU {:.1f} %",
-            "peak_memory_reserved": "{:.1f} GiB",
-        }
-        said = [text.format(metrics[key]) for key, text in parts.items() if key in metrics and text]
-        return "  ".join(said) if "tokens_per_sec" in metrics else ""
+        if "tokens_per_sec" not in metrics:
+            return ""
+        parts = [f"{metrics['tokens_per_sec']:,.0f} tok/s"]
+        if self.num_gpus > 1:
+            parts.append(f"{metrics['tokens_per_sec_per_gpu']:,.0f} tok/s/{device}")
+        if "mfu_percent" in metrics:
+            parts.append(f"MFU {metrics['mfu_percent']:.1f} %")
+        if "peak_memory_reserved" in metrics:
+            parts.append(f"{metrics['peak_memory_reserved']:.1f} GiB")
+        return "  ".join(parts)
 
     def _open_window(self) -> None:
         wait_for_device()
@@ -272,8 +239,9 @@ class PerformanceTracker:
 
     def _metrics(self, window: dict[str, float]) -> dict[str, float]:
         seconds, tokens, flops = max(window["seconds"], 1e-9), window["tokens"], window["flops"]
-        speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, self.peak_tflops if flops else 0)
-        if not flops:  # unknown
+        peak_tflops = self.peak_tflops if flops else 0  # FLOPs of 0 are not known: no MFU
+        speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, peak_tflops)
+        if not flops:
             del speed["actual_tflops_per_sec"]
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
