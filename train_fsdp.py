@@ -256,13 +256,17 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
 
     Where the last round has fewer windows than places, the labels of the places left over count for nothing.
     """
-    rank, per_round = dist.get_rank(), settings.batch_size * dist.get_world_size()
-    windows = min(len(dataset), settings.eval_steps * per_round or len(dataset))
+    per_round = settings.batch_size * dist.get_world_size()
+    windows = len(dataset)
+    if settings.eval_steps:
+        windows = min(windows, settings.eval_steps * per_round)
     collate = utils.create_collate_fn(dataset.end_of_text, shift_labels=False)
-    for first in range(rank * settings.batch_size, math.ceil(windows / per_round) * per_round, per_round):
+    for number in range(math.ceil(windows / per_round)):
+        first = number * per_round + dist.get_rank() * settings.batch_size
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index % windows] for index in indices])
-        batch["labels"][[index >= windows for index in indices]] = IGNORE_INDEX
+        left_over = [index >= windows for index in indices]
+        batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -564,7 +568,8 @@ def nothing_to_train(job: Job) -> int:
         record_start(job.folder, job.state)
     metrics = on_main_rank(lambda: finish_metrics(job.settings, job.folder, job.state))
     page = write_page(job.folder) if dist.get_rank() == 0 else None
-    if stories := job.sample():
+    stories = job.sample()
+    if stories:
         say_story(describe_stories(stories))
     if job.settings.export:
         export(job.settings, job.state, job.tokenizer)
@@ -601,12 +606,16 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     return 0
 
 
+# ---- A run -----------------------------------------------------------------------------------------------------------
+
+
 def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
     if settings.num_steps == 0:
         with only_json_on_stdout(settings) as stdout:
             return without_training(settings, device, stdout)
-    if exported := on_main_rank(lambda: step_of_export(settings)):
+    exported = on_main_rank(lambda: step_of_export(settings))
+    if exported:
         say(f"done       nothing to do: {settings.export} holds this run after step {exported:,}")
         return 0
     job = prepare(settings, device)
@@ -621,7 +630,9 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         gc.disable()  # cycles are collected at log lines: in the middle of a step one rank stops and all wait for it
         cleanup.callback(gc.enable)
         metrics, stopped = train(job, reporter, saver, stop)
-        return leave_early(job, reporter, saver, stop) if stopped else finish(job, reporter, saver, planned, metrics)
+        if stopped:
+            return leave_early(job, reporter, saver, stop)
+        return finish(job, reporter, saver, planned, metrics)
 
 
 RECIPE = planning.Recipe(
@@ -654,8 +665,9 @@ def main(settings: Settings) -> None:
         savers = ", ".join(as_flags(changes) for changes in memory_savers(settings)[:3])
         fail(f"train_fsdp.py: error: {first_line(error)} Try {savers}.", 1, as_json=settings.json)
     except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
-        if gone := watch and watch.explain(error):
-            fail(f"train_fsdp.py: error: {gone}", 1, patience=0, as_json=settings.json)
+        lost_rank = watch.explain(error) if watch else ""
+        if lost_rank:
+            fail(f"train_fsdp.py: error: {lost_rank}", 1, patience=0, as_json=settings.json)
         fail(traceback.format_exc(), 1, as_json=settings.json)
 
 
