@@ -45,10 +45,12 @@ def multiplied_by_a_condition(tree: ast.Module) -> Iterator[ast.AST]:
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for literal, factor in ((node.left, node.right), (node.right, node.left)):
-                named = isinstance(factor, ast.Name | ast.Attribute) and not isinstance(literal, ast.List | ast.Tuple)
-                if is_text_or_list(literal) and (is_condition(factor) or named):
-                    yield node
-                elif is_condition(factor) and not isinstance(literal, ast.Constant | ast.BinOp | ast.Name):
+                may_be_a_number = isinstance(literal, ast.Constant | ast.BinOp | ast.Name) and not is_text_or_list(
+                    literal
+                )
+                words = is_text_or_list(literal) and not isinstance(literal, ast.List | ast.Tuple)
+                by_a_flag = words and isinstance(factor, ast.Name | ast.Attribute)
+                if by_a_flag or (is_condition(factor) and not may_be_a_number):
                     yield node
 
 
@@ -75,9 +77,8 @@ def slice_as_a_condition(tree: ast.Module) -> Iterator[ast.AST]:
             places = node.comparators
         elif isinstance(node, ast.For | ast.comprehension):
             places = [node.iter]
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
-            if isinstance(node.value, ast.List | ast.Tuple):
-                yield node
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.List | ast.Tuple):
+            yield from [node] if isinstance(node.slice, ast.Slice) else []
         yield from filter(is_first_of, places)
     for test in conditions(tree):
         yield from filter(is_first_of, [test, *getattr(test, "values", [])])
@@ -107,9 +108,9 @@ def crowded_comprehension(tree: ast.Module) -> Iterator[ast.AST]:
 def choice_within_a_choice(tree: ast.Module) -> Iterator[ast.AST]:
     """`a if b else c if d else e`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.IfExp):
-            if any(isinstance(part, ast.IfExp) for part in (node.test, node.body, node.orelse)):
-                yield node
+        parts = (node.test, node.body, node.orelse) if isinstance(node, ast.IfExp) else ()
+        if any(isinstance(part, ast.IfExp) for part in parts):
+            yield node
 
 
 def guarded_value(tree: ast.Module) -> Iterator[ast.AST]:
@@ -118,10 +119,9 @@ def guarded_value(tree: ast.Module) -> Iterator[ast.AST]:
     for node in ast.walk(tree):
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And) and id(node) not in branches:
             first, last = node.values[0], node.values[-1]
-            used = [part.value for part in ast.walk(last) if isinstance(part, ast.Attribute | ast.Subscript)]
-            if ast.unparse(first) in map(ast.unparse, used) and not is_condition(last):
-                if isinstance(last, ast.Attribute | ast.Subscript):
-                    yield node
+            of_the_first = isinstance(last, ast.Attribute | ast.Subscript) and ast.unparse(first) in ast.unparse(last)
+            if of_the_first:
+                yield node
 
 
 FORMS = {
