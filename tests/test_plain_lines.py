@@ -1,4 +1,4 @@
-"""Plain lines: no puzzle in the program. Each form is found in the syntax trees, and an example shows that it would be."""
+"""Plain lines: no puzzle in the program. Each form is looked for in the syntax trees, and found in examples."""
 
 import ast
 import pathlib
@@ -50,7 +50,7 @@ def multiplied_by_a_condition(tree: ast.Module) -> Iterator[ast.AST]:
                 )
                 words = is_text_or_list(literal) and not isinstance(literal, ast.List | ast.Tuple)
                 by_a_flag = words and isinstance(factor, ast.Name | ast.Attribute)
-                if by_a_flag or (is_condition(factor) and not may_be_a_number):
+                if by_a_flag or (is_condition(factor) and (words or not may_be_a_number)):
                     yield node
 
 
