@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 def steps(gpus: int, rehearse: bool) -> list[Step]:
     """All of them, what matters most first."""
-    tests = ["-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-s", "-rs", "-p", "no:cacheprovider"]
+    tests = ["-m", "pytest", "tests/pair/test_gpu.py", "-m", "gpu", "-s", "-rs", "-p", "no:cacheprovider"]
     measured = ["smollm3-3b", "--sequence-length", "8192"] if not rehearse else ["demo", "--sequence-length", "64"]
     measure = ["train_fsdp.py", "--measure", "--model", *measured, "--zero-stage", "2", "--cache-dir", "OUT"]
     found = [Step("tests", 3, tests, ("pytest",)), Step("rates", 2, measure)]

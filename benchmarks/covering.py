@@ -40,7 +40,7 @@ FACTORS = {
     "sequence_length": (32, 20),  # with two sequences 20 is no multiple of 16 tokens
     "gradient_accumulation_steps": (1, 2),
 }
-NEAR = 0.03  # of float8 and bf16 to fp32 in two steps, as in tests/test_parallel.py
+NEAR = 0.03  # of float8 and bf16 to fp32 in two steps, as in tests/pair/test_parallel.py
 MODEL = {
     "model_type": "llama",
     "vocab_size": 1536,  # the demo tokenizer's

@@ -1,4 +1,4 @@
-"""What a step really holds and sends, beside what --plan says of it; tests/test_planning.py compares the two.
+"""What a step really holds and sends, beside what --plan says of it; tests/plan/test_planning.py compares the two.
 
 The tests start `main` with 1, 2 and 4 ranks, which measures on real tensors and writes WORKSPACE/measured-RANKS.json,
 and `plan_all` once, which plans the same and writes WORKSPACE/planned.json.

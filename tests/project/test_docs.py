@@ -91,7 +91,7 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
 
 def test_a_test_that_a_document_names_is_there():
     tests = {
-        name for path in (ROOT / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())
+        name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())
     }
     named = {word for path in DOCUMENTS for word in INLINE.findall(path.read_text()) if re.fullmatch(r"test_\w+", word)}
     assert named and named - tests == set()
@@ -254,7 +254,7 @@ def test_a_block_of_commands_says_that_it_is_one(document):
 
 
 def test_a_test_that_runs_a_block_in_a_documents_place_is_there():
-    named = {file for snippet in SHELL for file in re.findall(r"tests/\w+\.py", snippet.not_run)}
+    named = {file for snippet in SHELL for file in re.findall(r"tests/[\w/]+\.py", snippet.not_run)}
     assert named and [file for file in named if not (ROOT / file).exists()] == []
 
 

@@ -1,6 +1,6 @@
 """What only a GPU can show: `pytest -m gpu` on one that has nothing else to do, about four minutes on an H200.
 
-    REHEARSE_GPU_TESTS=1 pytest tests/test_gpu.py
+    REHEARSE_GPU_TESTS=1 pytest tests/pair/test_gpu.py
 
 takes the same path on the CPU with a tiny model, without inductor, cuDNN and what depends on the device's speed or
 memory. Nothing here needs `datasets`; float8 is skipped where torchao is missing.

@@ -12,7 +12,7 @@ from conftest import PROGRAM, ROOT, start
 # Each may import those after it. The two files on top, then the wings: data and model are neighbours, of which neither
 # imports the other.
 LAYERS = (
-    *("tests/*.py", "benchmarks/**/*.py", "tools/*.py", "train_fsdp.py", "utils.py"),
+    *("tests/**/*.py", "benchmarks/**/*.py", "tools/*.py", "train_fsdp.py", "utils.py"),
     *(f"harness/{wing}/**/*.py" for wing in ("plan", "report", "state", "model", "data", "job", "flags", "base")),
     "harness/*.py",
 )

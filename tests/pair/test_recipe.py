@@ -101,7 +101,7 @@ def test_a_rank_alone_gathers_its_parameters_once_a_step_unless_they_are_on_the_
 @pytest.mark.parametrize("flags", ["", "--gradient-accumulation-steps 2", "--zero-stage 1"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_one_rank_copies_no_gradient(trainer, precision, flags):
-    """FSDP2 copies each layer's from input to output, which are one here; tests/test_parallel.py has the losses."""
+    """FSDP2 copies each layer's from input to output, which are one here; test_parallel.py has the losses."""
     model, step = trainer("llama", "--precision", precision, *flags.split())
     step()
     copied, onto_itself = [], []
