@@ -3,6 +3,7 @@
 Everything runs on the CPU, whatever the machine has, with one thread a process; `pytest -m gpu` alone sees GPUs.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -11,6 +12,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import re
 import shutil
 import socket
 import subprocess
@@ -47,6 +49,26 @@ torch.set_num_threads(1)
 multiprocessing.set_forkserver_preload(
     ["multirank", "torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3"]
 )
+
+
+def pytest_configure(config) -> None:
+    """A test that is named as FILE::TEST runs in whatever tier it is."""
+    if config.option.markexpr == "not slow" and any("::" in argument for argument in config.args):
+        config.option.markexpr = ""
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Says how many tests were skipped, by reason."""
+    reasons = collections.Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        _, _, reason = report.longrepr
+        reason = reason.removeprefix("Skipped: ")
+        missing = re.match(r"could not import '(\w+)'", reason)
+        reasons[f"needs the package {missing[1]}" if missing else reason] += 1
+    if reasons:
+        terminalreporter.write_line("\nskipped:")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:5}  {reason}")
 
 
 def start(
