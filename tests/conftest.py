@@ -71,6 +71,11 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.write_line(f"{count:5}  {reason}")
 
 
+def slow_case(*values, id: str | None = None):
+    """A case of a parametrized test that only the slow tier has."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
 def start(
     command: list, timeout: float = 300, cwd: pathlib.Path = ROOT, **env: str | None
 ) -> subprocess.CompletedProcess:
@@ -89,8 +94,24 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-def python(*arguments, **options) -> subprocess.CompletedProcess:
+def cold_python(*arguments, **options) -> subprocess.CompletedProcess:
+    """The program in a new interpreter."""
     return start([sys.executable, PROGRAM, *arguments], **options)
+
+
+def python(*arguments, timeout: float = 300) -> subprocess.CompletedProcess:
+    """The program as a shell runs it, but in a process that is forked from one that has its imports."""
+    words = [*map(str, arguments)]
+    with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
+        process = multiprocessing.get_context("forkserver").Process(
+            target=multirank.as_program, args=(stdout.name, stderr.name, dict(os.environ), ROOT, words)
+        )
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(words, timeout, stdout.read(), stderr.read())
+        return subprocess.CompletedProcess(words, process.exitcode, stdout.read(), stderr.read())
 
 
 def without_repeated_flags(stderr: str) -> str:
@@ -190,11 +211,19 @@ def workspace(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def observed(workspace):
-    """`observed(ranks)`: what tests/multirank.py saw with 1, 2 or 4 ranks; they start once a session, side by side."""
-    cache = {}
+def observed(request, workspace):
+    """`observed(ranks)`: what tests/multirank.py saw with 1, 2 or 4 ranks, which start once a session.
+
+    Those that a tier compares run side by side.
+    """
+    cache, worlds = {}, {}
+
+    def begin(ranks: int) -> None:
+        if ranks not in worlds:
+            worlds[ranks] = threads.submit(forked, ranks, multirank.main, workspace, timeout=1200)
 
     def observe(ranks: int) -> dict:
+        begin(ranks)
         try:
             ending = worlds[ranks].result()[-6000:]
         except RuntimeError as error:
@@ -206,8 +235,10 @@ def observed(workspace):
         return cache[ranks]
 
     observe.models = workspace / "models"
+    compared = {"slow": (4, 1), "not slow": (2, 1)}.get(request.config.option.markexpr, ())
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        worlds = {ranks: threads.submit(forked, ranks, multirank.main, workspace, timeout=600) for ranks in (4, 2, 1)}
+        for ranks in compared:
+            begin(ranks)
         yield observe
 
 

@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import pathlib
 import re
+import runpy
 import signal
 import socket
+import sys
 import time
 import traceback
 import types
@@ -185,6 +187,18 @@ def as_rank(rank: int, world: int, port: int, output: str, function, arguments: 
     warnings.filterwarnings("ignore")
     multiprocessing.set_start_method("fork", force=True)  # for the data loader's workers, as without a fork server
     function(*arguments)
+
+
+def as_program(stdout: str, stderr: str, environment: dict, folder: pathlib.Path, arguments: list[str]) -> None:
+    """Runs train_fsdp.py as a shell does in this folder and environment; what it prints goes into two files."""
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(folder)
+    for descriptor, name in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), descriptor)
+    multiprocessing.set_start_method("fork", force=True)  # as in `as_rank`
+    sys.argv = [train_fsdp.__file__, *arguments]
+    runpy.run_path(train_fsdp.__file__, run_name="__main__")
 
 
 def program(*argv: str) -> None:

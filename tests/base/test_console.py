@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PROGRAM, ROOT, start, torchrun_command
+from conftest import PROGRAM, ROOT, slow_case, start, torchrun_command
 
 # every way in which the program prints, then a file, then an ending of its own
 PRINTS = r"""
@@ -99,7 +99,9 @@ def test_a_page_is_utf_8_whatever_the_locale_is(tmp_path):
     assert (tmp_path / "page").read_text(encoding="utf-8") == "“Well”"
 
 
-@pytest.mark.parametrize("flags", ["--help", "--version", "--plan --model demo --plan-gpus 2 --plan-seconds 0 --json"])
+@pytest.mark.parametrize(
+    "flags", ["--help", "--version", slow_case("--plan --model demo --plan-gpus 2 --plan-seconds 0 --json")]
+)
 def test_what_only_prints_ends_quietly_with_0_without_a_reader(flags):
     with output("pipe without a reader") as out:
         command = [sys.executable, PROGRAM, *flags.split()]
@@ -114,6 +116,7 @@ def test_a_wrong_flag_is_exit_2_where_nobody_can_be_told(kind):
         assert subprocess.run(command, cwd=ROOT, stderr=errors, timeout=60).returncode == 2
 
 
+@pytest.mark.slow
 def test_two_ranks_without_any_console_train_to_the_end_and_leave_all_their_files(tmp_path):
     flags = "--demo --num-steps 4 --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 2 --eval-steps 1"
     flags += f" --log-interval 1 --sample-tokens 3 --precision fp32 --output-dir {tmp_path} --run-name r"

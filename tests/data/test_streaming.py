@@ -4,9 +4,10 @@ import itertools
 import json
 import shutil
 
+import multirank
 import numpy as np
 import pytest
-from conftest import PROGRAM, ROOT, STORIES, Stop, losses_of, metrics_of, parse, start, torchrun_command, train, words
+from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, parse, train, words
 from multirank import SIZES
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
@@ -216,9 +217,8 @@ def test_two_ranks_go_on_with_what_one_began(device, flags, whole, tmp_path):
     run = [*flags, "--run-name", "r", "--resume", "auto", "--output-dir"]
     train([*run, tmp_path], device, Stop(4))
     shutil.copytree(tmp_path / "r", tmp_path / "copy" / "r")  # this process has locked the other
-    process = start([*torchrun_command(2), PROGRAM, *run, tmp_path / "copy", "--batch-size", 16])
-    assert process.returncode == 0, process.stderr
-    assert "world size 1 -> 2" in process.stdout
+    said = forked(2, multirank.program, *map(str, [*run, tmp_path / "copy", "--batch-size", 16]))
+    assert "world size 1 -> 2" in said
     assert losses_of(tmp_path / "copy" / "r") == pytest.approx(losses_of(whole), rel=1e-5)
 
 

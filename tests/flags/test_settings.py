@@ -11,7 +11,7 @@ import sys
 import typing
 
 import pytest
-from conftest import parse, python, words
+from conftest import cold_python, parse, python, words
 from test_errors import only_line
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
@@ -25,7 +25,7 @@ from harness.flags.settings import Settings
 
 
 def test_help_names_every_flag_with_its_default():
-    process = python("--help")
+    process = cold_python("--help")
     assert (process.returncode, process.stderr) == (0, "")
     described: dict[str, str] = {}
     for line in process.stdout.splitlines():
@@ -124,7 +124,7 @@ def test_a_project_name_that_is_no_plain_name_is_refused(mistake, monkeypatch, t
 
 
 def test_a_bad_flag_is_one_line_and_exit_2():
-    assert "--batch-size" in only_line(python("--batch-size", "0"))
+    assert "--batch-size" in only_line(cold_python("--batch-size", "0"))
 
 
 @pytest.mark.parametrize("flags", ["--no-compile", "--compile --activation-checkpointing full"])
@@ -198,7 +198,7 @@ def test_every_example_of_the_help_is_a_command_that_is_taken(tmp_path, monkeypa
 
 
 def test_the_version_is_told_with_those_of_what_it_stands_on_and_nothing_heavy_is_imported():
-    process = python("--version", PYTHONPROFILEIMPORTTIME="1")
+    process = cold_python("--version", PYTHONPROFILEIMPORTTIME="1")
     first, second = process.stdout.splitlines()
     assert re.fullmatch(r"train_fsdp \d+\.\d+\.\d+, commit ([0-9a-f]{40}(-dirty)?|unknown)", first)
     assert re.match(r"python 3\.\d+\.\d+, torch 2\.", second) and "transformers 5." in second

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from conftest import PROGRAM, losses_of, metrics_of, train
 
-WHY = nodes.missing() if "TWO_NODES" in os.environ else "takes two minutes; TWO_NODES=1 runs it"
-pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+WHY = nodes.missing()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY)]
 
 STEPS = 400
 LAUNCHER = ["--nnodes=2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_id=r", "--rdzv_backend=c10d"]

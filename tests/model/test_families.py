@@ -19,6 +19,7 @@ from harness.model.configs import load_config, untrainable
 RECORDED = json.loads(families.RESULTS.read_text())
 
 
+@pytest.mark.slow
 def test_flops_of_every_family_are_those_of_real_tensors_or_refused():
     looks, unbuilt = {}, set()
     for name in families.families():
@@ -38,6 +39,7 @@ def test_flops_of_every_family_are_those_of_real_tensors_or_refused():
         assert unbuilt == recorded
 
 
+@pytest.mark.slow
 def test_families_of_each_kind_train_the_same_on_one_rank_and_two(tmp_path):
     kinds = ["mamba2", "qwen3_next", "llama4_text", "gemma3n_text", "xlstm", "bert"]
     found = []

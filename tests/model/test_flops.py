@@ -6,7 +6,7 @@ import sys
 import multirank
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow_case
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -225,7 +225,7 @@ def test_every_preset_and_the_demo_name_their_family():
         assert json.loads(file.read_text())["model_type"]
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 4))
+@pytest.mark.parametrize("ranks", [1, 2, slow_case(4)])
 def test_flops_do_not_depend_on_sharding_or_float8(observed, ranks):
     flops = utils.get_model_flops_per_token(AutoConfig.from_pretrained(observed.models / "smollm3"), 64)
     names = ["stage 3", "stage 0", *(name for name in multirank.NEAR[ranks] if "fp8" in name)]

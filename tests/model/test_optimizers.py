@@ -339,6 +339,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_an_optimizer_is_added_by_one_file(tmp_path):
     """In a copy of the program: --help has it, a run trains and goes on bit for bit, a plan counts its states."""
     for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):

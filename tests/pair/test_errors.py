@@ -7,7 +7,18 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT, STORIES, python, start, torchrun, train, without_repeated_flags, words
+from conftest import (
+    ROOT,
+    STORIES,
+    cold_python,
+    python,
+    slow_case,
+    start,
+    torchrun,
+    train,
+    without_repeated_flags,
+    words,
+)
 
 from harness.job import endings
 
@@ -126,19 +137,21 @@ NO_NETWORK = {"HF_ENDPOINT": "https://hub.invalid", "HTTPS_PROXY": None, "https_
 
 def test_a_model_that_no_one_has_is_one_line_and_exit_2(arguments):
     """Without a network this has to come at once, not after the hub client's tries."""
-    message = only_line(python(*arguments, "--model", "no-such-company/no-such-model", timeout=120, **NO_NETWORK))
+    flags = [*arguments, "--model", "no-such-company/no-such-model"]
+    message = only_line(cold_python(*flags, **NO_NETWORK))
     assert message.startswith("--model no-such-company/no-such-model: ")
 
 
 def test_data_that_no_one_has_is_one_line_and_exit_2(arguments):
-    message = only_line(python(*arguments, "--dataset", "no-such-company/no-such-stories", timeout=120, **NO_NETWORK))
+    flags = [*arguments, "--dataset", "no-such-company/no-such-stories"]
+    message = only_line(cold_python(*flags, **NO_NETWORK))
     assert message.startswith("--dataset no-such-company/no-such-stories: ")
 
 
 def test_wandb_without_a_login_is_one_line_and_exit_2(arguments, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    process = python(*arguments, "--log-with", "wandb", HOME=str(home), NETRC=str(home / ".netrc"), timeout=120)
+    process = cold_python(*arguments, "--log-with", "wandb", HOME=str(home), NETRC=str(home / ".netrc"))
     assert only_line(process).startswith("--log-with wandb: ")
     assert not (tmp_path / "out").exists()
 
@@ -152,12 +165,12 @@ def test_divergence_is_one_line_and_exit_1(arguments):
     "ranks, flags, names",
     [
         (2, ["--batch-size", "0"], "--batch-size"),
-        (3, ["--dp-replicate-size", "2"], "--dp-replicate-size 2"),
-        (2, ["--lr", "1e30", "--max-grad-norm", "0", "--warmup-steps", "0", "--num-steps", "9"], "step"),
+        slow_case(3, ["--dp-replicate-size", "2"], "--dp-replicate-size 2"),
+        slow_case(2, ["--lr", "1e30", "--max-grad-norm", "0", "--warmup-steps", "0", "--num-steps", "9"], "step"),
     ],
 )
 def test_a_mistake_of_every_rank_is_one_line_of_one_rank(arguments, ranks, flags, names):
-    process = torchrun(ranks, *arguments, *flags, timeout=120)
+    process = torchrun(ranks, *arguments, *flags)
     assert process.returncode != 0
     ours, _, launchers_report = process.stderr.partition("torch/distributed/elastic")
     errors = [line for line in ours.splitlines() if PREFIX in line]

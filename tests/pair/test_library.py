@@ -79,6 +79,7 @@ def test_the_printed_loop_trains_as_the_trainer_of_transformers_does(printed, tm
     assert printed["losses"][-1] < printed["losses"][0] - 0.5
 
 
+@pytest.mark.slow
 def test_the_loss_of_every_family_is_that_of_the_tokens_that_follow_or_the_docstring_names_it():
     named = set(re.search(r"that ignore them:\s+([\w, ]+)\.", create_collate_fn.__doc__)[1].split(", "))
     windows = torch.randint(1, 500, (2, 33), generator=torch.Generator().manual_seed(1)).numpy()

@@ -8,7 +8,7 @@ import itertools
 import multirank
 import pytest
 import torch
-from conftest import ROOT, forked, losses_of, words, write_model
+from conftest import ROOT, forked, losses_of, slow_case, words, write_model
 from multirank import (
     FAMILIES,
     MODELS,
@@ -40,11 +40,16 @@ def get(observed: dict, kind: str, name: str):
     return observed[kind][name]
 
 
+def of_ranks(ranks: int, *values, id: str | None = None):
+    """A case with so many ranks: four are slow."""
+    return slow_case(ranks, *values, id=id) if ranks == 4 else pytest.param(ranks, *values, id=id)
+
+
 def cases(table: dict) -> list:
-    return [pytest.param(ranks, name, id=f"{ranks}-{name}") for ranks in RANKS for name in table[ranks]]
+    return [of_ranks(ranks, name, id=f"{ranks}-{name}") for ranks in RANKS for name in table[ranks]]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [of_ranks(ranks) for ranks in RANKS])
 def test_every_rank_ends_well(observed, ranks):
     assert "complete" in observed(ranks), observed(ranks)["ending"]
     assert not observed(ranks)["errors"]
@@ -103,7 +108,7 @@ def test_fp8_swaps_every_linear_of_the_decoder_layers(observed, ranks, name):
     assert seen["float8_linears"] == seen["linears"] == 2 * 7  # layers x (q, k, v, o, gate, up, down)
 
 
-@pytest.mark.parametrize("ranks", (1, 4))
+@pytest.mark.parametrize("ranks", [1, slow_case(4)])
 def test_only_bf16_pure_stores_parameters_in_bf16(observed, ranks):
     assert get(observed(ranks), "runs", "bf16-pure")["dtypes"] == ["torch.bfloat16"]
     for name in ("stage 3", "bf16", "fp8 tensorwise"):
@@ -124,7 +129,7 @@ def test_adamw_bf16_keeps_its_moments_in_half_the_bytes(observed, ranks):
     assert half == pytest.approx(reference / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [of_ranks(ranks) for ranks in RANKS])
 @pytest.mark.parametrize("model, names", [("smollm3", SAME_LOSSES), ("uneven", dict.fromkeys(RANKS, UNEVEN))])
 def test_first_weights_do_not_depend_on_ranks_or_stage(observed, ranks, model, names):
     reference = get(observed(1), "runs", {"smollm3": "stage 3", "uneven": "uneven stage 3"}[model])["initial_weights"]
@@ -133,7 +138,7 @@ def test_first_weights_do_not_depend_on_ranks_or_stage(observed, ranks, model, n
         assert get(observed(ranks), "runs", name)["initial_weights"] == reference, name
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("ranks", [2, slow_case(4)])
 @pytest.mark.parametrize("name", ["stage 3", "stage 2", "stage 1", "uneven stage 3"])
 def test_each_rank_holds_its_share_of_the_parameters_and_optimizer_states(observed, ranks, name):
     seen, whole = (get(observed(world), "runs", name) for world in (ranks, 1))
@@ -141,15 +146,17 @@ def test_each_rank_holds_its_share_of_the_parameters_and_optimizer_states(observ
     assert seen["state_bytes"] == pytest.approx(whole["state_bytes"] / ranks, rel=0.02)
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("ranks", [2, slow_case(4)])
 def test_stage_0_holds_everything_on_each_rank(observed, ranks):
     assert get(observed(ranks), "runs", "stage 0")["largest_share"] == 1
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_shards_hold_a_half_each(observed):
     assert get(observed(4), "runs", "2 replicas")["largest_share"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPLICATED)
 def test_replicas_begin_equal_where_each_rank_draws_other_numbers(observed, name):
     first, second, third, fourth = get(observed(4), "replicas", name)
@@ -172,6 +179,7 @@ def test_pretrained_weights_give_the_logits_that_transformers_gives(observed, na
     assert get(observed(2), "round_trips", name) < 1e-4
 
 
+@pytest.mark.slow
 def test_collectives_among_ranks_are_torchs_own(observed):
     assert len(get(observed(4), "switches", "of torch")) == 3  # two layers and the root take torch's switches
 
@@ -261,12 +269,14 @@ def collectives(observed: dict, name: str, microbatches: int) -> tuple[int, int,
     return gathers, scatters, reduces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", N)
 def test_stage_3_gathers_for_each_forward_and_backward_and_scatters_each_backward(observed, microbatches):
     expected = (microbatches * (2 * GROUPS - 1), microbatches * GROUPS, 0)
     assert collectives(observed(4), "stage 3", microbatches) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", N)
 def test_deferred_sync_scatters_once_a_step(observed, microbatches):
     expected = (microbatches * (2 * GROUPS - 1), GROUPS, 0)
@@ -274,6 +284,7 @@ def test_deferred_sync_scatters_once_a_step(observed, microbatches):
     assert collectives(observed(4), "stage 2 deferred", microbatches) == (GROUPS, GROUPS, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", N)
 def test_checkpointing_adds_no_communication(observed, microbatches):
     assert collectives(observed(4), "stage 3 checkpointed", microbatches) == collectives(
@@ -281,21 +292,25 @@ def test_checkpointing_adds_no_communication(observed, microbatches):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", N)
 def test_stage_2_gathers_once_a_step_and_scatters_each_backward(observed, microbatches):
     assert collectives(observed(4), "stage 2", microbatches) == (GROUPS, microbatches * GROUPS, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", N)
 def test_stage_1_gathers_and_scatters_once_a_step(observed, microbatches):
     assert collectives(observed(4), "stage 1", microbatches) == (GROUPS, GROUPS, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", N)
 def test_stage_0_reduces_gradients_once_a_step_and_gathers_nothing(observed, microbatches):
     assert collectives(observed(4), "stage 0", microbatches) == (0, 0, GROUPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", N)
 def test_replicas_reduce_their_gradients_once_a_step(observed, microbatches):
     expected = (microbatches * (2 * GROUPS - 1), microbatches * GROUPS, GROUPS)

@@ -9,7 +9,20 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, STORIES, losses_of, metrics_of, parse, python, start, torchrun, train, words, write_model
+from conftest import (
+    ROOT,
+    STORIES,
+    cold_python,
+    losses_of,
+    metrics_of,
+    parse,
+    slow_case,
+    start,
+    torchrun,
+    train,
+    words,
+    write_model,
+)
 from multirank import SIZES, resolved
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -35,7 +48,7 @@ def demo(tmp_path_factory):
     flags += " --eval-interval 6 --eval-steps 2 --sample-tokens 8 --log-with all --project-name tales --run-name first"
     places = ["--output-dir", folder / "out", "--cache-dir", folder / "cache", "--sample-prompt", PROMPT]
     env = {"WANDB_MODE": "offline", "HOME": str(folder / "home")}
-    return python(*flags.split(), *places, **env), folder / "out" / "first"
+    return cold_python(*flags.split(), *places, **env), folder / "out" / "first"
 
 
 def test_the_demo_ends_well_and_warns_of_nothing(demo):
@@ -226,13 +239,12 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_process(small):
-    process = python(*small[0], "--batch-size", "8", "--run-name", "one")
-    assert process.returncode == 0, process.stderr
-    return process, small[1] / "one"
+def one_process(small, device):
+    assert train([*small[0], "--batch-size", "8", "--run-name", "one"], device) == 0
+    return small[1] / "one"
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", ["torchrun", slow_case("accelerate")])
 def test_four_ranks_of_any_launcher_do_what_one_process_does(small, one_process, launcher):
     flags = [*small[0], "--batch-size", "2", "--run-name", launcher]
     if launcher == "torchrun":
@@ -241,7 +253,7 @@ def test_four_ranks_of_any_launcher_do_what_one_process_does(small, one_process,
         launch = words("-m accelerate.commands.launch --multi_gpu --num_processes 4 --main_process_port 0")
         process = start([sys.executable, *launch, ROOT / "train_fsdp.py", *flags])
     assert process.returncode == 0, process.stderr
-    one, four = metrics_of(one_process[1]), metrics_of(small[1] / launcher)
+    one, four = metrics_of(one_process), metrics_of(small[1] / launcher)
     assert len(four) == len(one)
     for key in ("step", "loss", "eval_loss", "learning_rate", "tokens_seen"):
         of_one, of_four = ([line[key] for line in lines if key in line] for lines in (one, four))

@@ -7,6 +7,7 @@ import time
 from unittest import mock
 
 import psutil
+import pytest
 from conftest import ROOT, parse, start
 
 from harness.plan import own_plan
@@ -23,6 +24,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_runs_planning_process_ends():
     run = start([sys.executable, "-c", KILLED], PYTHONPATH=str(ROOT))
     assert run.returncode == -9, run.stderr

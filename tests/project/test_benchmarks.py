@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, forked, losses_of, parse, start, torchrun
+from conftest import ROOT, forked, losses_of, parse, slow_case, start, torchrun
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -53,6 +53,7 @@ def test_no_rung_of_the_ladder_before_cudnns_leaves_the_kernel_to_torch():
     assert first and set(kernels[:first]) == {"flash"} and set(kernels[first:]) == {"cudnn"}
 
 
+@pytest.mark.slow
 def test_a_rehearsed_ladder_keeps_commands_and_runs_and_adds_rounds(tmp_path):
     ladder = ["gpu", "--only", "ladder/*published*", "--repeats", "1"]
     rehearse(tmp_path, *ladder)
@@ -88,7 +89,9 @@ def same_work(tmp_path_factory):
     return flags, bare["loss"]
 
 
-@pytest.mark.parametrize("peer", ["hf_trainer", "accelerate_fsdp2", "lightning_fabric", "fully_shard_loop"])
+@pytest.mark.parametrize(
+    "peer", [*map(slow_case, ["hf_trainer", "accelerate_fsdp2", "lightning_fabric"]), "fully_shard_loop"]
+)
 def test_a_peer_has_the_bare_loops_loss_and_prints_our_figures(peer, same_work):
     pytest.importorskip(bench.PEERS.get(peer, "torch"))
     flags, loss = same_work
@@ -98,12 +101,14 @@ def test_a_peer_has_the_bare_loops_loss_and_prints_our_figures(peer, same_work):
     assert figures["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_peer_trains_a_preset_on_random_tokens():
     flags = ["--model", "demo", "--sequence-length", "32", "--num-steps", "3", "--perf-warmup-steps", "1"]
     figures = figures_of(ROOT / "benchmarks/peers/accelerate_fsdp2.py", *flags, "--no-compile")
     assert 7.5 < figures["loss"] < 9  # the demo model has 1,536 tokens: ln 1,536 = 7.3, and it knows nothing yet
 
 
+@pytest.mark.slow
 def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypatch):
     for name, code in {
         "fails": "raise MemoryError('out of memory')",
@@ -166,6 +171,7 @@ def test_a_wrong_use_is_refused_in_a_line(arguments, said, monkeypatch, capsys, 
     assert said in capsys.readouterr().err + str(ended.value)
 
 
+@pytest.mark.slow
 def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path):
     process = torchrun(2, "--max-mib", "1", "--out", tmp_path, program=str(ROOT / "benchmarks/fabric.py"))
     assert process.returncode == 0, process.stderr
@@ -179,6 +185,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path):
             assert row["busbw_gb_per_sec"] == pytest.approx(factor * row["algbw_gb_per_sec"])
 
 
+@pytest.mark.slow
 def test_each_measured_part_becomes_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     from plots import PLOTS, draw
@@ -238,6 +245,7 @@ def go_on(monkeypatch, capsys, out, steps: dict[str, str], *flags) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_contact_goes_on_where_a_call_ended_and_ends_what_that_left(tmp_path, monkeypatch, capsys):
     out, twice = tmp_path / "out", tmp_path / "twice"
     once = f"open({str(tmp_path / 'once')!r}, 'x'); print('first')"
@@ -310,6 +318,7 @@ def test_any_two_values_of_two_techniques_stand_together_in_a_run_that_the_comma
             parse(words)
 
 
+@pytest.mark.slow
 def test_a_pair_of_techniques_is_trained_or_refused_by_name(tmp_path):
     base = covering.prepare(tmp_path)
     chosen = covering.covering(covering.FACTORS, lambda one: covering.is_accepted(base, one))

@@ -175,6 +175,7 @@ def printed(root):
     return functools.cache(lambda document: outputs_of([*snippets_of(document)], root))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: f"{snippet.document.name}:{snippet.line}")
 def test_a_snippet_runs_and_prints_what_is_shown(printed, snippet):
     if snippet.not_run:
@@ -234,6 +235,7 @@ def figures_aside(line: str) -> str:
     return re.sub(r"\d[\d,.]*", "0", " ".join(line.split()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [block for block in SHELL if not block.not_run], ids=lambda block: f"{block.document.name}:{block.line}"
 )

@@ -92,7 +92,7 @@ def size_of(file: str) -> tuple[int, int]:
 
 def check(manifest: dict, version: str) -> None:
     """Raises if a manifest is none of this version of Kubernetes, or has a field that it does not know."""
-    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    validator = pytest.importorskip("kubernetes_validate", reason="needs the package kubernetes-validate")
     validator.validate(manifest, version, strict=True)
 
 
@@ -108,6 +108,7 @@ def checked_by_kubernetes() -> list:
     return [pytest.param(part, id=name) for name, part in parts.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 @pytest.mark.parametrize("manifest", checked_by_kubernetes())
 def test_kubernetes_takes_what_is_its_own(manifest, version):
@@ -138,6 +139,7 @@ def loose_or_strict(schema: dict) -> dict:
 CUSTOM = {f"{file} {part['kind']}": part for file in MANIFESTS for part in documents(file) if not is_own(part)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manifest", CUSTOM.values(), ids=CUSTOM)
 def test_a_custom_resource_is_one_of_its_definition(manifest):
     jsonschema = pytest.importorskip("jsonschema")
@@ -159,8 +161,9 @@ def test_a_custom_resource_is_one_of_its_definition(manifest):
         jsonschema.validate(wrong, definition)
 
 
+@pytest.mark.slow
 def test_skypilot_takes_its_file():
-    sky = pytest.importorskip("sky", reason="pip install skypilot")
+    sky = pytest.importorskip("sky", reason="needs the package skypilot")
     (config,) = documents("skypilot.yaml")
     task = sky.Task.from_yaml_config(copy.deepcopy(config), {"NFS": "10.0.0.2:/outputs"})
     (resources,) = task.resources
@@ -271,6 +274,7 @@ def test_an_eviction_is_no_failure_and_no_pod_joins_a_world_that_is_ending():
     assert volcano["minAvailable"] == volcano["tasks"][0]["replicas"]
 
 
+@pytest.mark.slow
 def test_the_program_runs_from_what_the_image_has(tmp_path):
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert lines[0] == "*"

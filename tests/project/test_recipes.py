@@ -1,7 +1,6 @@
 """The recipes are files of flags that the program takes, fit where they say, and plan to what the documents show."""
 
 import json
-import os
 import re
 import shlex
 
@@ -26,11 +25,8 @@ def test_a_recipe_is_taken_as_its_head_says_and_shown(recipe, monkeypatch, tmp_p
     assert f"[{recipe.name}](../launch/recipes/{recipe.name})" in SHOWN
 
 
-LARGE = pytest.mark.skipif("PLAN_RECIPES" not in os.environ, reason="takes a minute; PLAN_RECIPES=1 plans it too")
-PLANNED = [pytest.param(recipe, marks=[LARGE] * ("h100" in recipe.stem), id=recipe.stem) for recipe in RECIPES]
-
-
-@pytest.mark.parametrize("recipe", PLANNED)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_fits_and_its_plan_is_the_one_that_is_shown(recipe):
     planned = python(*command_of(recipe, "plan"), "--plan-seconds", "0", "--json", "--plan-rates", "none")
     assert planned.returncode == 0, planned.stderr

@@ -96,6 +96,7 @@ def starts_of(project: pathlib.Path) -> list[str]:
     return [call["act"] for call in calls_of(project) if call["node"] == "node1"]
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_each_node_starts_as_many_ranks_as_its_step_has_gpus(slurm, submit, project):
     job = slurm.wait(submit("done", gpus="--gpus=5"), "COMPLETED", "FAILED")
@@ -108,6 +109,7 @@ def test_each_node_starts_as_many_ranks_as_its_step_has_gpus(slurm, submit, proj
         assert call["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # without it --max-restarts works on one node only
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_at_the_time_limit_it_saves_and_goes_on_in_the_next_start(slurm, submit, project):
     number = submit("save-at-the-signal", "done")
@@ -118,6 +120,7 @@ def test_at_the_time_limit_it_saves_and_goes_on_in_the_next_start(slurm, submit,
     assert starts_of(project) == ["save-at-the-signal", "done"]
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_ranks_that_are_done_at_the_time_limit_are_not_started_once_more(slurm, submit, project):
     number = submit("save-at-the-signal-exit-0")  # torchrun has 1, as it got the signal too
@@ -127,6 +130,7 @@ def test_ranks_that_are_done_at_the_time_limit_are_not_started_once_more(slurm, 
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_a_killed_launcher_ends_the_others_and_the_job_goes_on_as_long_as_it_gets_further(slurm, submit, project):
     job = slurm.wait(submit("save-waits-killed", "save-waits-killed", "waits-killed", "done"), "COMPLETED", "FAILED")
@@ -134,6 +138,7 @@ def test_a_killed_launcher_ends_the_others_and_the_job_goes_on_as_long_as_it_get
     assert starts_of(project) == ["save-waits-killed", "save-waits-killed", "waits-killed"]
 
 
+@pytest.mark.slow
 @needs_slurm
 @pytest.mark.parametrize("exit_code", [2, 3])
 def test_a_mistake_and_a_missed_gate_are_final(slurm, submit, project, exit_code):
@@ -141,6 +146,7 @@ def test_a_mistake_and_a_missed_gate_are_final(slurm, submit, project, exit_code
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", f"{exit_code}:0", "0")
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_scancel_ends_it(slurm, submit, project):
     number = submit("save-waits", "done")
@@ -150,6 +156,7 @@ def test_scancel_ends_it(slurm, submit, project):
     assert (job["JobState"], job["Restarts"], starts_of(project)) == ("CANCELLED", "0", ["save-waits"])
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_a_lost_node_queues_the_job_again(slurm, submit, project):
     number = submit("save-waits", "done")

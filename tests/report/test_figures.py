@@ -172,6 +172,7 @@ def insert_behind(path, line: str, text: str) -> None:
     path.write_text(before + found + text.lstrip("\n") + after)
 
 
+@pytest.mark.slow
 def test_an_entry_and_a_line_that_computes_it_are_all_that_a_new_figure_takes(tmp_path):
     tree, run = tmp_path / "tree", tmp_path / "out" / "r"
     for name in ("harness", "tools"):

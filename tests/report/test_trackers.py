@@ -1,6 +1,6 @@
 """wandb and tensorboard: every figure has its place, every row is there at once, and every way to end is told."""
 
-import concurrent.futures
+import functools
 import html
 import json
 import os
@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from conftest import PROGRAM, metrics_of, parse, words
+from conftest import PROGRAM, metrics_of, parse, slow_case, words
 from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams import api_pb2, metadata
 from test_program import as_dict, read_events, wandb_records
@@ -294,7 +294,7 @@ def test_the_configuration_is_a_table_with_a_row_for_each_value():
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """{ending: (exit code, the run's folder)} of the real program."""
+    """`ended(ending)`: (exit code, the run's folder) of the real program."""
     folder = tmp_path_factory.mktemp("endings")
     ways = {
         "nan": "--num-steps 30 --lr 1e30 --max-grad-norm 1e30 --warmup-steps 0",
@@ -313,18 +313,21 @@ def ended(tmp_path_factory):
                     it.send_signal(signal.SIGTERM)
                     break
                 time.sleep(0.1)
-            return it.wait(200)
+            return it.wait(300)
 
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        return {name: (code, folder / name) for name, code in zip(ways, threads.map(run, ways), strict=True)}
+    return functools.cache(lambda name: (run(name), folder / name))
 
 
 @pytest.mark.parametrize(
     "ending, code, shown, preempted",
-    [("nan", 1, "STATUS_FAILURE", 0), ("gate", 3, "STATUS_FAILURE", 0), ("signal", 143, "STATUS_UNKNOWN", 1)],
+    [
+        slow_case("nan", 1, "STATUS_FAILURE", 0),
+        slow_case("gate", 3, "STATUS_FAILURE", 0),
+        ("signal", 143, "STATUS_UNKNOWN", 1),
+    ],
 )
 def test_trackers_hear_how_the_program_ends(ended, ending, code, shown, preempted):
-    exit_code, folder = ended[ending]
+    exit_code, folder = ended(ending)
     assert (exit_code, exit_codes(folder), status(folder / "train_fsdp")) == (code, [code], shown)
     assert len([record for record in written(folder) if record.HasField("preempting")]) == preempted
     logged = [line["step"] for line in metrics_of(folder) if "final" not in line]

@@ -26,6 +26,7 @@ from conftest import (
     Stop,
     metrics_of,
     parse,
+    slow_case,
     start,
     torchrun_command,
     train,
@@ -1123,6 +1124,7 @@ def steps_done(folder) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
+@pytest.mark.slow
 def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tmp_path):
     """4 ranks until one gets SIGTERM, 2 ranks in stage 2 with one killed and started again, 4 ranks in two replicas,
     1 rank; beside it the same global batch on one rank, undisturbed."""
@@ -1166,7 +1168,7 @@ def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tm
     assert [step[3:] for step in survived] == [step[3:] for step in reference]
 
 
-@pytest.mark.parametrize("number", StopRequest.SIGNALS)
+@pytest.mark.parametrize("number", [StopRequest.SIGNALS[0], *map(slow_case, StopRequest.SIGNALS[1:])])
 def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
     places = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
     process = launch([sys.executable, PROGRAM, *flags, *places])
@@ -1178,6 +1180,7 @@ def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
     assert names(tmp_path / "r") == checkpoint_names(steps_done(tmp_path / "r"))
 
 
+@pytest.mark.slow
 def test_a_run_killed_during_a_save_repeats_its_steps_to_the_bit():
     program = ROOT / "benchmarks" / "kill_test.py"
     process = start([sys.executable, program, *words("--kills 1 --ranks 2 --num-steps 100 --seed 4")])

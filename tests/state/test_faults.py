@@ -12,7 +12,7 @@ import sys
 import zlib
 
 import pytest
-from conftest import ROOT, forked
+from conftest import ROOT, forked, slow_case
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -56,7 +56,13 @@ def a_few(name: str, fault: str, point: Point) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name, least", [("a resumed run", 40), ("a start that only ends a run", 4), ("a fresh run", 5), ("2 ranks", 2)]
+    "name, least",
+    [
+        slow_case("a resumed run", 40),
+        ("a start that only ends a run", 4),
+        slow_case("a fresh run", 5),
+        slow_case("2 ranks", 2),
+    ],
 )
 def test_after_a_fault_at_any_point_the_next_start_goes_on(in_a_fork, tmp_path, name, least):
     found = in_a_fork(faults.enumerate_faults, name, tmp_path / "runs", a_few)
@@ -73,6 +79,7 @@ def enumerate_without_a_synced_log(folder: pathlib.Path) -> dict:
     return faults.enumerate_faults("a fresh run", folder, only_the_first_name)
 
 
+@pytest.mark.slow
 def test_a_log_that_is_not_synced_before_a_checkpoint_would_be_found(in_a_fork, tmp_path):
     (wrong,) = in_a_fork(enumerate_without_a_synced_log, tmp_path / "runs")["wrong"]
     assert "steps [] of metrics.jsonl, or other figures" in wrong["wrong"]
@@ -98,7 +105,7 @@ def test_an_operation_that_goes_past_the_watch_is_found(in_a_fork, tmp_path):
 # Sequences
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4, 7])
+@pytest.mark.parametrize("seed", [slow_case(seed) for seed in (1, 2, 4, 7)])
 def test_after_random_starts_kills_and_damage_the_losses_are_those_of_the_undisturbed_run(in_a_fork, tmp_path, seed):
     sequence = in_a_fork(faults.run_sequence, seed, tmp_path / "runs")
     assert sequence["wrong"] == []
@@ -137,6 +144,7 @@ def endings(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
     return said
 
 
+@pytest.mark.slow
 def test_exit_codes_are_the_documented_ones(in_a_fork, tmp_path):
     expected = {
         "done": (0, "done       4 steps"),
