@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
+from harness.base.ranks import on_main_rank
 from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
 from harness.job import heartbeats, world
@@ -304,6 +305,18 @@ def abandoned() -> None:
             print(f"{name}: gave up", flush=True)
     store.set("done", "")
     store.wait(["heard"], datetime.timedelta(hours=1))  # the store ends with this rank
+
+
+def asking_in_two_worlds() -> None:
+    """Rank 1 prints what rank 0 answered in two worlds, one after the other, and how many groups each world made."""
+    store = world.open_store()
+    for world_name in ("one", "two"):
+        start_processes(timeout_minutes=1, store=dist.PrefixStore(world_name, store))
+        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+            answers = [on_main_rank(lambda call=call: f"{world_name} {call}") for call in (1, 2)]
+        if dist.get_rank() == 1:
+            print(*answers, new_group.call_count, sep=", ", flush=True)
+        stop_processes()
 
 
 def resolved(argv: list):

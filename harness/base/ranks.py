@@ -1,6 +1,7 @@
 """Ranks: how the processes of a job give each other Python objects."""
 
 import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,33 +10,48 @@ import torch.distributed as dist
 
 from harness.base.errors import UserError
 
+PATIENCE = timedelta(hours=24)  # tokenizing a large corpus outlasts the time that other groups wait
+# by the default group: a group goes with the default one, and the next default one gets a group of its own
+PATIENT_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
 
 def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     """Calls `make` where `is_main`, one process of each node or of the world, and gives the others its result, pickled.
 
-    Every rank calls this; what `make` raises is raised on every rank, so that none waits for one that has given up.
+    Every rank calls this. What `make` raises is raised on every rank, so that no rank waits for one that has given up.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    # gloo, with a patience of its own: tokenizing a large corpus outlasts NCCL's watchdog
-    group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+    group = patient_group()
     result, error = None, None
-    try:
-        result = make() if is_main else None
-    except UserError as exception:
-        error = exception
-    except Exception:  # not every exception can be pickled
-        error = RuntimeError(traceback.format_exc())
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (is_main, error), group=group)
-    if errors := [error for _, error in everyone if error is not None]:
-        raise errors[0]
-    mains, answer = [rank for rank, (main, _) in enumerate(everyone) if main], result
-    for main in mains:  # a tokenizer is large: broadcasts, where gathering would hold it once for each rank
-        dist.broadcast_object_list(box := [result], src=main, group=group)
-        answer = box[0] if main <= dist.get_rank() else answer
-    dist.destroy_process_group(group)
+    if is_main:
+        try:
+            result = make()
+        except UserError as exception:
+            error = exception
+        except Exception:  # not every exception can be pickled
+            error = RuntimeError(traceback.format_exc())
+    outcomes = of_all_ranks((is_main, error), group)
+    for _, error_of_rank in outcomes:
+        if error_of_rank is not None:
+            raise error_of_rank
+    main_ranks = [rank for rank, (main, _) in enumerate(outcomes) if main]
+    answer = result
+    for main_rank in main_ranks:  # a broadcast of each: a gathering would hold a large tokenizer once for each rank
+        message = [result]
+        dist.broadcast_object_list(message, src=main_rank, group=group)
+        if main_rank <= dist.get_rank():  # the last one is of this rank's own node
+            answer = message[0]
     return answer
+
+
+def patient_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks that waits for a day, made once in the life of the default group; every rank calls
+    this."""
+    world = dist.group.WORLD
+    if world not in PATIENT_GROUPS:
+        PATIENT_GROUPS[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return PATIENT_GROUPS[world]
 
 
 def on_main_rank(make: Callable[[], Any]) -> Any:
@@ -44,7 +60,7 @@ def on_main_rank(make: Callable[[], Any]) -> Any:
 
 
 def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list:
-    """`mine` of each rank."""
+    """`mine` of each rank, pickled, in the order of the ranks."""
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=group)
     return everyone

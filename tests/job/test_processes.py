@@ -34,6 +34,11 @@ def test_every_group_gives_up_a_rank_that_does_not_come():
     assert forked(2, multirank.abandoned, timeout=100).split("\n")[:2] == ["replicas: gave up", "objects: gave up"]
 
 
+def test_ranks_answer_each_other_in_one_group_for_the_life_of_a_world():
+    said = forked(2, multirank.asking_in_two_worlds, timeout=100)
+    assert said.splitlines() == ["one 1, one 2, 1", "two 1, two 2, 1"]
+
+
 @pytest.mark.parametrize("number", StopRequest.SIGNALS)
 def test_a_signal_while_torch_is_loaded_ends_with_143(number):
     with subprocess.Popen(
