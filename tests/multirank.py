@@ -6,6 +6,7 @@ The tests start `main` once a session with 1, 2 and 4 ranks and read WORKSPACE/o
 import collections
 import datetime
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -313,7 +314,7 @@ def asking_in_two_worlds() -> None:
     for world_name in ("one", "two"):
         start_processes(timeout_minutes=1, store=dist.PrefixStore(world_name, store))
         with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-            answers = [on_main_rank(lambda call=call: f"{world_name} {call}") for call in (1, 2)]
+            answers = [on_main_rank(functools.partial(str.join, " ", (world_name, call))) for call in ("1", "2")]
         if dist.get_rank() == 1:
             print(*answers, new_group.call_count, sep=", ", flush=True)
         stop_processes()

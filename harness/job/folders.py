@@ -15,6 +15,9 @@ from harness.flags.rules import not_a_folder_name
 from harness.flags.settings import Settings
 from harness.job import endings, heartbeats
 
+LOCK_TRIES = 10
+SECONDS_BETWEEN_TRIES = 0.5
+
 
 def name_of(settings: Settings) -> str:
     """The name of the run's folder."""
@@ -128,36 +131,59 @@ def check_writable(flag: str, path: pathlib.Path) -> None:
         raise UserError(f"{flag}: cannot be written ({error.strerror})") from error
 
 
+# Not `filelock`: its lock belongs to an open file, so a process that locks its folder once more, as the report does,
+# would shut itself out; it takes a lock file that a hard link shares with another run's folder; and it does not see the
+# lock that an earlier version of this program holds.
 def lock_folder(folder: pathlib.Path) -> int:
-    """Makes the folder this process's own until it ends, however it ends; a UserError names who has it. One that was
-    just killed gets a few seconds to be gone. Returns the lock's file descriptor."""
+    """Makes the folder this process's own until it ends, however it ends. A run that was just killed gets a few seconds
+    to be gone. Returns the file descriptor of the lock.
+
+    Raises:
+        UserError: the folder cannot be written, or another run is in it, which is named.
+    """
     lock = folder / ".lock"
     try:
-        for _ in range(10):
+        for _ in range(LOCK_TRIES):
             folder.mkdir(parents=True, exist_ok=True)  # a start that failed may have removed it
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            with contextlib.suppress(BlockingIOError, PermissionError):
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # never closed
-                here = os.stat(lock) if lock.exists() else None
-                if here is None or not os.path.samestat(os.fstat(descriptor), here):  # its owner has removed it
-                    continue
-                if here.st_nlink > 1:  # the lock of another folder too, of which `cp -rl` made this one
-                    lock.unlink()
-                    continue
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # never closed
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # another process has it
+                time.sleep(SECONDS_BETWEEN_TRIES)
+                continue
+            if is_of_this_folder(descriptor, lock):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
                 return descriptor
-            time.sleep(0.5)
     except OSError as error:
         raise UserError(f"--output-dir: {lock} cannot be written ({error.strerror})") from error
-    holders = "unknown"
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        hosts: dict[str, list[str]] = {}
-        for host, pid in json.loads(os.pread(descriptor, 2**20, 0)):
-            hosts.setdefault(str(host), []).append(str(int(pid)))
-        holders = "; ".join(f"on {host} (kill {' '.join(pids)})" for host, pids in hosts.items())
-    problem = f"another run is in {folder}, its ranks {holders}"
+    problem = f"another run is in {folder}, its ranks {describe_holders(descriptor)}"
     raise UserError(f"--run-name {folder.name}: {problem}; end it or choose another name")
+
+
+def is_of_this_folder(descriptor: int, lock: pathlib.Path) -> bool:
+    """Whether the open file that is locked is this folder's lock and no other's. One that is another folder's too, of
+    which `cp -rl` made this one, is removed here."""
+    if not lock.exists():  # who had it before has removed it
+        return False
+    status = os.stat(lock)
+    if not os.path.samestat(os.fstat(descriptor), status):
+        return False
+    if status.st_nlink > 1:
+        lock.unlink()
+        return False
+    return True
+
+
+def describe_holders(descriptor: int) -> str:
+    """The ranks that a lock names, by host, with the command that ends them; `unknown` where it cannot be read."""
+    pids_by_host: dict[str, list[str]] = {}
+    try:
+        for host, pid in json.loads(os.pread(descriptor, 2**20, 0)):
+            pids_by_host.setdefault(str(host), []).append(str(int(pid)))
+    except (OSError, ValueError, TypeError):
+        return "unknown"
+    return "; ".join(f"on {host} (kill {' '.join(pids)})" for host, pids in pids_by_host.items())
 
 
 def refuse_links(folder: pathlib.Path) -> None:
