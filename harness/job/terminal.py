@@ -12,13 +12,13 @@ from collections.abc import Iterable
 
 import psutil
 from tqdm import tqdm
-from tqdm.std import Bar as Meter
 
 from harness.base import console, saved
 from harness.flags.commands import flags_of_run, to_paste, with_value
 from harness.job import endings
 
 PIPED = 120  # columns of a story where there is no terminal
+BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
 CLEAR = "\r\x1b[K"  # takes away the bar on this line
 INTERRUPTED = 128 + signal.SIGINT
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -94,39 +94,12 @@ def progress(items: Iterable, total: int, what: str) -> Iterable:
     return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True) if shown else items
 
 
-class Bar(tqdm):
-    """One line below the log lines, drawn to the width that the terminal has at that moment."""
-
-    figures: tuple[str, ...] = ()  # loss, speed, ...: those of the last log line
-
-    @staticmethod
-    def status_printer(file):
-        def draw(text: str) -> None:
-            file.write(CLEAR + text)
-            file.flush()
-
-        return draw
-
-    def __str__(self) -> str:
-        now = self.format_dict
-        left = (now["total"] - now["n"]) / now["rate"] if now["rate"] else None
-        figures = [*self.figures, *([f"eta {self.format_interval(left)}"] if left is not None else [])]
-        return fit(now["n"], now["total"], figures, (now["ncols"] or 80) - 1, now["ascii"])
-
-
-def fit(step: int, total: int, figures: list[str], columns: int, ascii: bool = False) -> str:
-    """A bar of `columns`: the step, loss and MFU always, then what there is room for: time left, a meter, the rest."""
-    must, done = ("loss", "MFU"), f"{step}/{total}"
-    kept = [figure for figure in figures if figure.startswith(must)]
-    others = sorted((figure for figure in figures if figure not in kept), key=lambda figure: "eta" not in figure)
-    for figure in others:
-        meter = 0 if "eta" in figure else 12
-        if len("  ".join([done, *kept, figure])) + meter <= columns:
-            kept.append(figure)
-    text = "  ".join([figure for figure in figures if figure in kept])
-    room = min(columns - len(done) - len(text) - 4, 40)
-    drawn = format(Meter(step / max(total, 1), room, Meter.ASCII if ascii else Meter.UTF)) if room >= 5 else ""
-    return "  ".join(filter(None, [done, drawn, text]))[:columns]
+def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
+    """One line below the log lines, as wide as the terminal is at that moment: the steps, of the last log line what
+    `set_postfix_str` was given, the time left, and a meter where there is room."""
+    return tqdm(
+        total=num_steps, initial=step, leave=False, dynamic_ncols=True, disable=not shown, bar_format=BAR_FORMAT
+    )
 
 
 def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | None) -> str:

@@ -62,9 +62,7 @@ class Report:
             endings.LISTENERS.append(self.interrupt)
         say(columns(places) + "\n")
         shown = self.file and terminal.is_terminal(sys.stderr)
-        self.bar = terminal.Bar(
-            total=self.num_steps, initial=state.step, leave=False, dynamic_ncols=True, disable=not shown
-        )
+        self.bar = terminal.step_bar(self.num_steps, state.step, shown=bool(shown))
 
         self.compiles_since = time.perf_counter() if settings.compile else None
         if self.compiles_since:
@@ -91,8 +89,10 @@ class Report:
             if not (self.failed or self.moved):
                 self.trackers.mend()
         loss, held_out = f"loss {metrics['loss']:.4f}", describe_held_out(metrics)
-        self.bar.figures = (loss, *filter(None, speed.split("  ")))
-        parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *self.bar.figures[1:]]
+        speeds = [figure for figure in speed.split("  ") if figure]
+        mfu = [figure for figure in speeds if figure.startswith("MFU")]
+        self.bar.set_postfix_str(", ".join([loss, *(mfu or speeds[:1])]), refresh=False)
+        parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *speeds]
         if "step_time_ms" in metrics:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
         name = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  "

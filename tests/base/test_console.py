@@ -25,8 +25,9 @@ for step in range(500):
     terminal.tell("told, \u201cquoted\u201d, \udcff")
     with contextlib.suppress(OSError):
         os.write(1, b"by a library")
-for _ in terminal.Bar(range(3), ascii=False):
-    pass
+bar = terminal.step_bar(3, 0, shown=True)
+for _ in range(3):
+    bar.update()
 with open(sys.argv[1], "w") as file:
     print("all of it", file=file)
 sys.exit(5)
