@@ -45,6 +45,7 @@ from harness.base.ranks import on_main_rank
 from harness.base.text import first_line, one_line
 from harness.data.batches import training_batches
 from harness.data.corpora import load_data, opening
+from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
@@ -65,7 +66,7 @@ from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.verify import verify_sharding
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta, use_liger
 from harness.plan import own_plan, planning
-from harness.plan.search import as_flags, memory_savers
+from harness.plan.search import memory_savers
 from harness.report import trackers
 from harness.report.figures import check_gates, check_that_figures_will_exist, figures_of_all_ranks
 from harness.report.header import describe_setup

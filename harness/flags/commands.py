@@ -1,10 +1,9 @@
-"""Commands: a command line taken apart and put together again, to be pasted: which flags stand in it, which twice, it
-without some of them, a flag with its value, quoted for the shell. Called by `settings` and by whatever prints a
-command. Independent of what a flag means."""
+"""Commands: which flags a command line names, a command line without some of them, and the one place that makes a
+command to be pasted into a shell. Independent of what a flag means."""
 
 import pathlib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def is_flag(word: str) -> bool:
@@ -19,7 +18,7 @@ def given(words: Iterable[str]) -> set[str]:
 
 
 def without(words: Iterable[str], *fields: str) -> list[str]:
-    """A command line without the flags of these fields of the settings, and what stands behind them."""
+    """A command line without the flags of these fields of the settings, and without their values."""
     left, kept = [], True
     for word in words:
         if is_flag(word):
@@ -31,22 +30,50 @@ def without(words: Iterable[str], *fields: str) -> list[str]:
 
 def with_value(flag: str, value: object) -> list[str]:
     """A flag and its value as words; as one word where the value would be taken for a flag."""
-    value = str(value)
-    return [f"{flag}={value}"] if value.startswith("-") else [flag, value]
+    text = str(value)
+    if text.startswith("-"):
+        return [f"{flag}={text}"]
+    return [flag, text]
 
 
-def flags_of_run(settings, folder: pathlib.Path, *said_anew: str) -> list[str]:
-    """The flags of the run in `folder`, for a command that goes on with it: its config.json has all but --export; where
-    there is none, or it would be no shorter, they are those of its command line. Without the flags `said_anew`, and
-    without those that say which run it is."""
-    argv, config = without(settings.argv, "resume", "run_name", *said_anew), folder / "config.json"
+def as_words(changes: Mapping[str, object]) -> list[str]:
+    """Fields of the settings and their values as words of a command line."""
+    words = []
+    for field, value in changes.items():
+        name = field.replace("_", "-")
+        if value is True:
+            words.append(f"--{name}")
+        elif value is False:
+            words.append(f"--no-{name}")
+        else:
+            words += with_value(f"--{name}", value)
+    return words
+
+
+def as_flags(changes: Mapping[str, object]) -> str:
+    """Fields of the settings and their values as flags, quoted for the shell."""
+    return shlex.join(as_words(changes))
+
+
+def to_paste(launcher: str, words: Iterable[str] = (), **changes: object) -> str:
+    """A command for the shell: the launcher with its script, quoted already, then flags as words, then further
+    settings by their fields."""
+    parts = launcher, shlex.join(words), as_flags(changes)
+    return " ".join(part for part in parts if part)
+
+
+def flags_of_run(settings, folder: pathlib.Path, *given_anew: str) -> list[str]:
+    """The flags of the run in `folder`, for a command that goes on with it.
+
+    Its config.json has all but --export. Where there is no config.json, or --config would be no shorter, they are the
+    flags of the command line. Left out are the fields in `given_anew` and those that say which run it is.
+    """
+    typed = without(settings.argv, "resume", "run_name", *given_anew)
+    config = folder / "config.json"
     from_file = with_value("--config", config)
-    if settings.export and "export" not in said_anew:
+    if settings.export and "export" not in given_anew:
         from_file += with_value("--export", settings.export)
-    shorter = sum(map(len, from_file)) < sum(map(len, argv))
-    return from_file if shorter and config.exists() else argv
-
-
-def to_paste(words: Iterable[str]) -> str:
-    """A command for the shell, from words that may hold blanks and quotes."""
-    return shlex.join(words)
+    is_shorter = sum(map(len, from_file)) < sum(map(len, typed))
+    if is_shorter and config.exists():
+        return from_file
+    return typed

@@ -26,6 +26,7 @@ from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB
 from harness.base.ranks import of_all_ranks, on_main_rank
 from harness.base.text import counted
 from harness.base.versions import versions
+from harness.flags.commands import as_flags
 from harness.flags.settings import ROOT, Settings
 from harness.job import driver, host, terminal
 from harness.job.host import ParameterBytes
@@ -258,8 +259,8 @@ def check_nodes(settings: Settings, parameters: int, each: ParameterBytes, descr
     if memory and not settings.cpu_offload and at_rest > FULL * memory:
         return
     what = f"a shard group spans {shards // per_node} nodes, and one node would hold a replica ({gib(at_rest)} a rank)"
-    plan = f"--plan --plan-gpus {world} --gpus-per-node {per_node} --dp-replicate-size {len(nodes)}"
-    yield f"--dp-replicate-size {replicas}: {what}; {plan} and the other flags say what HSDP gains"
+    hybrid = {"plan": True, "plan_gpus": world, "gpus_per_node": per_node, "dp_replicate_size": len(nodes)}
+    yield f"--dp-replicate-size {replicas}: {what}; {as_flags(hybrid)} and the other flags say what HSDP gains"
 
 
 def check_links(described: list[dict], shards: int) -> Iterator[str]:

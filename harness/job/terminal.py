@@ -5,6 +5,7 @@ nothing heavy and does not know what is trained."""
 import contextlib
 import os
 import pathlib
+import shlex
 import signal
 import sys
 import textwrap
@@ -14,7 +15,7 @@ import psutil
 from tqdm import tqdm
 
 from harness.base import console, saved
-from harness.flags.commands import flags_of_run, to_paste, with_value
+from harness.flags.commands import flags_of_run, to_paste
 from harness.job import endings
 
 PIPED = 120  # columns of a story where there is no terminal
@@ -126,11 +127,10 @@ def describe_stop(name: str, folder: pathlib.Path | None) -> str:
 
 def command(settings, folder: pathlib.Path) -> str:
     """The command of this run, to be pasted, that goes on with it from its newest checkpoint."""
-    known = folder.parent == pathlib.Path(settings.output_dir).expanduser()
-    resume = with_value("--resume", folder)
-    if known:
-        resume = ["--resume", "auto", *with_value("--run-name", folder.name)]
-    return to_paste([*launcher(), *flags_of_run(settings, folder), *resume])
+    flags = flags_of_run(settings, folder)
+    if folder.parent == pathlib.Path(settings.output_dir).expanduser():
+        return to_paste(launcher(), flags, resume="auto", run_name=folder.name)
+    return to_paste(launcher(), flags, resume=folder)
 
 
 def lost_launcher() -> bool:
@@ -138,9 +138,9 @@ def lost_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER
 
 
-def launcher() -> list[str]:
-    """The words before the flags: the interpreter or launcher, its own flags, this script; files of the current folder
-    are named as from there."""
+def launcher() -> str:
+    """The words before the flags, quoted for the shell: the interpreter or launcher, its own flags, this script. Files
+    of the current folder are named as from there."""
     words, script = [sys.executable], sys.argv[0]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 1)}"]
@@ -149,5 +149,5 @@ def launcher() -> list[str]:
             words = launched[: [os.path.basename(word) for word in launched].index(os.path.basename(script))]
             if len(words) > 1 and os.path.basename(words[1]) in ("torchrun", "accelerate"):
                 del words[0]  # they are scripts, and find their interpreter
-    here = os.getcwd() + os.sep
-    return [word.removeprefix(here) for word in [*words, script]]
+    folder = os.getcwd() + os.sep
+    return shlex.join(word.removeprefix(folder) for word in [*words, script])

@@ -5,11 +5,10 @@ import contextlib
 import dataclasses
 import functools
 import math
-import shlex
 import time
 from collections.abc import Callable, Sequence
 
-from harness.flags.commands import without
+from harness.flags.commands import as_flags, to_paste, without
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.model.loss import choose_loss
@@ -107,10 +106,6 @@ def memory_savers(settings: Settings) -> list[dict]:
         ({"cpu_offload": True}, not settings.cpu_offload),
     ]
     return [changes for changes, possible in ways if possible]
-
-
-def as_flags(changes: dict) -> str:
-    return " ".join(f"--{name.replace('_', '-')}" + f" {v}" * (v is not True) for name, v in changes.items())
 
 
 def what_fits(settings: Settings, config, planned, verdicts: tuple[str, ...]) -> dict | None:
@@ -359,13 +354,13 @@ def command(settings: Settings, world: int, changes: dict) -> str:
     for field in dataclasses.fields(Settings):
         group = field.metadata.get("group", group)
         of_plans |= {field.name} if group == "planning" and field.name != "own_plan" else set()
-    words = shlex.join(without(settings.argv, *of_plans, *changes))
+    words = without(settings.argv, *of_plans, *changes)
     local = math.gcd(world, settings.gpus_per_node)
     launcher = "python" if world == 1 else f"torchrun --nproc_per_node={world}"
     if world > settings.gpus_per_node:
         rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
         launcher = f"torchrun --nnodes={world // local} --nproc_per_node={local} {rendezvous}"
-    return " ".join(filter(None, (launcher, "train_fsdp.py", words, as_flags(changes))))
+    return to_paste(f"{launcher} train_fsdp.py", words, **changes)
 
 
 def scaling(

@@ -5,12 +5,12 @@ import textwrap
 
 from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB, find_gpu
 from harness.base.text import counted
+from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.printing import columns
 from harness.plan.gpus import FRAGMENTATION, TIGHT
 from harness.plan.rates import Rates
-from harness.plan.search import as_flags
 
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
 

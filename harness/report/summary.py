@@ -13,7 +13,7 @@ from tqdm import tqdm
 from harness.base.errors import UserError
 from harness.base.saved import newest, read_config
 from harness.base.text import counted
-from harness.flags.commands import flags_of_run, to_paste, with_value
+from harness.flags.commands import flags_of_run, to_paste
 from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.folders import replace_file
@@ -106,22 +106,20 @@ def summarize(metrics: dict, folder: pathlib.Path, state: TrainState) -> str:
 def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: pathlib.Path | None) -> str:
     """What can be done with what this run left, as commands to paste. `prompt` is what a story may
     begin with, empty where there is no tokenizer, `shown` the page of the run, if it has one."""
-    program, lines = terminal.launcher(), {}
-    saved, start = newest(folder) is not None, [*program, "--num-steps", "0"]
-    source = with_value("--resume", folder)
-    if not saved:
-        source = ["--init", "pretrained", *with_value("--model", settings.export or "")]
+    launcher, lines = terminal.launcher(), {}
+    saved = newest(folder) is not None
+    source = {"resume": folder} if saved else {"init": "pretrained", "model": settings.export or ""}
     if prompt and (saved or settings.export):
-        lines["sample"] = to_paste([*start, *source, *with_value("--sample-prompt", prompt)])
+        lines["sample"] = to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)
     if saved and settings.eval_interval:  # otherwise no text was held out
-        lines["evaluate"] = to_paste([*start, *source, "--eval-interval", "1"])
+        lines["evaluate"] = to_paste(launcher, num_steps=0, **source, eval_interval=1)
     if settings.export:
         lines["load"] = f"transformers.AutoModelForCausalLM.from_pretrained({os.path.expanduser(settings.export)!r})"
     elif saved:
-        lines["export"] = to_paste([*start, *source, *with_value("--export", f"{folder}-export")])
+        lines["export"] = to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
     if saved:
         given = flags_of_run(settings, folder, "num_steps", "output_dir", "export")
-        lines["go on"] = to_paste([*program, *given, *source, "--num-steps", str(2 * settings.num_steps)])
+        lines["go on"] = to_paste(launcher, given, **source, num_steps=2 * settings.num_steps)
     elif not settings.export:
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
     return "\n" + columns(lines | ({"report": str(shown)} if shown else {}))
