@@ -64,7 +64,7 @@ from harness.model.optimization import build_optimizer, clip_grad_norm, paramete
 from harness.model.sampling import evaluating, sample
 from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.verify import verify_sharding
-from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta, use_liger
+from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta
 from harness.plan import own_plan, planning
 from harness.plan.search import memory_savers
 from harness.report import trackers
@@ -100,8 +100,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     `manifest` is that of the checkpoint that the run goes on from, if there is one.
     """
     if settings.compile is None:
-        compiled = (torch.cuda.is_available() or settings.plan) and not settings.liger
-        settings = dataclasses.replace(settings, compile=compiled)
+        settings = dataclasses.replace(settings, compile=torch.cuda.is_available() or settings.plan)
     if settings.activation_memory_budget is not None and not settings.compile:
         raise UserError("--activation-memory-budget: needs --compile")
     settings = dataclasses.replace(settings, sequence_length=choose_sequence_length(settings, config))
@@ -152,8 +151,6 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     dtype = torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
     model = on_meta(config, settings.attention, dtype)
     know_documents(model, settings.model, settings.document_mask)
-    if settings.liger and not settings.plan:
-        use_liger(model)
     if settings.fused_loss:
         fuse_loss(model, settings.compile)
     else:

@@ -65,7 +65,6 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
             package = bench.PEERS.get(pathlib.Path(config.program).stem)
             needs = [package] if package else []
             needs += ["torchao"] * (config.flags.get("precision") == "fp8" or "8bit" in str(config.flags))
-            needs += ["liger_kernel"] * bool(config.flags.get("liger"))
             needs += ["datasets"] * (config.program == "train_fsdp.py" and config.flags["dataset"] != "synthetic")
             found.append(Step(f"{part}/{label}", 1.5, words, tuple(needs), suite))
     return found

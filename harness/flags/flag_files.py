@@ -11,6 +11,8 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from harness.flags.removed import asks_for_nothing, describe_removal
+
 ELSEWHERE = {  # what other trainers call these flags
     "--activation-checkpointing": "gradient-checkpointing",
     "--batch-size": "per-device-train-batch-size device-batch-size micro-batch-size local-batch-size",
@@ -53,6 +55,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
+def describe_unknown(flag: str, known: Iterable[str]) -> str:
+    """Why a flag is none of `known`: it was removed, or mistyped."""
+    return describe_removal(flag) or f"no such flag{suggest(flag, known)}"
+
+
 def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dataclasses.Field, ...]) -> list[str]:
     """The words of a command line that say what a file says: TOML, whose tables group keys as they like, or the
     config.json of a run.
@@ -69,6 +76,8 @@ def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dat
     pairs = flags_of_run(content, fields) if run else flattened(content)
     for key, value in pairs:
         flag = f"--{key.replace('_', '-')}"
+        if asks_for_nothing(flag, value):
+            continue
         if flag in words:
             raise ValueError(f"{key} stands there twice")
         words[flag] = as_words(key, flag, value, actions)
@@ -117,7 +126,7 @@ def as_words(key: str, flag: str, value: Any, actions: dict[str, argparse.Action
     """A key of a file and its value as words of a command line, whose parser looks at numbers and choices."""
     settable = {name for name in actions if name not in ("--config", "--help", "--version") and name[:5] != "--no-"}
     if flag not in settable:
-        raise ValueError(f"{key}: no such flag{suggest(flag, settable)}")
+        raise ValueError(f"{key}: {describe_unknown(flag, settable)}")
     action, switch = actions[flag], actions[flag].nargs == 0
     if switch != isinstance(value, bool):
         wanted = "true or false" if switch else "a value"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from harness.base import gpu_names, versions
 from harness.base.text import one_line
 from harness.flags.commands import given, without
-from harness.flags.flag_files import read_flags, suggest
+from harness.flags.flag_files import describe_unknown, read_flags
 from harness.flags.flag_types import number, path, text
 from harness.flags.resume import flags_of_checkpoint
 from harness.flags.rules import contradiction, not_followed, without_effect
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if not name.startswith("-"):
                 self.error(f"{word}: it stands behind no flag; --help lists them")
-            self.error(f"{name}: no such flag{suggest(name, self.flags())}")
+            self.error(f"{name}: {describe_unknown(name, self.flags())}")
         return args
 
     def flags(self) -> dict[str, argparse.Action]:

@@ -6,10 +6,19 @@ import pathlib
 import re
 from collections.abc import Iterator
 
+from harness.flags.choices import constants_of
 from harness.flags.commands import given
 from harness.flags.flag_files import suggest
 from harness.flags.resume import no_checkpoint
-from harness.flags.settings import PRESETS, PROFILED_STEPS, Settings, is_local
+from harness.flags.settings import (
+    COMPRESSIONS,
+    OPTIMIZERS_FOLDER,
+    PLAIN_SUFFIXES,
+    PRESETS,
+    PROFILED_STEPS,
+    Settings,
+    is_local,
+)
 
 POLYNOMIAL_END = 1e-7  # learning rate at which transformers lets that schedule end
 # of accelerate's settings those that this program decides by a flag of its own
@@ -22,8 +31,11 @@ OF_ACCELERATE = {
 
 
 def is_plain_text(dataset: str) -> bool:
-    """Whether --dataset is one file, or a pattern of files, that has no fields."""
-    return bool(re.search(r"\.(txt|md)(\.(gz|bz2|zst))?$", dataset, re.IGNORECASE))
+    """Whether --dataset is one file, or a pattern of files, whose format has no fields."""
+    name, last_suffix = os.path.splitext(dataset.lower())
+    if last_suffix not in COMPRESSIONS:
+        name += last_suffix
+    return name.endswith(tuple(PLAIN_SUFFIXES))
 
 
 def without_effect(s: Settings) -> Iterator[str]:
@@ -74,6 +86,7 @@ def contradiction(s: Settings) -> str | None:
     absent = missing_data(s.dataset) if trains and first_rank else ""
     unread = unreadable(s.sample_prompts) if s.sample_prompts and first_rank else ""
     misfit = misfits_float8(s) if s.num_steps else ""
+    optimizer = constants_of(OPTIMIZERS_FOLDER / f"{s.optimizer.replace('-', '_')}.py")
     unmeasured = f"no step is left to measure; give --num-steps at least {s.num_steps - measured + 1}"
     # fmt: off
     wrong = [
@@ -89,9 +102,8 @@ def contradiction(s: Settings) -> str | None:
         (s.streaming and s.dataset == "synthetic", "--streaming: synthetic tokens are read from nowhere; use another --dataset"),
         (s.streaming and s.num_workers is not None and s.num_workers > 1, "--num-workers: with --streaming one process reads the documents in order; give 1 or 0"),
         (s.zero_stage == 0 and s.dp_replicate_size > 1, "--dp-replicate-size: stage 0 replicates on every rank already"),
-        (s.liger and s.compile, "--liger: its kernels are for eager layers, the compiler makes its own; leave out --liger or --compile"),
-        (s.optimizer == "adamw-bf16" and max(s.betas) > 0.98, f"--betas: with adamw-bf16 at most 0.98; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),
-        (s.optimizer == "adamw-bf16" and s.precision == "bf16-pure", "--optimizer: with bf16-pure the moments of adamw are bf16 already; leave adamw-bf16 out"),
+        (max(s.betas) > optimizer.get("MAX_BETA", 1), f"--betas: with {s.optimizer} at most {optimizer.get('MAX_BETA')}; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),
+        (s.precision in optimizer.get("SAME_AS_ADAMW_IN", ()), f"--optimizer: with {s.precision} the moments of adamw are bf16 already; leave {s.optimizer} out"),
         (s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"), "--activation-memory-budget: needs --compile, without --activation-checkpointing"),
         (s.profile and measured < 1, f"--profile: {unmeasured}"),
         (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),

@@ -5,11 +5,12 @@ import dataclasses
 import glob
 import math
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from harness.base import versions
 from harness.base.text import counted
-from harness.flags.choices import choices_in
+from harness.flags.choices import choices_in, constants_of, modules_in
 from harness.flags.flag_files import Collect
 from harness.flags.flag_types import batch_size, gpu_counts, number, path, text
 
@@ -17,9 +18,20 @@ ROOT = versions.ROOT
 ASSETS = ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
-OPTIMIZERS = choices_in(ROOT / "harness" / "model" / "optimizers", first="adamw")
+OPTIMIZERS_FOLDER = ROOT / "harness" / "model" / "optimizers"
+OPTIMIZERS = choices_in(OPTIMIZERS_FOLDER, first="adamw")
 OPTIMIZERS_HELP = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items()).replace("%", "%%")
+READERS = [constants_of(file) for file in modules_in(ROOT / "harness" / "data" / "readers")]
+SUFFIXES = [suffix for reader in READERS for suffix in reader["SUFFIXES"]]
+PLAIN_SUFFIXES = [suffix for reader in READERS if not reader.get("HAS_FIELDS", True) for suffix in reader["SUFFIXES"]]
+FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
+COMPRESSIONS = tuple(constants_of(ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
 PROFILED_STEPS = 3
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def flag(default, help: str, **options):
@@ -28,11 +40,11 @@ def flag(default, help: str, **options):
     return dataclasses.field(default=default, metadata={"help": help} | options)
 
 
-# fmt: off
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What a run was asked for; `--sequence-length` is the field `sequence_length`."""
 
+    # fmt: off
     demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
     config: str | None = flag(None, "TOML, or the config.json of a run, of which all is taken but --run-name, --resume and --export; what stands on the command line wins", metavar="FILE", type=path)
 
@@ -40,9 +52,9 @@ class Settings:
     init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]")
     tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path)
 
-    dataset: str = flag("roneneldan/TinyStories", "hub id; .jsonl, .parquet, .txt or .md file, also .gz, .bz2 or .zst, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]", group="data", type=path)
+    dataset: str = flag("roneneldan/TinyStories", f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]", group="data", type=path)
     dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]")
-    text_field: str = flag("text", "column of the text in .jsonl, .parquet and hub data [input_ids where there are token ids, else text]")
+    text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [input_ids where there are token ids, else text]")
     dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]")
     eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none 5 %% of the training documents, one of every 20]")
     sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]")
@@ -66,7 +78,6 @@ class Settings:
     activation_memory_budget: float | None = flag(None, "the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]", least=0, below=1)
     attention: Literal["auto", "sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
-    liger: bool = flag(False, "Liger's kernels in eager layers: norms, SwiGLU, rotary positions; a plan is of the layers without them [off]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
     num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization")
@@ -125,6 +136,7 @@ class Settings:
     lacks_disk: bool = False  # no flag: there is no room for the last state, which no flag asked for
     lacks_memory: bool = False  # no flag: a host cannot hold copies of what its ranks save
     argv: tuple[str, ...] = ()  # no flag: the command line, for a plan of the run in a process of its own
+    # fmt: on
 
     def keeps_last(self) -> bool:
         """Whether the state after the last step is to be saved."""
@@ -151,9 +163,6 @@ class Settings:
         counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
         sequences = " x ".join(counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
-
-
-# fmt: on
 
 
 def is_local(dataset: str) -> bool:

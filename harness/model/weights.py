@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-from importlib.util import find_spec
 
 import torch
 import transformers
@@ -58,21 +57,6 @@ def layer_period(config) -> tuple[nn.Module, int]:
     alike = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
     periods = range(1, len(layers) // 3 + 1)
     return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
-
-
-def use_liger(model: nn.Module) -> None:
-    """Gives a model Liger's kernels for norms, SwiGLU and rotary positions, as Trainer does; the loss
-    stays as it is. Called before anything wraps a layer's forward."""
-    if not torch.cuda.is_available():
-        raise UserError("--liger: its kernels need a GPU")
-    if not find_spec("liger_kernel"):
-        raise UserError("--liger: needs the package liger-kernel (pip install --no-deps liger-kernel)")
-    from liger_kernel.transformers import monkey_patch
-
-    kind = model.config.model_type
-    if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UserError(f"--liger: it has no kernels for {kind}")
-    monkey_patch._apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:

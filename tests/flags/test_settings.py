@@ -20,6 +20,7 @@ from harness.flags import flag_types
 from harness.flags.flag_files import ELSEWHERE
 from harness.flags.flag_types import path
 from harness.flags.parser import EXAMPLES, given_twice, make_parser, warn
+from harness.flags.removed import REMOVED_FLAGS
 from harness.flags.rules import without_effect
 from harness.flags.settings import Settings
 
@@ -320,6 +321,23 @@ def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(old))
     with pytest.raises(UserError, match=r"config.json: batch_sise: no such flag; did you mean --batch-size\?"):
         parse(["--config", tmp_path / "config.json"])
+
+
+@pytest.mark.parametrize("flag", REMOVED_FLAGS)
+def test_a_removed_flag_is_ignored_at_its_old_default_and_otherwise_names_what_to_do(tmp_path, toml, flag):
+    removed, key = REMOVED_FLAGS[flag], flag[2:].replace("-", "_")
+    config = json.loads(config_of(tmp_path, "--lr", "1e-3")[1].read_text())
+    config["flags"][key] = removed.old_default
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert parse(["--config", tmp_path / "config.json"]).lr == 1e-3
+    config["flags"][key] = "other"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for argv in ([flag], ["--config", tmp_path / "config.json"], toml(f'{key} = "other"')):
+        with pytest.raises(UserError) as raised:
+            parse(argv)
+        assert str(raised.value).endswith(f"this flag was removed: {removed.instead}")
+        assert raised.value.exit_code == 2
+    assert flag not in make_parser().flags()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """Configs, tokenizers, weights and kernels: what is used, and what is refused by name."""
 
-import importlib.machinery
 import json
-import sys
 import types
 
 import multirank
@@ -20,11 +18,9 @@ from harness.base import versions
 from harness.base.errors import UserError
 from harness.model import attention as attention_module
 from harness.model import tokenizer as tokenizer_module
-from harness.model import weights
 from harness.model.attention import FLASH_KERNELS, choose_attention, describe_attention, use_gqa_in_sdpa
 from harness.model.configs import load_config
 from harness.model.tokenizer import load_tokenizer
-from harness.model.weights import on_meta, use_liger
 
 
 def test_a_folder_without_a_config_is_named(mistake, tmp_path):
@@ -144,42 +140,10 @@ def test_weights_cut_short_are_refused(mistake, checkpoint):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--precision fp8", "--attention cudnn", "--attention flash_attention_2", "--attention flex_attention", "--liger"],
+    "flags", ["--precision fp8", "--attention cudnn", "--attention flash_attention_2", "--attention flex_attention"]
 )
 def test_what_needs_a_gpu_is_refused_without_one(mistake, flags):
     assert mistake("--precision", "bf16", *flags.split()).startswith(flags)
-
-
-@pytest.fixture
-def liger(monkeypatch):
-    """A stand-in for the package, whose kernels need a GPU: the calls that it got."""
-    calls: list[tuple] = []
-    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        monkeypatch.setitem(sys.modules, name, module)
-    module.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
-    module._apply_liger_kernel_to_instance = lambda model, **options: calls.append((model, options))
-    sys.modules["liger_kernel.transformers"].monkey_patch = module
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return calls
-
-
-def test_ligers_kernels_are_given_to_layers_and_norms_and_not_to_the_loss(liger):
-    model = on_meta(AutoConfig.for_model("llama", **SIZES))
-    use_liger(model)
-    assert liger == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
-
-
-def test_liger_is_refused_for_a_family_without_kernels_beside_the_compiler_and_uninstalled(liger, monkeypatch):
-    with pytest.raises(UserError, match="--liger: it has no kernels for gpt2"):
-        use_liger(on_meta(AutoConfig.for_model("gpt2", **MODELS["gpt2"][1])))
-    with pytest.raises(UserError, match="--liger: its kernels are for eager layers"):
-        parse(["--liger", "--compile"])
-    monkeypatch.setattr(weights, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="--liger: needs the package liger-kernel"):
-        use_liger(on_meta(AutoConfig.for_model("llama", **SIZES)))
 
 
 def test_fused_loss_is_refused_where_the_logits_are_bent_after_the_head(mistake, tmp_path):

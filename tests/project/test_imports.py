@@ -17,7 +17,7 @@ LAYERS = (
     "harness/*.py",
 )
 NEIGHBOURS = {"harness.model", "harness.data"}
-OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "liger_kernel", "matplotlib", "plotly"}
+OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib", "plotly"}
 OPTIONAL |= {"wandb_workspaces"}
 
 

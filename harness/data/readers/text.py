@@ -9,6 +9,7 @@ from harness.data.records import DOCUMENT_MARK, NOT_UTF8, BadRecord, Document, F
 SUFFIXES = (".txt", ".md")
 PLACE = "line"
 RECORDS = "documents"
+HAS_FIELDS = False
 CHUNK = 2**24  # characters that are read at once
 
 

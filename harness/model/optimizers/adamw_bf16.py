@@ -7,6 +7,10 @@ from harness.flags.settings import Settings
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers.adamw import AdamW
 
+# `harness.flags.rules` reads these, before torch is loaded
+MAX_BETA = 0.98
+SAME_AS_ADAMW_IN = ("bf16-pure",)  # values of --precision
+
 
 def update(param, grad, exp_avg, exp_avg_sq, step, scale, rate, weight_decay, eps, beta1, beta2) -> None:
     """AdamW of one tensor, in fp32 whatever the moments are kept in; they are rounded when the update has used them.
