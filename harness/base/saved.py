@@ -1,6 +1,5 @@
-"""Saved: which checkpoints a run's folder holds, what their manifests say, and whether who goes on from one is the run
-that saved it. Whatever asks what is complete, or what is the same run, asks here. It imports nothing heavy, and does
-not know what a shard holds."""
+"""Saved: which checkpoints a run's folder holds, what their manifests record, and whether a run that goes on from a
+checkpoint is the run that saved it. Every wing asks here. Imports nothing heavy; independent of what a shard holds."""
 
 import contextlib
 import errno
@@ -12,7 +11,7 @@ import re
 import stat
 from typing import BinaryIO
 
-MANIFEST = "manifest.json"  # of a checkpoint; it holds the flags too
+MANIFEST = "manifest.json"  # of a checkpoint; it records the flags of the run too
 LEFT_OVER = re.compile(r"\.step-[0-9]{8}\.(writing|deleting)")
 
 
@@ -20,7 +19,7 @@ LEFT_OVER = re.compile(r"\.step-[0-9]{8}\.(writing|deleting)")
 
 
 def open_file(path: pathlib.Path) -> BinaryIO:
-    """A regular file, to be read; an OSError for anything else: on a FIFO reading would wait for ever."""
+    """A regular file, opened for reading; an OSError for anything else, as reading a FIFO would wait for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -29,10 +28,11 @@ def open_file(path: pathlib.Path) -> BinaryIO:
 
 
 def read_json(path: pathlib.Path) -> dict:
-    """The object in a file of JSON.
+    """The object in a JSON file.
 
     Raises:
-        OSError, ValueError: it cannot be read; it holds no object.
+        OSError: it cannot be read.
+        ValueError: it holds no object.
     """
     with open_file(path) as file:
         try:
@@ -51,11 +51,14 @@ def read_config(folder: pathlib.Path) -> dict:
     return {}
 
 
-def place_of(folder: pathlib.Path) -> tuple[int, int] | None:
-    """What a folder keeps when it is moved, and another one in its place has not; None if none is there."""
-    with contextlib.suppress(OSError):
-        status = os.stat(folder)
-        return status.st_dev, status.st_ino
+def place_of(path: str | os.PathLike) -> tuple[int, int] | None:
+    """Device and inode of a file or folder, which all its names share and which it keeps when it is moved; None where
+    nothing is there."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 # ---- What is complete ------------------------------------------------------------------------------------------------
@@ -77,17 +80,18 @@ def seal(manifest: dict) -> str:
 
 
 def read_manifest(checkpoint: pathlib.Path) -> dict:
-    """A checkpoint's manifest without its checksum; where the checkpoint's name has a step, it is the manifest's.
+    """A checkpoint's manifest without its checksum.
 
     Raises:
-        OSError, ValueError: it cannot be read; what is wrong with it.
+        OSError: it cannot be read.
+        ValueError: it is damaged, or of another step than the checkpoint's name.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)
-        sealed, step = manifest.pop("sha256"), manifest["step"]
+        checksum, step = manifest.pop("sha256"), manifest["step"]
     except (ValueError, KeyError) as error:
         raise ValueError(f"{MANIFEST} cannot be read") from error
-    if sealed != seal(manifest):
+    if checksum != seal(manifest):
         raise ValueError(f"{MANIFEST} has changed")
     if step_of(checkpoint) not in (None, step):
         raise ValueError(f"{MANIFEST} is of step {step}")
@@ -95,15 +99,17 @@ def read_manifest(checkpoint: pathlib.Path) -> dict:
 
 
 def step_saved(checkpoint: pathlib.Path) -> int:
-    """The step that a checkpoint of any name holds: a copy may be named as its owner likes. -1 where nobody knows."""
-    with contextlib.suppress(OSError, ValueError):
+    """The step of a checkpoint by its manifest, as a copy may have any name; without a manifest by its name; else -1."""
+    try:
         return read_manifest(checkpoint)["step"]
-    return -1 if step_of(checkpoint) is None else step_of(checkpoint)
+    except (OSError, ValueError):
+        step = step_of(checkpoint)
+        return -1 if step is None else step
 
 
 def by_name(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What has a checkpoint's name in a run's folder, the oldest first: checkpoints, damaged ones too, and whatever
-    stands where one is to be."""
+    """What has a checkpoint's name in a run's folder, the oldest first: complete checkpoints, damaged ones, and files or
+    links in the place of one."""
     try:
         return sorted(path for path in (folder / "checkpoints").iterdir() if step_of(path) is not None)
     except OSError:
@@ -111,12 +117,13 @@ def by_name(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_complete(checkpoint: pathlib.Path) -> bool:
-    """Whether it is a folder, not a link to one, with a whole manifest of that step. Whether its files are as the
-    manifest has them, only `checkpoints.damage` reads."""
+    """Whether it is a folder, not a link to one, with an undamaged manifest. The files that the manifest lists are not
+    read."""
     try:
-        return bool(read_manifest(checkpoint)) and checkpoint.is_dir() and not checkpoint.is_symlink()
+        read_manifest(checkpoint)
     except (OSError, ValueError):
         return False
+    return checkpoint.is_dir() and not checkpoint.is_symlink()
 
 
 def complete(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -128,11 +135,14 @@ def newest(folder: pathlib.Path | None) -> pathlib.Path | None:
     """The newest complete checkpoint of a run's folder."""
     if folder is None:
         return None
-    return next((path for path in reversed(by_name(folder)) if is_complete(path)), None)
+    for path in reversed(by_name(folder)):
+        if is_complete(path):
+            return path
+    return None
 
 
 def leftovers(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What was being written or deleted in a run's folder when a save was killed."""
+    """Folders of checkpoints that were being written or deleted when their run was killed."""
     return [path for path in folder.glob("checkpoints/.step-*") if LEFT_OVER.fullmatch(path.name)]
 
 
@@ -140,35 +150,49 @@ def leftovers(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_same_run(folder: pathlib.Path, run_id: str, recorded: str | None) -> bool:
-    """Whether the run `run_id`, which was in the folder `recorded`, is the one in `folder`. A run's folder may be
-    moved, and reached by another path; but where `recorded` is another directory that still holds that run, `folder`
-    is a copy of it, and a copy is another run. Earlier versions recorded no folder."""
-    if not recorded:
+    """Whether the run `run_id`, which was in the folder `recorded`, is the one in `folder`.
+
+    A run's folder may be moved, and reached by another path. But where `recorded` is another directory that still holds
+    that run, `folder` is a copy of it, and a copy is another run.
+    """
+    if not recorded:  # by an earlier version
         return True
-    there = pathlib.Path(recorded)
-    return place_of(there) in (None, place_of(folder)) or read_config(there).get("run_id") != run_id
+    recorded_folder = pathlib.Path(recorded)
+    if place_of(recorded_folder) in (None, place_of(folder)):
+        return True
+    return read_config(recorded_folder).get("run_id") != run_id
 
 
 def read_origin(folder: pathlib.Path) -> dict | None:
-    """Where the run in `folder` branched off, as its config.json says; None of one that did not."""
+    """Where the run in `folder` branched off from another, by its config.json; None where it did not."""
     origin = read_config(folder).get("branched_from")
     known = isinstance(origin, dict) and {"folder", "checkpoint", "run_id", "step", "tokens"} <= origin.keys()
     return origin if known else None
 
 
 def find_origin(folder: pathlib.Path, checkpoint: pathlib.Path, manifest: dict) -> tuple[dict | None, str | None]:
-    """(None, None) where a run in `folder` that goes on from a checkpoint is the run that saved it. Else that is a new
-    run: what its config.json says of where it branched off, and its id if an earlier start has given it one."""
-    config, whole, before = read_config(folder), checkpoint.resolve(), read_origin(folder)
+    """Whether a run in `folder` that goes on from a checkpoint is the run that saved it.
+
+    Returns (None, None) where it is. Else it is a new run, which branches off: (what its config.json records of where
+    it branched off, its id if an earlier start has given it one).
+    """
+    config, checkpoint_path, origin = read_config(folder), checkpoint.resolve(), read_origin(folder)
     own_id = config.get("run_id")
-    here = before and (before["run_id"], before["step"]) == (manifest["run_id"], manifest["step"])
-    if here and is_same_run(folder, own_id, config.get("folder")):
-        return before, own_id  # it branched off at this checkpoint, and has saved nothing since
-    home = whole.parent.parent if whole.parent.name == "checkpoints" else manifest.get("folder") or whole
-    if place_of(folder) in map(place_of, whole.parents[:2]):
-        recorded = (config if own_id == manifest["run_id"] else manifest).get("folder")
+    if origin:
+        branched_here = (origin["run_id"], origin["step"]) == (manifest["run_id"], manifest["step"])
+        if branched_here and is_same_run(folder, own_id, config.get("folder")):
+            return origin, own_id  # it branched off at this checkpoint, and has saved nothing since
+    if checkpoint_path.parent.name == "checkpoints":
+        home = checkpoint_path.parent.parent
+    else:
+        home = manifest.get("folder") or checkpoint_path
+    if place_of(folder) in map(place_of, checkpoint_path.parents[:2]):
+        source = config if own_id == manifest["run_id"] else manifest
+        recorded = source.get("folder")
         if is_same_run(folder, manifest["run_id"], recorded):
             return None, None
         home = pathlib.Path(recorded)
-    numbers = {name: manifest[name] for name in ("run_id", "step", "tokens")}
-    return {"folder": str(home), "checkpoint": str(whole)} | numbers, None
+    branched_from = {"folder": str(home), "checkpoint": str(checkpoint_path)}
+    for name in ("run_id", "step", "tokens"):
+        branched_from[name] = manifest[name]
+    return branched_from, None

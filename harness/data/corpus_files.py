@@ -8,15 +8,10 @@ import pathlib
 from collections.abc import Iterator
 
 from harness.base.errors import UserError
+from harness.base.saved import place_of
 from harness.base.text import shortened
 from harness.data.formats import DATA_SUFFIXES, reader_of
 from harness.data.records import COMPRESSIONS
-
-
-def place_of(path) -> tuple:
-    """What two names of the same file or folder have in common."""
-    status = os.stat(path)
-    return (status.st_dev, status.st_ino) if status.st_ino else (os.path.realpath(path),)
 
 
 def walk(top: pathlib.Path, left_out: dict[pathlib.Path, str]) -> Iterator[tuple[pathlib.Path, list[str]]]:
@@ -31,7 +26,8 @@ def walk(top: pathlib.Path, left_out: dict[pathlib.Path, str]) -> Iterator[tuple
             if place in entered:
                 left_out[folder] = f"the same as {os.path.relpath(entered[place], top)}"
                 continue
-            entered[place] = folder
+            if place:
+                entered[place] = folder
             names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
         except OSError as error:
             left_out[folder] = error.strerror
