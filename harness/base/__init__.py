@@ -1,2 +1,2 @@
-"""Base: what every wing stands on and what knows nothing above it: errors, text, ranks, devices, the table of GPUs,
-versions, the console, and the names of a run's files. Most of it imports no torch."""
+"""Base: what every wing uses, independent of all of them: errors, text, ranks, devices, the table of GPUs, versions,
+the console, and the names of a run's files. Most of it imports no torch."""

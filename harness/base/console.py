@@ -1,6 +1,6 @@
-"""Console: stdout and stderr that never fail. A pipe that nobody reads any more, a closed one, a full disk behind it
-change nothing of what a process does, nor its exit code; a character that the console's encoding lacks is replaced.
-Called by the script before all else, and by whatever else is started by itself. It must run on any Python 3."""
+"""Console: stdout and stderr that never fail. A pipe without a reader, a closed descriptor or a full disk changes
+neither what a process does nor its exit code; a character that the console's encoding lacks is replaced. Called first
+by the script and by every other program of the project. It must run on any Python 3."""
 
 import contextlib
 import errno
@@ -18,10 +18,10 @@ GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # a
 def lead_nowhere(descriptor):
     """Opens /dev/null in the place of a descriptor, for libraries and children of this process too."""
     with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        if nowhere != descriptor:
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != descriptor:
+            os.dup2(null, descriptor)
+            os.close(null)
         os.set_inheritable(descriptor, True)
 
 
@@ -31,7 +31,7 @@ def send(descriptor, data):
     while data:
         try:
             data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # whoever shares the pipe made it so
+        except BlockingIOError:  # another process that shares the pipe has made it non-blocking
             select.select([], [descriptor], [])
         except OSError as error:
             if error.errno in GONE:
@@ -40,7 +40,7 @@ def send(descriptor, data):
 
 
 class Output(io.RawIOBase):
-    """A descriptor, for a stream that is written."""
+    """A raw stream that writes to a descriptor and never fails."""
 
     def __init__(self, descriptor):
         self.descriptor = descriptor
@@ -60,8 +60,8 @@ class Output(io.RawIOBase):
 
 
 def never_fail():
-    """Puts such streams in the place of this process's own. A closed descriptor is opened: a file of the run would get
-    its number otherwise, and the lines of libraries that write to that number."""
+    """Replaces this process's stdout and stderr by streams that never fail. A closed descriptor is opened: otherwise a
+    file of the run would get its number, and with it what libraries write to that number."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -76,14 +76,15 @@ def never_fail():
 
 
 def tell_json(message: str) -> None:
-    """An error as the JSON object that stdout has with --json."""
+    """Prints an error as the JSON object that --json promises on stdout."""
     print(json.dumps({"error": message.removeprefix("train_fsdp.py: error: ").rstrip()}), flush=True)
 
 
 def record_error(message: str, happened: float | None = None) -> None:
-    """Leaves an error where torchrun looks for it, which it then prints at the end of its own.
+    """Writes an error into the file that torchrun reads and prints at the end of its own output.
 
-    The earliest is taken for the cause: `happened` is when (seconds since 1970), by default now."""
+    torchrun takes the earliest error of all ranks for the cause: `happened` is in seconds since 1970, by default now.
+    """
     details = {"py_callstack": "\n" + message, "timestamp": str(int(happened or time.time()))}
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Devices: what all code that computes needs of one."""
+"""Devices: the unit of memory, and waiting for the GPU."""
 
 import torch
 
@@ -6,5 +6,6 @@ GIB = 2**30
 
 
 def wait_for_device() -> None:
+    """Returns when this process's GPU has done all that it was given; at once without a GPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

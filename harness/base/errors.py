@@ -1,11 +1,11 @@
-"""Errors that a user can mend."""
+"""Errors that a user can correct."""
 
 import pathlib
 from typing import Any
 
 
 class UserError(Exception):
-    """Something the user can mend: the message names the flag or file, what is wrong and what to do."""
+    """Something that the user can correct: the message names the flag or file, what is wrong and what to do."""
 
     def __init__(self, message: str, exit_code: int = 2):
         super().__init__(message)
@@ -13,7 +13,7 @@ class UserError(Exception):
 
 
 class UnreadableError(UserError):
-    """Data that cannot be read; `harness.data.faults` says more of it."""
+    """Data that cannot be read; `harness.data.faults` finds out more."""
 
     file: pathlib.Path | None = None  # the local file, where it is one
     record: Any = None  # the first bad record (`harness.data.records.BadRecord`), where there is one

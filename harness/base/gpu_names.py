@@ -1,5 +1,5 @@
-"""Kinds of GPUs as users name them, and what is wrong with the flags of a plan: all that is known of them before torch
-is loaded. Called by `settings` for its errors and by `gpus` for the rates. It does not know what a GPU reaches."""
+"""Kinds of GPUs as users name them, and what is wrong with the flags of a plan, before torch is loaded. Called by
+`flags.parser` for its errors and by `plan.gpus` for the rates. Independent of how fast a GPU is."""
 
 import csv
 import difflib
@@ -11,14 +11,36 @@ from harness.base.versions import ROOT
 
 with (ROOT / "assets" / "gpus.csv").open() as file:
     ROWS = list(csv.DictReader(file))
-# The kinds that plans know, as users name them: those rows of the table that say more than the peak. A name that fits
-# several means the first of them.
-PLANNED = ("GB200", "B200", "GH200", "H200", "H200 NVL", "H100 SXM", "H100 PCIe", "H100 NVL", "H20", "A100 80GB")
-PLANNED += ("A100 40GB", "RTX A6000", "L40S", "RTX 5090", "RTX 4090", "RTX 3090")
+# The kinds that plans know, as users name them: the rows of the table that have more than the peak. A name that fits
+# several of them means the first.
+PLANNED = (
+    "GB200",
+    "B200",
+    "GH200",
+    "H200",
+    "H200 NVL",
+    "H100 SXM",
+    "H100 PCIe",
+    "H100 NVL",
+    "H20",
+    "A100 80GB",
+    "A100 40GB",
+    "RTX A6000",
+    "L40S",
+    "RTX 5090",
+    "RTX 4090",
+    "RTX 3090",
+)
 FORMS = {"SXM": r"SXM\d?|HBM\d?E?", "PCIE": "PCIE", "NVL": "NVL"}
-# What describes another, as an example: about what programs reach on an L40S.
-DESCRIBED = {"memory_gib": 44.4, "matmul_tflops": 217, "attention_tflops": 217, "memory_gb_per_s": 778}
-DESCRIBED |= {"intra_node_gb_per_s": 26, "inter_node_gb_per_s": 12}
+# The rates that describe a kind that is not in the table, with an example: about what programs reach on an L40S.
+DESCRIBED = {
+    "memory_gib": 44.4,
+    "matmul_tflops": 217,
+    "attention_tflops": 217,
+    "memory_gb_per_s": 778,
+    "intra_node_gb_per_s": 26,
+    "inter_node_gb_per_s": 12,
+}
 RATES = (*DESCRIBED, "fp8_tflops", "peak_tflops", "host_us", "kernel_us")
 
 
@@ -26,7 +48,10 @@ def row_of(name: str) -> dict | None:
     """The table's row of a GPU, as `gpu_table.find_gpu` finds it."""
     if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
         return None
-    return next((row for row in ROWS if re.search(rf"\b{row['name']}", name, re.IGNORECASE)), None)
+    for row in ROWS:
+        if re.search(rf"\b{row['name']}", name, re.IGNORECASE):
+            return row
+    return None
 
 
 def family_of(kind: str) -> str:
@@ -35,38 +60,51 @@ def family_of(kind: str) -> str:
 
 
 def choose_kind(typed: str) -> tuple[str, list[str]]:
-    """(the kind that plans take a name for, the other kinds that it fits); ("", []) where plans know none.
+    """The kind that plans take a name for, and the other kinds that the name fits; ("", []) where plans know none.
 
-    A driver's name stands for itself. Else the family's kinds are left that have the form and the memory in the name:
-    `H100 80GB` is SXM or PCIe, `h100-nvl` one kind.
+    A driver's name stands for itself. Any other name is a family, of which those kinds are left that have the form and
+    the memory in the name: `H100 80GB` is SXM or PCIe, `h100-nvl` one kind.
     """
     name = " ".join(re.split(r"[\s_-]+", typed.strip().upper()))
-    known = row_of(typed)
-    itself = (typed, []) if known and float(known["memory_gib"]) else ("", [])
+    row = row_of(typed)
+    as_typed = (typed, []) if row and float(row["memory_gib"]) else ("", [])
     if name.startswith("NVIDIA "):
-        return itself
+        return as_typed
     families = {family_of(kind).upper().replace(" ", " ?") for kind in PLANNED}
-    found = re.fullmatch(rf"({'|'.join(families)})(?!\d) ?(.*)", name)
-    if not found:
-        return itself
-    family = found[1].replace(" ", "")
+    parts = re.fullmatch(rf"({'|'.join(families)})(?!\d) ?(.*)", name)
+    if not parts:
+        return as_typed
+    family = parts[1].replace(" ", "")
     fitting = [kind for kind in PLANNED if family_of(kind).upper().replace(" ", "") == family]
-    for word in found[2].split():
-        memory = re.fullmatch(r"(\d+)(G|GB|GIB)?", word)
-        form = next((form for form, pattern in FORMS.items() if re.fullmatch(pattern, word)), "")
+    for word in parts[2].split():
+        memory, form = re.fullmatch(r"(\d+)(G|GB|GIB)?", word), form_in(word)
         if memory:
             fitting = [kind for kind in fitting if has_memory(kind, int(memory[1]))]
-        elif form:  # a kind that names no form is what the family's SXM is called
-            fitting = [kind for kind in fitting if form in kind.upper()] or [
-                kind for kind in fitting if not form_of(kind)
-            ]
+        elif form:
+            of_form = [kind for kind in fitting if form in kind.upper()]
+            without_form = [kind for kind in fitting if not form_of(kind)]  # how the family's SXM is called
+            fitting = of_form or without_form
         else:
-            return itself
-    return (fitting[0], fitting[1:]) if fitting else ("", [])
+            return as_typed
+    if not fitting:
+        return "", []
+    return fitting[0], fitting[1:]
+
+
+def form_in(word: str) -> str:
+    """The form that a word of a name means: `SXM` for SXM5 and HBM3; empty for any other word."""
+    for form, pattern in FORMS.items():
+        if re.fullmatch(pattern, word):
+            return form
+    return ""
 
 
 def form_of(kind: str) -> str:
-    return next((form for form in FORMS if form in kind.upper()), "")
+    """The form in a kind's name; empty where it names none."""
+    for form in FORMS:
+        if form in kind.upper():
+            return form
+    return ""
 
 
 def has_memory(kind: str, gigabytes: int) -> bool:
@@ -75,7 +113,7 @@ def has_memory(kind: str, gigabytes: int) -> bool:
 
 
 def unlisted(gpu: str, given: dict[str, float]) -> str:
-    """What is wrong with a GPU of which nothing is assumed; empty where `given` describes it."""
+    """What is wrong with a kind of GPU that is not in the table; empty where the rates in `given` describe it."""
     lacking = [name for name in DESCRIBED if name not in given]
     if not lacking:
         return ""
@@ -83,7 +121,8 @@ def unlisted(gpu: str, given: dict[str, float]) -> str:
         advice = f"the file has to give {', '.join(lacking)} too"
         return f"--plan-rates: {gpu!r} is not a kind that plans know, so {advice}"
     near = [kind for kind in PLANNED if gpu.lower() in kind.lower()]
-    near = near or difflib.get_close_matches(gpu.upper(), PLANNED, 1, cutoff=0.7)
+    if not near:
+        near = difflib.get_close_matches(gpu.upper(), PLANNED, 1, cutoff=0.7)
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     own = f"describe another by --plan-rates FILE, JSON with what programs reach on it, such as {json.dumps(DESCRIBED)}"
     return f"--plan-gpu {gpu!r}: not a kind that plans know{meant} They know {', '.join(PLANNED)}; {own}"
@@ -91,8 +130,10 @@ def unlisted(gpu: str, given: dict[str, float]) -> str:
 
 def wrong_rates(given) -> str:
     """What is wrong with rates that a user gave; empty where nothing is."""
-    numbers = given.values() if isinstance(given, dict) else [None]
-    if not all(type(rate) in (int, float) and 1e-6 < rate < 1e12 for rate in numbers):
+    is_valid = isinstance(given, dict)
+    if is_valid:
+        is_valid = all(type(rate) in (int, float) and 1e-6 < rate < 1e12 for rate in given.values())
+    if not is_valid:
         return f"--plan-rates: needs a JSON object of positive numbers, such as {json.dumps(DESCRIBED)}"
     if unknown := set(given) - set(RATES):
         return f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(RATES)}"
@@ -100,8 +141,7 @@ def wrong_rates(given) -> str:
 
 
 def wrong_plan(s) -> str:
-    """What is wrong with the settings of a plan, as far as the flags and the file of rates alone say; empty where
-    nothing is."""
+    """What is wrong with the settings of a plan, by the flags and the file of rates alone; empty where nothing is."""
     given, measured = {}, False
     if s.plan_rates not in (None, "none"):
         try:

@@ -17,7 +17,10 @@ def find_gpu(name: str) -> Gpu | None:
     """The kind of a GPU by its driver's name; None, never a guess, for an unlisted one, a laptop's, a slice of one."""
     if re.search(r"\b(MIG|GRID|Laptop|Max-Q)\b|-\d+[ABCQ]$", name):
         return None
-    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}", name, re.IGNORECASE)), None)
+    for gpu in GPUS:
+        if re.search(rf"\b{gpu.name}", name, re.IGNORECASE):
+            return gpu
+    return None
 
 
 # What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.

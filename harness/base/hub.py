@@ -8,14 +8,15 @@ import urllib.parse
 def answer_from_cache_without_network(source: str) -> None:
     """Makes the hub libraries answer from their caches at once where `source` is not local and the hub has no address.
 
-    They would try for 20 s otherwise, for each file, with a warning for each try.
+    Otherwise they would try for 20 s, for each file, with a warning for each try.
     """
     from huggingface_hub import constants
 
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    has_proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    if has_proxy or os.path.exists(source):
+        return
     try:
-        if not (proxy or os.path.exists(source)):
-            socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
+        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:
         constants.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"

@@ -99,7 +99,7 @@ def read_manifest(checkpoint: pathlib.Path) -> dict:
 
 
 def step_saved(checkpoint: pathlib.Path) -> int:
-    """The step of a checkpoint by its manifest, as a copy may have any name; without a manifest by its name; else -1."""
+    """The step of a checkpoint by its manifest, as a copy may have any name; else by its name; else -1."""
     try:
         return read_manifest(checkpoint)["step"]
     except (OSError, ValueError):
@@ -108,7 +108,7 @@ def step_saved(checkpoint: pathlib.Path) -> int:
 
 
 def by_name(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What has a checkpoint's name in a run's folder, the oldest first: complete checkpoints, damaged ones, and files or
+    """What has a checkpoint's name in a run's folder, the oldest first: complete checkpoints, damaged ones, files or
     links in the place of one."""
     try:
         return sorted(path for path in (folder / "checkpoints").iterdir() if step_of(path) is not None)

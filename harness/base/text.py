@@ -3,13 +3,16 @@
 
 def shortened(names: list[str], count: int = 5) -> str:
     """The first names of a list, and how many more there are."""
-    more = f" and {len(names) - count:,} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+    shown = ", ".join(names[:count])
+    if len(names) <= count:
+        return shown
+    return f"{shown} and {len(names) - count:,} more"
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line that fits into one of ours."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """The first line of an exception's message, at most 300 characters; its type where the message is empty."""
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0][:300]
 
 
 def one_line(message: str) -> str:
@@ -18,6 +21,9 @@ def one_line(message: str) -> str:
 
 
 def counted(count: int | str, name: str) -> str:
-    """`1 rank`, `1,024 ranks`."""
+    """`1 rank`, `1,024 ranks`, `2 batches`."""
     number = count if isinstance(count, str) else f"{count:,}"
-    return f"{number} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")
+    if count == 1:
+        return f"{number} {name}"
+    ending = "es" if name.endswith("ch") else "s"
+    return f"{number} {name}{ending}"

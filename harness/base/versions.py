@@ -1,5 +1,5 @@
-"""Versions: of this program and of what it stands on, read without importing it, and the line for an interpreter that
-cannot run it. Called by the script before all else, by `settings` and `report`. It must run on any Python 3."""
+"""Versions: of this program and of the packages that it uses, read without importing them, and the error for an
+interpreter that cannot run it. Called first by the script. It must run on any Python 3."""
 
 import argparse
 import contextlib
@@ -32,9 +32,13 @@ def parts(number):
 
 
 def versions():
-    """Python and the packages that decide what a run gives, by name."""
-    found = {name: installed(name) for name in ("torch", "transformers", "accelerate", "torchao", "datasets")}
-    return {"python": sys.version.split()[0], **{name: number for name, number in found.items() if number}}
+    """The versions of Python and of the packages on which a run's results depend, by name."""
+    numbers = {"python": sys.version.split()[0]}
+    for name in ("torch", "transformers", "accelerate", "torchao", "datasets"):
+        number = installed(name)
+        if number:
+            numbers[name] = number
+    return numbers
 
 
 def commit():
@@ -55,6 +59,7 @@ class Show(argparse.Action):
 
 
 def refuse_old_python():
+    """Ends the process with 2 where this interpreter is too old."""
     if sys.version_info < OLDEST_PYTHON:
         leave("Python {}; {}.{} or newer is needed".format(sys.version.split()[0], *OLDEST_PYTHON))
 
@@ -65,9 +70,9 @@ def refuse_missing_packages():
     if missing:
         leave(f"which lacks {', '.join(missing)}")
     for name, oldest in OLDEST.items():
-        found = installed(name)
-        if found and parts(found) < oldest:
-            leave(f"which has {name} {found}; {'.'.join(map(str, oldest))} or newer is needed")
+        number = installed(name)
+        if number and parts(number) < oldest:
+            leave(f"which has {name} {number}; {'.'.join(map(str, oldest))} or newer is needed")
 
 
 def leave(problem):
@@ -75,9 +80,12 @@ def leave(problem):
     if int(os.environ.get("RANK", 0)):
         time.sleep(3)
         sys.exit(2)
-    own = ROOT / ".venv" / "bin" / "python"
-    here = os.path.abspath(sys.executable)
-    ready = (ROOT / ".venv" / "installed.txt").exists() and here != str(own)
-    advice = f"start it with {own}" if ready else "run ./setup.sh, then start it with .venv/bin/python"
-    sys.stderr.write(f"train_fsdp.py: error: this is {here}, {problem}; {advice}\n")
+    right_python = ROOT / ".venv" / "bin" / "python"
+    this_python = os.path.abspath(sys.executable)
+    is_set_up = (ROOT / ".venv" / "installed.txt").exists()
+    if is_set_up and this_python != str(right_python):
+        advice = f"start it with {right_python}"
+    else:
+        advice = "run ./setup.sh, then start it with .venv/bin/python"
+    sys.stderr.write(f"train_fsdp.py: error: this is {this_python}, {problem}; {advice}\n")
     sys.exit(2)

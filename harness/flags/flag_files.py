@@ -1,5 +1,5 @@
 """Flag files: what --config reads, as words of a command line, and what a mistyped flag or name may have meant. Called
-by `settings`. It does not know what a flag means."""
+by `parser`. Independent of what a flag means."""
 
 import argparse
 import contextlib
@@ -37,21 +37,30 @@ ELSEWHERE = {  # what other trainers call these flags
 
 
 class Collect(argparse.Action):
-    """A flag that may stand there several times, each with a value that counts; a default goes with the first."""
+    """A flag that may be given several times, and collects its values; the first one replaces the default."""
 
     def __call__(self, parser, namespace, value, option_string=None):
-        before, default = getattr(namespace, self.dest), parser.get_default(self.dest)
-        setattr(namespace, self.dest, (value,) if before is default else (*before, value))
+        values = getattr(namespace, self.dest)
+        if values is parser.get_default(self.dest):
+            values = ()
+        setattr(namespace, self.dest, (*values, value))
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """What a mistyped name may have meant, as the end of an error; empty where nothing known is near."""
+    """What a mistyped name may have meant, as the end of an error; empty where no name in `known` is near."""
     name, known = name.lower().replace("_", "-"), sorted(known)
-    near = [own for own, others in ELSEWHERE.items() if name[2:] in others.split() and own in known]
-    near = near or [other for other in known if other.startswith(name) and len(name) > 4]
-    alike = {f"--{other}": own for own, others in ELSEWHERE.items() for other in others.split() if own in known}
-    alike |= {other: other for other in known}
-    near = near or [alike[other] for other in difflib.get_close_matches(name, alike, 1, 0.7)]
+    meanings = {own: own for own in known}
+    for own, names_elsewhere in ELSEWHERE.items():
+        if own in known:
+            for other in names_elsewhere.split():
+                meanings.setdefault(f"--{other}", own)
+    near = []
+    if name in meanings and name not in known:
+        near = [meanings[name]]
+    if not near and len(name) > 4:
+        near = [own for own in known if own.startswith(name)]
+    if not near:
+        near = [meanings[other] for other in difflib.get_close_matches(name, meanings, 1, 0.7)]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -61,19 +70,21 @@ def describe_unknown(flag: str, known: Iterable[str]) -> str:
 
 
 def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dataclasses.Field, ...]) -> list[str]:
-    """The words of a command line that say what a file says: TOML, whose tables group keys as they like, or the
-    config.json of a run.
+    """The flags in a file as words of a command line: TOML, with tables or without, or a run's config.json.
 
     Raises:
-        OSError, ValueError: the file cannot be read; what is wrong with it, or with which key.
+        OSError: the file cannot be read.
+        ValueError: it holds no flags, or a key or value that is no flag's.
     """
-    path, words = pathlib.Path(file).expanduser(), {}
-    text, run = path.read_text(encoding="utf-8-sig"), path.suffix == ".json"
+    path = pathlib.Path(file).expanduser()
+    text = path.read_text(encoding="utf-8-sig")
+    is_json = path.suffix == ".json"
     try:
-        content = json.loads(text, object_pairs_hook=each_once) if run else tomllib.loads(text)
+        content = json.loads(text, object_pairs_hook=each_once) if is_json else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no {'JSON' if run else 'TOML'} ({error})") from error
-    pairs = flags_of_run(content, fields) if run else flattened(content)
+        raise ValueError(f"it is no {'JSON' if is_json else 'TOML'} ({error})") from error
+    pairs = flags_of_run(content, fields) if is_json else flattened(content)
+    words = {}
     for key, value in pairs:
         flag = f"--{key.replace('_', '-')}"
         if asks_for_nothing(flag, value):
@@ -85,18 +96,19 @@ def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dat
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict:
-    """An object of JSON, which would otherwise keep the last value of a key that stands there twice."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} stands there twice")
+    """A JSON object from its pairs; a ValueError for a key that stands there twice, of which json keeps the last."""
+    content = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"{key} stands there twice")
+        content[key] = value
     return content
 
 
 def flattened(content: dict) -> Iterator[tuple[str, Any]]:
     """The keys and values of a table and of those in it, however deep they lie."""
     tables = [content]
-    for table in tables:
+    for table in tables:  # grows while it is read
         for key, value in table.items():
             if isinstance(value, dict):
                 tables.append(value)
@@ -105,39 +117,55 @@ def flattened(content: dict) -> Iterator[tuple[str, Any]]:
 
 
 def flags_of_run(config: dict, fields: tuple[dataclasses.Field, ...]) -> list[tuple[str, Any]]:
-    """What the config.json of a run asks of another run. Left out is what was that run's alone: its name, what it went
-    on from, what it exported; and what the other one decides by itself: defaults, and what followed from them."""
+    """The flags that the config.json of a run gives to another run. Left out is what was that run's alone: its name,
+    --resume and --export; and what the other run decides by itself: defaults, and what followed from them."""
     flags = config.get("flags") if isinstance(config, dict) else None
     if not isinstance(flags, dict):
         raise ValueError("it is not the config.json of a run: it has no flags (a model's config.json goes to --model)")
-    own = {"demo", "config", "run_name", "resume", "export"}
-    own |= {field.name for field in fields if "help" not in field.metadata}  # are no flags
-    defaults = {field.name: list(d) if isinstance(d := field.default, tuple) else d for field in fields}
+    left_out = {"demo", "config", "run_name", "resume", "export"}
+    left_out |= {field.name for field in fields if "help" not in field.metadata}  # are no flags
+    defaults = {}
+    for field in fields:  # JSON has lists for tuples
+        defaults[field.name] = list(field.default) if isinstance(field.default, tuple) else field.default
     with contextlib.suppress(KeyError, TypeError):
         defaults |= {"fp8_recipe": "tensorwise", "sequence_length": 8192, "warmup_steps": flags["num_steps"] // 20}
         flags = flags | {"gradient_accumulation_steps": flags["given_accumulation"]}
     if any(str(word).startswith("--text-field") for word in flags.get("argv") or ()):
-        del defaults["text_field"]  # it is not the default where it was given: it wins over a column input_ids
-    asked = ((name, value) for name, value in flags.items() if name not in own and value is not None)
-    return [(name, value) for name, value in asked if name not in defaults or value != defaults[name]]
+        del defaults["text_field"]  # where it was given it wins over a column input_ids, at its default too
+    given = []
+    for name, value in flags.items():
+        is_default = name in defaults and value == defaults[name]
+        if name not in left_out and value is not None and not is_default:
+            given.append((name, value))
+    return given
 
 
 def as_words(key: str, flag: str, value: Any, actions: dict[str, argparse.Action]) -> list[str]:
-    """A key of a file and its value as words of a command line, whose parser looks at numbers and choices."""
-    settable = {name for name in actions if name not in ("--config", "--help", "--version") and name[:5] != "--no-"}
+    """A key of a file and its value as words of a command line; the parser checks numbers and choices.
+
+    Raises:
+        ValueError: there is no such flag, or the value is of another kind.
+    """
+    elsewhere = ("--config", "--help", "--version")
+    settable = {name for name in actions if name not in elsewhere and not name.startswith("--no-")}
     if flag not in settable:
         raise ValueError(f"{key}: {describe_unknown(flag, settable)}")
-    action, switch = actions[flag], actions[flag].nargs == 0
-    if switch != isinstance(value, bool):
-        wanted = "true or false" if switch else "a value"
+    action = actions[flag]
+    is_switch = action.nargs == 0
+    if is_switch != isinstance(value, bool):
+        wanted = "true or false" if is_switch else "a value"
         raise ValueError(f"{key}: {json.dumps(value, default=str)} where {wanted} belongs")
-    if switch:
+    if is_switch and value:
+        return [flag]
+    if is_switch:
         off = f"--no-{flag[2:]}"
-        return [flag] if value else [off] * (off in actions)
+        return [off] if off in actions else []
     if isinstance(value, list) and isinstance(action, Collect):
         return [f"{flag}={part}" for part in value]
     if isinstance(value, list) and action.nargs is None:
         if "," not in str(action.metavar):  # as that of --plan-gpus, N[,N...]
             raise ValueError(f"{key}: a list where one value belongs")
         value = ",".join(map(str, value))
-    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]

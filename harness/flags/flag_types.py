@@ -7,15 +7,19 @@ import sys
 
 MAX_WORLD = 2**20  # ranks that are planned for
 MAX_SEQUENCES = 1_000_000  # of a microbatch
+MAX_PATH = 4000  # bytes; Linux takes 4,096, and a run appends names of its own
+MAX_NAME = 255  # bytes of one part of a path
 
 
 def number(kind: type, least: float | None = None, below: float = math.inf):
-    """An argparse type: a number in [least, below), by default a positive one; a whole one fits 32 bits."""
-    below = min(below, 2**31) if kind is int and below == math.inf else below
+    """An argparse type: a number in [least, below), by default a positive one; an integer fits 32 bits by default."""
+    if kind is int and below == math.inf:
+        below = 2**31
 
     def parse(text: str):
         value = kind(text)
-        if not (value > 0 if least is None else value >= least) or value >= below:
+        is_enough = value > 0 if least is None else value >= least
+        if not is_enough or not value < below:
             wanted = "a positive number" if least is None else f"at least {least}"
             limit = f" and below {below}" if below < math.inf else ""
             raise argparse.ArgumentTypeError(f"{text} is not {wanted}{limit}")
@@ -26,7 +30,7 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
 
 
 def text(value: str) -> str:
-    """An argparse type: a text that says something, and that files and other programs take."""
+    """An argparse type: a text that is not blank, and that files and other programs can take."""
     if not value.strip():
         raise argparse.ArgumentTypeError("its value is empty; give one, or leave the flag out")
     if "\0" in value:
@@ -41,11 +45,12 @@ def text(value: str) -> str:
 
 
 def path(value: str) -> str:
-    """An argparse type: what can be the name of a file or folder, though a hub id may stand there too."""
-    value, whole = text(value), os.path.expanduser(value)
-    if whole.startswith("~") and not os.path.lexists(whole):
+    """An argparse type: a text that can be the path of a file or folder; a hub id is one too."""
+    value, expanded = text(value), os.path.expanduser(value)
+    if expanded.startswith("~") and not os.path.lexists(expanded):
         raise argparse.ArgumentTypeError(f"{value}: no such user; for a file of that name give ./{value}")
-    if len(os.fsencode(whole)) > 4000 or any(len(os.fsencode(part)) > 255 for part in whole.split("/")):
+    longest_part = max(len(os.fsencode(part)) for part in expanded.split("/"))
+    if len(os.fsencode(expanded)) > MAX_PATH or longest_part > MAX_NAME:
         raise argparse.ArgumentTypeError(f"{value[:40]}... is too long for a path; give a shorter one")
     return value
 

@@ -1,5 +1,5 @@
-"""The parser: from a command line and a file of flags to the settings. Nothing heavy is imported here, so that --help
-and a wrong flag answer at once."""
+"""The parser: from a command line and a file of flags to the settings. Imports nothing heavy, so that --help and a
+wrong flag answer at once."""
 
 import argparse
 import dataclasses
@@ -33,31 +33,31 @@ EXAMPLES = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    origin = ""  # what is being read, where it is not the command line
-    as_json = False  # whether stdout is to have a JSON object, of an error too
+    origin = ""  # the file whose flags are parsed, as the beginning of an error; empty for the command line
+    as_json = False  # whether an error goes to stdout too, as a JSON object
 
     def error(self, message: str):
-        """Ends the process with 2 and one line, where argparse would print its usage first. One rank says it."""
+        """Ends the process with 2 and one line, by rank 0; argparse would print its usage first."""
         if int(os.environ.get("RANK", 0)):
             time.sleep(3)  # the launcher ends the other ranks when the first one leaves
             sys.exit(2)
-        said = one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
+        line = one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from harness.base.console import record_error
 
-            record_error(said)
+            record_error(line)
         if self.as_json:
             from harness.base.console import tell_json
 
-            tell_json(said)
-        self.exit(2, f"{said}\n")
+            tell_json(line)
+        self.exit(2, f"{line}\n")
 
     def parse_args(self, words: list[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args(words)
-        for word in unknown[:1]:
-            name = word.partition("=")[0]
+        if unknown:
+            name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
-                self.error(f"{word}: it stands behind no flag; --help lists them")
+                self.error(f"{unknown[0]}: it stands behind no flag; --help lists them")
             self.error(f"{name}: {describe_unknown(name, self.flags())}")
         return args
 
@@ -72,21 +72,26 @@ class Parser(argparse.ArgumentParser):
 
 
 def argument(field: dataclasses.Field, hint) -> dict:
-    """What argparse has to know of a flag."""
+    """The options of argparse for a flag, from its field of the settings and the type of that field."""
     options = {"default": field.default} | field.metadata
-    bounds, metavar = (options.pop("least", None), options.pop("below", math.inf)), field.name.split("_")[-1].upper()
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # all but None
+    least, below = options.pop("least", None), options.pop("below", math.inf)
+    metavar = {"metavar": field.name.split("_")[-1].upper()}
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # the other one is None
         hint = typing.get_args(hint)[0]
     if "type" in options:
-        return {"metavar": metavar} | options
+        return metavar | options
     if hint is bool:
-        return options | {"action": argparse.BooleanOptionalAction if field.default is not False else "store_true"}
+        action = "store_true" if field.default is False else argparse.BooleanOptionalAction
+        return options | {"action": action}
     if choices := typing.get_args(hint):
         return options | {"choices": choices, "type": type(choices[0])}
-    return {"metavar": metavar} | options | {"type": number(hint, *bounds) if hint in (int, float) else text}
+    if hint in (int, float):
+        return metavar | options | {"type": number(hint, least, below)}
+    return metavar | options | {"type": text}
 
 
 def make_parser() -> Parser:
+    """The parser of the command line: a flag for each field of `Settings` that has a help text, in its groups."""
     parser = Parser(
         prog="train_fsdp.py",
         usage="%(prog)s [flags]",
@@ -107,10 +112,13 @@ def make_parser() -> Parser:
 
 
 def parse_args(argv: list[str] | None = None) -> Settings:
-    """The settings of a command line; a wrong one ends the process with a line that names the flag."""
+    """The settings of a command line, by default this process's. A wrong one ends the process with a line that names
+    the flag."""
+    if argv is None:
+        argv = sys.argv[1:]
     parser = make_parser()
-    parser.as_json = "--json" in (sys.argv[1:] if argv is None else argv)
-    argv = [parser.hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
+    parser.as_json = "--json" in argv
+    argv = [parser.hyphenated(word) for word in argv]
     early = Parser(parser.prog, add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=path)
     named, argv = early.parse_known_args(argv)
@@ -128,7 +136,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     if "--demo" in argv:
         parser.set_defaults(**json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8")))
     args = parser.parse_args(argv)
-    if args.num_steps == 0 and args.resume not in ("none", "auto"):  # what the model was stands in its checkpoint
+    if args.num_steps == 0 and args.resume not in ("none", "auto"):  # the checkpoint has the flags of its model
         of_data = "--dataset" not in {word.partition("=")[0] for word in argv}
         parser.set_defaults(**flags_of_checkpoint(args.resume, args.eval_interval > 0, of_data), compile=False)
         args = parser.parse_args(argv)
@@ -144,31 +152,37 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     args.betas, args.config = tuple(args.betas), named.config
     del args.version
     settings = Settings(**vars(args), given_accumulation=args.gradient_accumulation_steps, argv=tuple(argv))
-    if problem := contradiction(settings) or gpu_names.wrong_plan(settings):
-        parser.error(problem + f" (with the flags of {named.config})" * bool(named.config))
+    problem = contradiction(settings) or gpu_names.wrong_plan(settings)
+    if problem and named.config:
+        parser.error(f"{problem} (with the flags of {named.config})")
+    if problem:
+        parser.error(problem)
     return settings
 
 
 def given_twice(argv: list[str]) -> Iterator[str]:
-    """A warning for each flag that stands in a command line with several values, of which the last counts."""
-    parser, values, current = make_parser(), {}, None
+    """A warning for each flag that a command line gives several values, of which the last counts."""
+    parser = make_parser()
     flags = parser.flags()
+    values_of: dict[str, list[list[str]]] = {}  # by field, the words of each of its values
+    current = None
     for word in map(parser.hyphenated, argv):
         name, _, value = word.partition("=")
         if name in flags:
             current = [name if flags[name].nargs == 0 else value]
-            values.setdefault(flags[name].dest, []).append(current)
+            values_of.setdefault(flags[name].dest, []).append(current)
         elif current is not None:
             current.append(word)
-    for field, words in values.items():
-        texts = [" ".join(filter(None, each)) for each in words]
+    for field, values in values_of.items():
+        texts = [" ".join(filter(None, value)) for value in values]
         if len(set(texts)) > 1 and field != "sample_prompt":
             flag = f"--{field.replace('_', '-')}"
             yield f"{flag}: it stands there {len(texts)} times, {one_line(', '.join(texts))}; the last one counts"
 
 
 def warn(settings: Settings) -> None:
-    """Says, on rank 0, what was asked for and has no effect. `sys.argv` is the command line."""
+    """Warns on rank 0 of flags in this process's command line that have no effect."""
+    is_first_rank = int(os.environ.get("RANK", 0)) == 0
     for warning in (*given_twice(sys.argv[1:]), *without_effect(settings), *not_followed(settings)):
-        if not int(os.environ.get("RANK", 0)):
+        if is_first_rank:
             print(f"train_fsdp.py: warning: {warning}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Which checkpoint --resume means, and what its flags say of the model."""
+"""Resume: which checkpoint --resume means, and the flags of the model in it."""
 
 import contextlib
 import difflib
@@ -11,31 +11,46 @@ from harness.base import saved
 def checkpoint_folder(resume: str) -> pathlib.Path:
     """The checkpoint that --resume PATH means: itself, or the newest of a run's folder."""
     path = pathlib.Path(resume).expanduser()
-    return path if os.path.exists(path / saved.MANIFEST) else saved.newest(path) or path
+    if os.path.exists(path / saved.MANIFEST):
+        return path
+    return saved.newest(path) or path
 
 
 def no_checkpoint(resume: str) -> str:
-    """Why nothing can go on from --resume PATH, and what is there to go on from; empty where a checkpoint is, whole or
-    not."""
-    path, found = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
-    if found.is_dir() and (found != path or saved.step_of(path) is not None or (path / saved.MANIFEST).exists()):
-        return ""
-    others = {
-        run.parent for runs in (path.parent, path) for run in runs.glob("*/checkpoints") if saved.newest(run.parent)
-    }
+    """Why there is no checkpoint at --resume PATH, and what could be resumed instead; empty where there is one, even a
+    damaged one."""
+    path, checkpoint = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
+    if checkpoint.is_dir():
+        is_named_as_one = saved.step_of(path) is not None or (path / saved.MANIFEST).exists()
+        if checkpoint != path or is_named_as_one:
+            return ""
+    problem = "it holds no checkpoint" if path.is_dir() else "no such folder"
+    resumable = resumable_beside(path)
+    if resumable:
+        return f"{problem}; what can be resumed is {', '.join(map(str, resumable))}"
+    runs = sorted(str(metrics.parent) for metrics in path.parent.glob("*/metrics.jsonl"))[:3]
+    if runs:
+        return f"{problem}; {', '.join(runs)} saved none: --checkpoint-interval does"
+    return f"{problem}; no run is beside it"
+
+
+def resumable_beside(path: pathlib.Path) -> list[pathlib.Path]:
+    """Up to three runs beside or below a path, or checkpoints beside it, the nearest in name first."""
     if path.parent.name == "checkpoints":
         others = set(saved.complete(path.parent.parent))
-    near = sorted(others, key=lambda other: -difflib.SequenceMatcher(None, path.name, other.name).ratio())[:3]
-    runs = sorted(str(metrics.parent) for metrics in path.parent.glob("*/metrics.jsonl"))[:3]
-    there = f"{', '.join(runs)} saved none: --checkpoint-interval does" if runs else "no run is beside it"
-    if near:
-        there = f"what can be resumed is {', '.join(map(str, near))}"
-    return f"{'it holds no checkpoint' if path.is_dir() else 'no such folder'}; {there}"
+    else:
+        folders = [*path.parent.glob("*/checkpoints"), *path.glob("*/checkpoints")]
+        others = {folder.parent for folder in folders if saved.newest(folder.parent)}
+
+    def likeness(other: pathlib.Path) -> float:
+        return difflib.SequenceMatcher(None, path.name, other.name).ratio()
+
+    return sorted(others, key=likeness, reverse=True)[:3]
 
 
 def flags_of_checkpoint(resume: str, evaluates: bool, of_data: bool) -> dict:
-    """The flags that say what model a checkpoint holds, for an evaluation how it attends, and with `of_data` which text
-    was held out; none if it cannot be read, which is reported later."""
+    """The flags of the model in a checkpoint, for an evaluation also of its attention, and with `of_data` of the text
+    that was held out; none where the checkpoint cannot be read, which is reported later."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         flags = saved.read_manifest(checkpoint_folder(resume))["flags"]
         names = "model init tokenizer dataset sequence_length precision fp8_recipe fp8_emulate optimizer"

@@ -21,7 +21,7 @@ from harness.flags.settings import (
 )
 
 POLYNOMIAL_END = 1e-7  # learning rate at which transformers lets that schedule end
-# of accelerate's settings those that this program decides by a flag of its own
+# Environment variables of accelerate launch, and the fields of the settings that decide the same in this program.
 OF_ACCELERATE = {
     "ACCELERATE_USE_FSDP": "zero_stage",
     "ACCELERATE_USE_DEEPSPEED": "zero_stage",
@@ -39,8 +39,8 @@ def is_plain_text(dataset: str) -> bool:
 
 
 def without_effect(s: Settings) -> Iterator[str]:
-    """What was given and changes nothing in this run: a warning each. A plan or a measurement takes a run's flags as
-    they are, and an export those of its checkpoint."""
+    """A warning for each flag that was given and has no effect in this run; none for a plan or a measurement, which take a
+    run's flags as they are, nor for an export, which takes those of its checkpoint."""
     if s.plan or s.measure or not s.num_steps:
         return
     writes = s.sample_prompt or s.sample_prompts or (s.demo and s.dataset != "synthetic")
@@ -64,23 +64,27 @@ def without_effect(s: Settings) -> Iterator[str]:
         (not s.own_plan and s.batch_size != "auto", "plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan"),
     ]
     # fmt: on
+    given_fields = given(s.argv)
     for is_idle, names, why in idle:
-        if flags := [f"--{name.replace('_', '-')}" for name in names.split() if is_idle and name in given(s.argv)]:
+        flags = [f"--{name.replace('_', '-')}" for name in names.split() if name in given_fields]
+        if is_idle and flags:
             yield f"{', '.join(flags)}: {why}"
 
 
 def not_followed(s: Settings) -> Iterator[str]:
-    """Takes settings of accelerate out of the environment where they ask for something else; a warning each."""
+    """Takes settings of accelerate out of the environment; a warning for each that contradicts this program's flags."""
     for name, field in OF_ACCELERATE.items():
-        if (value := os.environ.pop(name, "").lower()) not in ("", "no", "false", "0", str(getattr(s, field))):
+        value = os.environ.pop(name, "").lower()
+        if value not in ("", "no", "false", "0", str(getattr(s, field))):
             flag = f"--{field.replace('_', '-')}"
             yield f"{name}={value} (of accelerate launch or its config) is not followed: this program goes by {flag}"
 
 
 def contradiction(s: Settings) -> str | None:
-    """What does not go together, the first of it; None where all is well."""
-    measured = s.num_steps - s.perf_warmup_steps - s.profile * PROFILED_STEPS
-    first_rank = not int(os.environ.get("RANK", 0))  # one that has a disk of its own gets to say so
+    """The first of what does not go together in the settings; None where all is well."""
+    profiled = PROFILED_STEPS if s.profile else 0
+    measured = s.num_steps - s.perf_warmup_steps - profiled
+    first_rank = not int(os.environ.get("RANK", 0))  # the others' disks, which may differ, are looked at later
     missing = no_checkpoint(s.resume) if s.resume not in ("none", "auto") and first_rank else ""
     trains = not (s.plan or s.measure) and s.num_steps > 0
     absent = missing_data(s.dataset) if trains and first_rank else ""
@@ -124,11 +128,14 @@ def contradiction(s: Settings) -> str | None:
         (s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
     ]
     # fmt: on
-    return next((problem for is_wrong, problem in wrong if is_wrong), None)
+    for is_wrong, problem in wrong:
+        if is_wrong:
+            return problem
+    return None
 
 
 def misfits_float8(s: Settings) -> str:
-    """Why float8 does not take the tokens of a microbatch; empty if it does, or if their number is not known yet."""
+    """Why float8 does not take the number of tokens of a microbatch; empty where it does, or where it is not known yet."""
     if s.sequence_length is None or s.batch_size == "auto" or s.batch_size % s.batch_step() == 0:
         return ""
     unit = 16 // math.gcd(16, s.batch_size)
@@ -139,10 +146,12 @@ def misfits_float8(s: Settings) -> str:
 
 
 def missing_data(dataset: str) -> str:
-    """Why --dataset can be no text; empty where it may be one, of this machine or of the hub."""
+    """Why --dataset is neither on this machine nor the name of a hub data set; empty where it may be."""
     path = os.path.expanduser(dataset)
-    can_be_id = dataset.count("/") <= 1 and not path.startswith(("/", "."))
-    return "" if is_local(dataset) or can_be_id else "no such file or folder"
+    can_be_hub_id = dataset.count("/") <= 1 and not path.startswith(("/", "."))
+    if is_local(dataset) or can_be_hub_id:
+        return ""
+    return "no such file or folder"
 
 
 def unreadable(file: str) -> str:
@@ -155,18 +164,22 @@ def unreadable(file: str) -> str:
 
 
 def unknown_model(model: str) -> str:
-    """Why a name can be no model's; empty if it is a preset's or a folder's, or may be one of the hub."""
+    """Why a name is no model's; empty where it is a preset's or a folder's, or may be one of the hub."""
     path = pathlib.Path(model).expanduser()
     if model in PRESETS or os.path.isdir(path):
         return ""
     if os.path.lexists(path) or model.startswith(("/", ".", "~")) or model.count("/") > 1:
         return "no such folder"
     near = "" if "/" in model else suggest(model, PRESETS)
-    return near and f"no preset, folder or hub id{near}"
+    if near:
+        return f"no preset, folder or hub id{near}"
+    return ""
 
 
 def not_a_folder_name(name: str) -> str:
-    """Why a name that is given, or derived from a model's, cannot be that of one folder; empty if it can."""
+    """Why a folder cannot have a name; empty where it can."""
     if name.strip(". ") == "" or re.search(r"[/\\#?%:]", name) or not name.isprintable():
         return "not a plain folder name"
-    return "too long for a folder, more than 200 bytes" if len(os.fsencode(name)) > 200 else ""
+    if len(os.fsencode(name)) > 200:
+        return "too long for a folder, more than 200 bytes"
+    return ""

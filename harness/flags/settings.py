@@ -1,5 +1,5 @@
-"""Settings: every flag with its default, type and help, and the frozen object of them all. What a flag leaves open until
-model, machine and checkpoint are known, `resolve` in the script decides."""
+"""Settings: every flag with its default, type and help, in one frozen object. What stays open until model, machine and
+checkpoint are known, `resolve` in the script decides."""
 
 import dataclasses
 import glob
@@ -42,7 +42,7 @@ def flag(default, help: str, **options):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run was asked for; `--sequence-length` is the field `sequence_length`."""
+    """The flags of a run; `--sequence-length` is the field `sequence_length`."""
 
     # fmt: off
     demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
@@ -145,7 +145,7 @@ class Settings:
         return self.checkpoint_interval > 0 or (self.dataset != "synthetic" and not self.lacks_disk)
 
     def saves_beside(self) -> bool:
-        """Whether checkpoints are written beside the training, from copies."""
+        """Whether checkpoints are written in the background, from copies, while the training goes on."""
         return self.checkpoint_interval > 0 and self.async_checkpoint and not self.lacks_memory
 
     def tokens_per_step(self, world: int) -> int:
@@ -153,13 +153,14 @@ class Settings:
         return world * self.gradient_accumulation_steps * self.batch_size * self.sequence_length
 
     def batch_step(self) -> int:
-        """Of what the batch size has to be a multiple, for the sequence length: float8's product of the tokens of a
-        microbatch, that of the weights' gradient, takes multiples of 16 tokens; rowwise_with_gw_hp computes it in bf16."""
+        """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
+        multiples of 16 tokens of a microbatch; rowwise_with_gw_hp computes it in bf16."""
         if self.fp8_recipe not in ("tensorwise", "rowwise"):
             return 1
         return 16 // math.gcd(16, self.sequence_length or 16)
 
     def describe_batch(self, world: int) -> str:
+        """The batch in words: `4 ranks x 2 microbatches x 1 sequence x 8,192 = 65,536 tokens a step`."""
         counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
         sequences = " x ".join(counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
