@@ -37,8 +37,9 @@ from harness.model import collectives
 from harness.model.configs import load_config
 from harness.model.weights import layer_period
 from harness.plan.gpus import LINK_SHARE, NETWORK_SHARE, name_of
+from harness.plan.operators import moved_bytes, tensors_in
 from harness.plan.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
-from harness.plan.recorder import Layout, StepRecorder, at_depth, moved_bytes, record_step, tensors_in
+from harness.plan.recorder import Layout, StepRecorder, at_depth, record_step
 
 PATIENCE = 20.0  # seconds for all operators of a step
 TOLERANCE = 0.1  # by which a rank may be slower than the median

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import operator
 import re
 import weakref
 from typing import Any
@@ -23,22 +22,19 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.flags.settings import Settings
 from harness.model import loss
 from harness.model.optimization import find_optimizer
 from harness.model.weights import decoder_layers
+from harness.plan.fusion import fused_memory
+from harness.plan.operators import attention_workspace, kind_of, moved_bytes, nbytes, operator_flops, shapes, tensors_in
 from harness.plan.rates import LIST, Operator
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
-EXTERN = re.compile(
-    r"mm\b|_mm|attention|convolution|embedding_dense|(?<!slice_)(?<!select_)scatter|index_put|sort|topk|cumsum"
-)  # not fused
-UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)  # their schemas do not say that they are
 
 
 @dataclasses.dataclass
@@ -256,75 +252,6 @@ class StepRecorder(TorchDispatchMode):
         return found
 
 
-def tensors_in(tree) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading a tensor moves: an expanded one is as small as what it was expanded from."""
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
-    """Bytes that one operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
-    name = op._schema.name.split("::")[1]
-    held = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
-    read = written = 0
-    for position, argument in enumerate(op._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        size = sum(map(nbytes, tensors_in(value)))
-        overwritten = argument.is_out or (not position and name in ("copy_", "_foreach_copy_", "zero_", "fill_"))
-        read += 0 if overwritten else size
-        written += size if argument.alias_info is not None and argument.alias_info.is_write else 0
-    written += sum(nbytes(tensor) for tensor in outputs if id(tensor.untyped_storage()) not in held)
-    if name == "copy_" and args[0] is args[1]:  # a tensor onto itself
-        return 0
-    return 0 if not written or name.startswith(("empty", "new_empty", "resize", "set_")) else read + written
-
-
-def kind_of(name: str, inputs: list[torch.Tensor]) -> str:
-    """Operators of one kind take time in proportion to their size."""
-    if "scaled_dot_product" in name:
-        name = "attention " + ("backward" if "backward" in name else "forward")
-    return " ".join([name, *dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)])
-
-
-def shapes(tree) -> str:
-    """The sizes of an operator's arguments; ' marks a tensor that is not laid out row by row."""
-    tensors = tensors_in(tree)
-    laid_out = ("x".join(map(str, t.shape)) + "'" * (not t.is_contiguous()) for t in tensors)
-    numbers = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, int) and not isinstance(leaf, torch.SymInt))
-    return " ".join([*laid_out, *map(str, numbers)])
-
-
-def operator_flops(op, args, kwargs, result) -> int:
-    """FLOPs that the operator executes, 0 for one that memory bounds."""
-    name = op._schema.name.split("::")[1]
-    if "scaled_dot_product" in name:
-        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-        batch, heads, length, head_dim = given["query"].shape
-        flops = 2 * batch * heads * length * given["key"].shape[2] * (head_dim + given["value"].shape[3])
-        return int(flops * (2.5 if "backward" in name else 1) / (2 if given.get("is_causal") else 1))
-    if name == "_grouped_mm":
-        return 2 * args[0].numel() * args[1].shape[-1]
-    forward = torch._C._current_graph_task_id() < 0
-    if name == "bmm" and forward and not torch.is_grad_enabled() and args[0].shape[-1] == 1:
-        return 0  # rotary angles, as in flops.FlopCounter
-    formula = flop_registry.get(op.overloadpacket)
-    return formula(*args, **kwargs, out_val=result) if formula else 0
-
-
-def attention_workspace(op, inputs: list[torch.Tensor]) -> int:
-    """Bytes that FlashAttention-2's backward allocates beside its results: the query gradient in fp32, a row sum for
-    each query in fp32, and key and value gradients of every query head where heads share them (mha_bwd in
-    flash_api.cpp). Nothing for any other operator."""
-    if not re.search("attention.*backward", str(op)):
-        return 0
-    query, key = inputs[1:3]
-    expanded = 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
-    return 4 * query.numel() + 4 * query.shape[:3].numel() + expanded
-
-
 @functools.cache
 def recording_backend():
     """A backend for torch.compile that partitions graphs as inductor does and runs them under a StepRecorder."""
@@ -345,66 +272,6 @@ def recording_backend():
     # as in inductor: an argument that is updated is written by the kernel, not copied afterwards
     options = {"decompositions": select_decomp_table, "keep_inference_input_mutations": True}
     return aot_autograd(fw_compiler=compiler, partition_fn=partition, **options)
-
-
-def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int, int]:
-    """(peak bytes of what the graph allocates, bytes that its memory-bound kernels move, how many of these there are)
-    when it is compiled.
-
-    A tensor is written when a matmul, an attention or another kernel that cannot be fused reads or makes it, or when
-    the graph returns it; what lies between is fused. A fused kernel reads what was written before it, once; what reads
-    the same, or part of it, is the same kernel, unless it has to wait for another's result. A row's sum stays inside.
-    """
-
-    def is_view(node) -> bool:
-        return node.target in UNDECLARED_VIEWS or getattr(node.target, "is_view", False)
-
-    def extern(node) -> bool:
-        return node.op == "call_function" and not is_view(node) and bool(EXTERN.search(str(node.target)))
-
-    nodes = list(graph.graph.nodes)
-    size = {node: sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors_in(node.meta.get("val"))) for node in nodes}
-    written = {node for node in nodes if node.op == "placeholder" or extern(node)}
-    source: dict[Any, Any] = {}  # what a node is a view of, itself if it is none
-    for node in nodes:
-        source[node] = source[node.all_input_nodes[0]] if is_view(node) else node
-        if extern(node) or node.op == "output" or node.target is torch.ops.aten.copy_.default:  # into an argument
-            written.update(source[argument] for argument in node.all_input_nodes)
-    reads: dict[Any, frozenset] = {}
-    for node in nodes:
-        origins = frozenset(source[argument] for argument in node.all_input_nodes)
-        reads[node] = (origins & written).union(*(reads[origin] for origin in origins - written))
-    made = {node for node in written if node.op == "call_function"}
-    last_use = {origin: node for node in nodes for origin in reads[node]}
-    live = peak = 0
-    for node in nodes:
-        if node in made:
-            live += size[node]
-            inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
-            peak = max(peak, live + attention_workspace(node.target, inputs))
-        released = (origin for origin in reads[node] if last_use[origin] is node)
-        live -= sum(size[origin] for origin in released if "primals" not in origin.name)  # the caller keeps primals
-    fused = [node for node in nodes if node in made and not extern(node)]
-    before: dict[Any, set] = {}  # the fused results that a node waits for
-    for node in nodes:
-        inputs = node.all_input_nodes
-        before[node] = set().union(*(before[one] for one in inputs), (one for one in inputs if one in made))
-    for node in nodes:
-        rows = {
-            origin for origin in reads[node] if origin in fused and 64 * size[origin] <= max(map(size.get, reads[node]))
-        }
-        reads[node] = (reads[node] - rows).union(*(reads[row] for row in rows))
-    kernels: list[tuple[frozenset, list]] = []  # (what it reads, what it writes)
-    for node in sorted(fused, key=lambda node: -len(reads[node])):
-        for origins, results in kernels:
-            waits = any(node in before[origin] for origin in origins) or before[node] & set(results) - reads[node]
-            if reads[node] <= origins and not waits:
-                results.append(node)
-                break
-        else:
-            kernels.append((reads[node], [node]))
-    moved = sum(size[node] for node in fused) + sum(size[origin] for origins, _ in kernels for origin in origins)
-    return peak, moved, len(kernels)
 
 
 class Chunks:

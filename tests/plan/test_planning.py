@@ -276,7 +276,7 @@ def test_what_overflows_is_null_in_json():
 
 def test_attentions_backward_takes_two_and_a_half_times_its_forward():
     """Five products for two, as flash attention computes the scores again; a causal mask leaves out half."""
-    from harness.plan.recorder import operator_flops
+    from harness.plan.operators import operator_flops
 
     query, key = torch.zeros(2, 4, 16, 8), torch.zeros(2, 2, 16, 8)
     forward, backward = (

@@ -10,7 +10,7 @@ import torch
 from conftest import forked, parse, python, words
 
 from harness.base.errors import UserError
-from harness.plan import gpus, measure, rates, recorder
+from harness.plan import gpus, measure, operators, rates
 from harness.plan.rates import LIST, Operator, Rates
 from harness.plan.recorder import Layout
 
@@ -191,7 +191,7 @@ def test_attention_is_timed_with_the_devices_own_kernel_and_with_shared_heads(ba
     kind = f"attention {'backward' if backward else 'forward'} float32"
     timed = call(kind, getattr(torch.ops.aten, name).default, *arguments, flops=9)
     timed()
-    shapes = [tuple(tensor.shape) for tensor in recorder.tensors_in(timed.results[0])]
+    shapes = [tuple(tensor.shape) for tensor in operators.tensors_in(timed.results[0])]
     assert shapes == [(2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)][: 3 if backward else 1]
 
 
