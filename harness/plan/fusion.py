@@ -1,75 +1,188 @@
-"""Fusion: what a compiled region allocates and moves: which of its tensors exist, which kernels it consists of, and what
+"""Fusion: what a compiled region allocates and moves: which tensors are materialized, which kernels they form, and what
 is alive at once. Called by `recorder`. Independent of the step that the region belongs to and of any GPU."""
 
+import dataclasses
 import operator
 import re
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch.fx import GraphModule, Node
 
-from harness.plan.operators import attention_workspace, tensors_in
+from harness.plan.operators import allocated_bytes, attention_workspace, tensors_in
 
-EXTERN = re.compile(
+# Operators with kernels of their own, which the compiler does not fuse with what stands beside them.
+UNFUSED_OPERATORS = re.compile(
     r"mm\b|_mm|attention|convolution|embedding_dense|(?<!slice_)(?<!select_)scatter|index_put|sort|topk|cumsum"
-)  # not fused
-UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)  # their schemas do not say that they are
+)
+UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)  # views, which their schemas do not say
+ROW_SHARE = 1 / 64  # of a kernel's largest input: a result so small is a row's sum, and stays inside the kernel
 
 
-def fused_memory(graph: torch.fx.GraphModule) -> tuple[int, int, int]:
-    """(peak bytes of what the graph allocates, bytes that its memory-bound kernels move, how many of these there are)
-    when it is compiled.
+class RegionMemory(NamedTuple):
+    """What a compiled region takes: the peak bytes of what it allocates, the bytes that its fused kernels read and
+    write, and the number of these kernels."""
 
-    A tensor is written when a matmul, an attention or another kernel that cannot be fused reads or makes it, or when
-    the graph returns it; what lies between is fused. A fused kernel reads what was written before it, once; what reads
-    the same, or part of it, is the same kernel, unless it has to wait for another's result. A row's sum stays inside.
-    """
+    peak: int
+    moved: int
+    kernels: int
 
-    def is_view(node) -> bool:
-        return node.target in UNDECLARED_VIEWS or getattr(node.target, "is_view", False)
 
-    def extern(node) -> bool:
-        return node.op == "call_function" and not is_view(node) and bool(EXTERN.search(str(node.target)))
+@dataclasses.dataclass
+class FusedKernel:
+    """A kernel that the compiler writes: the materialized tensors that it reads, and those that it writes."""
 
+    reads: frozenset[Node]
+    writes: list[Node]
+
+
+def is_view(node: Node) -> bool:
+    return node.target in UNDECLARED_VIEWS or getattr(node.target, "is_view", False)
+
+
+def has_own_kernel(node: Node) -> bool:
+    """Whether the node is a matmul, an attention or another operator that is not fused."""
+    return node.op == "call_function" and not is_view(node) and bool(UNFUSED_OPERATORS.search(str(node.target)))
+
+
+def fused_memory(graph: GraphModule) -> RegionMemory:
+    """What the graph takes when it is compiled."""
     nodes = list(graph.graph.nodes)
-    size = {node: sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors_in(node.meta.get("val"))) for node in nodes}
-    written = {node for node in nodes if node.op == "placeholder" or extern(node)}
-    source: dict[Any, Any] = {}  # what a node is a view of, itself if it is none
+    sizes = {node: sum(allocated_bytes(t.nbytes) for t in tensors_in(node.meta.get("val"))) for node in nodes}
+    materialized, reads = find_materialized(nodes)
+    kernels = form_kernels(nodes, sizes, materialized, reads)
+    moved = 0
+    for kernel in kernels:
+        moved += sum(sizes[tensor] for tensor in (*kernel.reads, *kernel.writes))
+    return RegionMemory(find_peak(nodes, sizes, materialized, reads), moved, len(kernels))
+
+
+def find_materialized(nodes: list[Node]) -> tuple[set[Node], dict[Node, frozenset[Node]]]:
+    """Which tensors of a graph exist in memory, and of every node which of them it reads, directly or through nodes
+    that are fused into it.
+
+    Materialized is an argument, what a kernel of its own makes or reads, what the graph returns, and what is copied
+    into an argument. What lies between is fused, and exists in registers only::
+
+        x -> [mm] -> a -> silu -> s -> mul -> c -> [mm] -> d -> returned
+                                        ^
+        b ------------------------------+
+
+        materialized: x, b, a, c, d        not materialized: s        c reads a and b
+
+    A view is the tensor that it is a view of.
+    """
+    materialized = {node for node in nodes if node.op == "placeholder" or has_own_kernel(node)}
+    base: dict[Node, Node] = {}  # what a node is a view of; itself if it is none
     for node in nodes:
-        source[node] = source[node.all_input_nodes[0]] if is_view(node) else node
-        if extern(node) or node.op == "output" or node.target is torch.ops.aten.copy_.default:  # into an argument
-            written.update(source[argument] for argument in node.all_input_nodes)
-    reads: dict[Any, frozenset] = {}
+        base[node] = base[node.all_input_nodes[0]] if is_view(node) else node
+        copies_into_argument = node.target is torch.ops.aten.copy_.default
+        if has_own_kernel(node) or node.op == "output" or copies_into_argument:
+            materialized.update(base[argument] for argument in node.all_input_nodes)
+
+    reads: dict[Node, frozenset[Node]] = {}
     for node in nodes:
-        origins = frozenset(source[argument] for argument in node.all_input_nodes)
-        reads[node] = (origins & written).union(*(reads[origin] for origin in origins - written))
-    made = {node for node in written if node.op == "call_function"}
-    last_use = {origin: node for node in nodes for origin in reads[node]}
-    live = peak = 0
+        tensors: set[Node] = set()
+        for argument in node.all_input_nodes:
+            tensor = base[argument]
+            if tensor in materialized:
+                tensors.add(tensor)
+            else:
+                tensors.update(reads[tensor])
+        reads[node] = frozenset(tensors)
+    return materialized, reads
+
+
+def find_peak(
+    nodes: list[Node], sizes: dict[Node, int], materialized: set[Node], reads: dict[Node, frozenset[Node]]
+) -> int:
+    """The most bytes that a graph holds at once, beyond what exists when it begins.
+
+    A materialized tensor is alive from the node that makes it to the last that reads it, and what the graph returns to
+    the end::
+
+                 mm      mul     mm      return
+        a        ########....                         read for the last time by mul
+        c                ########....
+        d                        ################
+        alive    a       a+c     c+d     d            the peak is the largest of these
+
+    Arguments are there already. The caller keeps those called primals; others (saved activations, gradients) are
+    released after their last use, which lowers what is alive.
+    """
+    last_reader = {tensor: node for node in nodes for tensor in reads[node]}
+    alive = peak = 0
     for node in nodes:
-        if node in made:
-            live += size[node]
+        if node in materialized and node.op == "call_function":
+            alive += sizes[node]
             inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
-            peak = max(peak, live + attention_workspace(node.target, inputs))
-        released = (origin for origin in reads[node] if last_use[origin] is node)
-        live -= sum(size[origin] for origin in released if "primals" not in origin.name)  # the caller keeps primals
-    fused = [node for node in nodes if node in made and not extern(node)]
-    before: dict[Any, set] = {}  # the fused results that a node waits for
-    for node in nodes:
-        inputs = node.all_input_nodes
-        before[node] = set().union(*(before[one] for one in inputs), (one for one in inputs if one in made))
-    for node in nodes:
-        rows = {
-            origin for origin in reads[node] if origin in fused and 64 * size[origin] <= max(map(size.get, reads[node]))
-        }
-        reads[node] = (reads[node] - rows).union(*(reads[row] for row in rows))
-    kernels: list[tuple[frozenset, list]] = []  # (what it reads, what it writes)
-    for node in sorted(fused, key=lambda node: -len(reads[node])):
-        for origins, results in kernels:
-            waits = any(node in before[origin] for origin in origins) or before[node] & set(results) - reads[node]
-            if reads[node] <= origins and not waits:
-                results.append(node)
+            peak = max(peak, alive + attention_workspace(node.target, inputs))
+        for tensor in reads[node]:
+            if last_reader[tensor] is node and "primals" not in tensor.name:
+                alive -= sizes[tensor]
+    return peak
+
+
+def form_kernels(
+    nodes: list[Node], sizes: dict[Node, int], materialized: set[Node], reads: dict[Node, frozenset[Node]]
+) -> list[FusedKernel]:
+    """The fused kernels of a graph: what reads the same tensors, or some of them, is one kernel, unless one has to wait
+    for the other::
+
+        a, b -> [silu, mul] -> c    \\
+                                     one kernel: reads a and b once, writes c and e
+        a ----> [cast] ------> e    /
+
+        a ----> [sum of a row] -> r -> [a / r] -> n       one kernel too: r is small and stays inside
+
+        c ----> [mm] -> d -> [d + a] -> f                 another: it waits for d, which waits for c
+    """
+    made = {node for node in materialized if node.op == "call_function"}
+    results = [node for node in nodes if node in made and not has_own_kernel(node)]
+    awaited = find_awaited(nodes, made)
+    reads = read_through_rows(nodes, sizes, set(results), reads)
+    kernels: list[FusedKernel] = []
+    for result in sorted(results, key=lambda node: -len(reads[node])):
+        for kernel in kernels:
+            if reads[result] <= kernel.reads and not must_wait(result, kernel, reads, awaited):
+                kernel.writes.append(result)
                 break
         else:
-            kernels.append((reads[node], [node]))
-    moved = sum(size[node] for node in fused) + sum(size[origin] for origins, _ in kernels for origin in origins)
-    return peak, moved, len(kernels)
+            kernels.append(FusedKernel(reads[result], [result]))
+    return kernels
+
+
+def find_awaited(nodes: list[Node], made: set[Node]) -> dict[Node, set[Node]]:
+    """For each node the tensors of `made` that have to be there before it can run."""
+    awaited: dict[Node, set[Node]] = {}
+    for node in nodes:
+        awaited[node] = set()
+        for argument in node.all_input_nodes:
+            awaited[node] |= awaited[argument]
+            if argument in made:
+                awaited[node].add(argument)
+    return awaited
+
+
+def read_through_rows(
+    nodes: list[Node], sizes: dict[Node, int], results: set[Node], reads: dict[Node, frozenset[Node]]
+) -> dict[Node, frozenset[Node]]:
+    """`reads` where a result of a fused kernel as small as a row's sum is replaced by what it was computed from."""
+    through: dict[Node, frozenset[Node]] = {}
+    for node in nodes:
+        largest = max((sizes[tensor] for tensor in reads[node]), default=0)
+        tensors: set[Node] = set()
+        for tensor in reads[node]:
+            if tensor in results and sizes[tensor] <= ROW_SHARE * largest:
+                tensors |= through[tensor]
+            else:
+                tensors.add(tensor)
+        through[node] = frozenset(tensors)
+    return through
+
+
+def must_wait(result: Node, kernel: FusedKernel, reads: dict, awaited: dict[Node, set[Node]]) -> bool:
+    """Whether the kernel has to run before `result` can be computed, or the other way round."""
+    kernel_waits = any(result in awaited[tensor] for tensor in kernel.reads)
+    written_before = set(kernel.writes) - reads[result]
+    return kernel_waits or not awaited[result].isdisjoint(written_before)

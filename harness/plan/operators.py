@@ -1,5 +1,5 @@
-"""Operators: what one of them computes, reads, writes and allocates, by its schema and its arguments. Called by the recorder and
-by `measure`. Independent of the step that it belongs to and of any GPU."""
+"""Operators: what a single one computes, reads, writes and allocates, by its schema and its arguments. Called by
+`recorder`, `fusion` and `measure`. Independent of the step that it belongs to and of any GPU."""
 
 import re
 
@@ -10,6 +10,11 @@ from torch.utils.flop_counter import flop_registry
 
 def tensors_in(tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def allocated_bytes(size: int) -> int:
+    """The bytes that the CUDA caching allocator gives out for `size` of them: multiples of 512."""
+    return -(-size // 512) * 512
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -30,7 +30,16 @@ from harness.model import loss
 from harness.model.optimization import find_optimizer
 from harness.model.weights import decoder_layers
 from harness.plan.fusion import fused_memory
-from harness.plan.operators import attention_workspace, kind_of, moved_bytes, nbytes, operator_flops, shapes, tensors_in
+from harness.plan.operators import (
+    allocated_bytes,
+    attention_workspace,
+    kind_of,
+    moved_bytes,
+    nbytes,
+    operator_flops,
+    shapes,
+    tensors_in,
+)
 from harness.plan.rates import LIST, Operator
 
 PHASES = ("forward", "backward", "optimizer")
@@ -198,7 +207,7 @@ class StepRecorder(TorchDispatchMode):
 
     def see(self, storage: torch.UntypedStorage) -> int:
         """The number of a storage; it is recorded when it is new or has another size than before."""
-        number, size = self._number.get(storage), -(-storage.nbytes() // 512) * 512
+        number, size = self._number.get(storage), allocated_bytes(storage.nbytes())
         if number is None:
             number = self._number[storage] = self._add()
             reference = weakref.ref(storage, lambda _: self._free(number))
