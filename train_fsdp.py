@@ -66,7 +66,7 @@ from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.verify import verify_sharding
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta
 from harness.plan import own_plan, planning
-from harness.plan.search import memory_savers
+from harness.plan.fitting import memory_savers
 from harness.report import trackers
 from harness.report.figures import check_gates, check_that_figures_will_exist, figures_of_all_ranks
 from harness.report.header import describe_setup

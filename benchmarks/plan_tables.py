@@ -17,7 +17,8 @@ from harness.flags.parser import parse_args
 from harness.model.configs import load_config
 from harness.model.flops import known_flops
 from harness.model.weights import on_meta
-from harness.plan import gpus, planning
+from harness.plan import gpus
+from harness.plan.predict import predict
 
 
 def mpt(width: int, layers: int, heads: int, positions: int) -> dict:
@@ -49,7 +50,7 @@ def planned(flags: str, given: dict | None = None) -> dict:
     settings = train_fsdp.resolve(settings, config)
     rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", given or {}, settings.attention == "flash")
     flops, _ = known_flops(on_meta(config, settings.attention), settings.sequence_length)
-    return planning.predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops)
+    return predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops).to_json()
 
 
 def row(*cells) -> None:

@@ -24,7 +24,7 @@ import utils
 from harness.job.world import start_processes, stop_processes
 from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
-from harness.plan import gpus, planning, recorder
+from harness.plan import gpus, planning, predict, recorder
 
 CASES = {
     "stage 3": "",
@@ -115,7 +115,8 @@ def measure(argv, device) -> dict:
 def plan(argv, ranks: int) -> dict:
     settings, config = resolved(["--plan", *argv])
     flops, _ = known_flops(on_meta(config, settings.attention), settings.sequence_length)
-    return planning.predict(settings, train_fsdp.RECIPE, config, ranks, gpus.find_rates("H100 SXM", {}), flops)
+    rates = gpus.find_rates("H100 SXM", {})
+    return predict.predict(settings, train_fsdp.RECIPE, config, ranks, rates, flops).to_json()
 
 
 def plan_all(workspace: pathlib.Path) -> None:
@@ -137,7 +138,7 @@ def plan_all(workspace: pathlib.Path) -> None:
     depths, record_step = [], recorder.record_step
     recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
     result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
-    planning.layer_period = lambda config, full=layer_period: (full(config)[0], 10)
+    predict.layer_period = lambda config, full=layer_period: (full(config)[0], 10)
     result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
     result["depths"] = depths.copy()
     planning.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")

@@ -7,6 +7,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+PHASES = ("forward", "backward", "optimizer")  # of a step
+KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")  # of what it holds in memory
+
 
 def tensors_in(tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -31,6 +31,7 @@ from harness.model.optimization import find_optimizer
 from harness.model.weights import decoder_layers
 from harness.plan.fusion import fused_memory
 from harness.plan.operators import (
+    KINDS,
     allocated_bytes,
     attention_workspace,
     kind_of,
@@ -41,9 +42,6 @@ from harness.plan.operators import (
     tensors_in,
 )
 from harness.plan.rates import LIST, Operator
-
-PHASES = ("forward", "backward", "optimizer")
-KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 
 
 @dataclasses.dataclass

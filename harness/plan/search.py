@@ -1,41 +1,43 @@
-"""Advice: the flags that would fit, or be faster, found by planning them. Called by `planning`, and by the script for
-the flags that save memory. It does not know how a plan is made."""
+"""Search: the fastest configuration that fits, found by planning as few as possible. Called by `planning`. Independent
+of how a prediction is made."""
 
 import contextlib
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from harness.flags.commands import as_flags, to_paste, without
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.model.loss import choose_loss
-from harness.model.optimization import memory_saving_optimizers
+from harness.plan.fitting import MAX_BATCH_SIZE, next_size, what_fits
 from harness.plan.gpus import TIGHT
+from harness.plan.predict import Prediction
 
 LEVELS = ("none", "selective", "full")  # of activation checkpointing: each holds less, and is slower
-TOLD = 0.01  # what could be faster by less than this share is not planned, and not called faster
-BEYOND = 4096  # sequences; no larger batch is looked at
+MIN_GAIN = 0.01  # share of the speed; what could gain less is not planned, and not called faster
 SEARCHED = ("zero_stage", "dp_replicate_size", "activation_checkpointing", "batch_size", "gradient_accumulation_steps")
 
 
 class Clock:
-    """How much longer plans are made: none is begun that would not be ready within `seconds`."""
+    """The time of a search: no plan is begun that would not be ready within `seconds` of the clock's start."""
 
     def __init__(self, seconds: float):
-        self.seconds, self.began, self.slowest = seconds, time.monotonic(), 0.0
+        self.seconds = seconds
+        self.began = time.monotonic()
+        self.slowest = 0.0  # seconds of the slowest plan
 
-    def timed(self, plan: Callable[..., dict]) -> Callable[..., dict]:
-        """`plan`, of which the clock knows how long it takes."""
+    def timed(self, plan: Callable[..., Prediction]) -> Callable[..., Prediction]:
+        """`plan`, with each call timed by this clock."""
 
         @functools.wraps(plan)
-        def call(*args, **options) -> dict:
+        def call(*args, **options) -> Prediction:
             began = time.monotonic()
-            result = plan(*args, **options)
+            prediction = plan(*args, **options)
             self.slowest = max(self.slowest, time.monotonic() - began)
-            return result
+            return prediction
 
         return call
 
@@ -51,91 +53,6 @@ class Clock:
             raise TimeoutError
 
 
-def next_size(reserved: dict[int, float], sizes: Sequence[int], capacity: float) -> int | None:
-    """Of `sizes`, ascending, the next to plan on the way to the largest that fits; None when it is known, or that none
-    fits. `reserved` has the GiB of those that are planned.
-
-    The peak is the largest of several sums that grow evenly with the batch: through two sizes that fit goes a line
-    which is too low beyond them, so what it puts above the capacity need not be planned; the line from a size that
-    fits to one that does not is too high between them.
-    """
-    fits = sorted(size for size, gib in reserved.items() if gib <= capacity)
-    fails = min((size for size in reserved if size not in fits), default=math.inf)
-    if not fits:
-        return None if sizes[0] in reserved else sizes[0]
-
-    def on_line(a: int, b: int, size: int) -> float:
-        return reserved[a] + (reserved[b] - reserved[a]) / (b - a) * (size - a)
-
-    left = [size for size in sizes if fits[-1] < size < fails]
-    if len(fits) > 1:
-        left = [size for size in left if on_line(*fits[-2:], size) <= capacity]
-    elif left and fails == math.inf:
-        return left[0]
-    if fails == math.inf:
-        return left[-1] if left else None
-    sure = [size for size in left if on_line(fits[-1], fails, size) <= capacity]
-    return sure[-1] if sure else next(iter(left), None)
-
-
-def largest_batch(planned, capacity: float, step: int = 1, check: Callable[[], None] = lambda: None) -> int:
-    """The largest --batch-size of the multiples of `step` that fits and is not tight, or that fits where all are tight;
-    0 if none does. `check` raises where there is no time for another plan."""
-    reserved: dict[int, float] = {}
-    for limit in (TIGHT * capacity, capacity):
-        while size := next_size(reserved, range(step, BEYOND + 1, step), limit):
-            check()
-            reserved[size] = planned(batch_size=size)["memory_gib"]["reserved"]
-        if fitting := [size for size in reserved if reserved[size] <= limit]:
-            return max(fitting)
-    return 0
-
-
-def memory_savers(settings: Settings) -> list[dict]:
-    """Changes that lower memory, the cheapest in speed first, less what is so already."""
-    batch, checkpointing = settings.batch_size, settings.activation_checkpointing
-    least = settings.batch_step()
-    steps = settings.gradient_accumulation_steps * (least if batch == "auto" else batch)
-    ways = [
-        ({"fused_loss": True}, settings.fused_loss is False),
-        ({"zero_stage": 3}, settings.zero_stage < 3),
-        ({"activation_checkpointing": "selective"}, checkpointing == "none"),
-        ({"batch_size": least, "gradient_accumulation_steps": steps // least}, batch != least),
-        ({"activation_checkpointing": "full"}, checkpointing != "full"),
-        *(({"optimizer": name}, True) for name in memory_saving_optimizers(settings.optimizer)),
-        ({"cpu_offload": True}, not settings.cpu_offload),
-    ]
-    return [changes for changes, possible in ways if possible]
-
-
-def what_fits(settings: Settings, config, planned, verdicts: tuple[str, ...]) -> dict | None:
-    """The changes at the least cost in speed that bring it to one of these verdicts, by planning them; None where
-    nothing does.
-
-    They are tried one on top of the other, the cheapest in speed first, until it fits; then what is not needed is
-    taken out again.
-    """
-
-    def merged(chosen: list[dict]) -> dict:
-        return {name: value for changes in chosen for name, value in changes.items()}
-
-    chosen: list[dict] = []
-    savers = memory_savers(settings)
-    if settings.fused_loss is False and not choose_loss(None, config):
-        savers = [changes for changes in savers if "fused_loss" not in changes]
-    if planned(**merged(savers))["verdict"] not in verdicts:
-        return None
-    for changes in savers:
-        chosen = [one for one in chosen if one.keys() != changes.keys()] + [changes]  # full in place of selective
-        if planned(**merged(chosen))["verdict"] in verdicts:
-            break
-    for changes in chosen[:-1]:
-        fewer = [one for one in chosen if one is not changes]
-        if planned(**merged(fewer))["verdict"] in verdicts:
-            chosen = fewer
-    return merged(chosen)
-
-
 def keeps_batch(settings: Settings) -> bool:
     """Whether the tokens of a step are to stay as they are: the command line, the demo or a file decided them."""
     if settings.batch_size == "auto":
@@ -149,33 +66,50 @@ def techniques(settings: Settings, world: int) -> tuple[list[dict], list[dict]]:
     """What may be combined with any batch, each once: stages 2, 3 and the asked one, and those that are seldom the
     fastest. Less checkpointing comes before more, as it is faster where it fits."""
     nodes = world // settings.gpus_per_node if world % settings.gpus_per_node == 0 else 1
-    several = settings.gradient_accumulation_steps > 1 or settings.batch_size > 1  # with one microbatch 1 is as 2
-    layouts, seldom = [(settings.zero_stage, settings.dp_replicate_size)], []
+    one_microbatch = settings.gradient_accumulation_steps == 1 and settings.batch_size == 1
+    often = [(settings.zero_stage, settings.dp_replicate_size)]
+    seldom = []
     for replicas in (settings.dp_replicate_size, 1, nodes):
         if replicas < world:  # a rank that shards with nobody has one stage
-            layouts += [(3, replicas), (2, replicas)]
-            seldom += [(1, replicas)] * several
-    seldom += [(0, 1)] * (settings.dp_replicate_size < world)
+            often += [(3, replicas), (2, replicas)]
+            if not one_microbatch:  # with one, stage 1 is stage 2
+                seldom.append((1, replicas))
+    if settings.dp_replicate_size < world:
+        seldom.append((0, 1))
+    seldom = [layout for layout in seldom if layout not in often]
+    return with_checkpointing(settings, often), with_checkpointing(settings, seldom)
+
+
+def with_checkpointing(settings: Settings, layouts: list[tuple[int, int]]) -> list[dict]:
+    """Each (stage, replicas) of `layouts` once with each level of activation checkpointing, as changes of settings;
+    without those that contradict other settings."""
     levels = LEVELS if settings.activation_memory_budget is None else (settings.activation_checkpointing,)
-
-    def combined(layouts: list[tuple[int, int]]) -> list[dict]:
-        names = ("activation_checkpointing", "zero_stage", "dp_replicate_size")
-        found = [dict(zip(names, (level, *one), strict=True)) for level in levels for one in dict.fromkeys(layouts)]
-        return [one for one in found if not contradiction(dataclasses.replace(settings, **one))]
-
-    return combined(layouts), combined([one for one in seldom if one not in layouts])
+    combined = []
+    for level in levels:
+        for stage, replicas in dict.fromkeys(layouts):
+            changes = {"activation_checkpointing": level, "zero_stage": stage, "dp_replicate_size": replicas}
+            if not contradiction(dataclasses.replace(settings, **changes)):
+                combined.append(changes)
+    return combined
 
 
 class Search:
-    """What was planned for one world size, and what of it is the fastest. `plan(**changes)` gives the plan of
-    `settings` with these changes, as long as `clock` has time. The tokens of a step are kept, unless `free`: then the
-    batch grows, not the accumulation."""
+    """What was planned for one world size, and what of it is the fastest.
 
-    def __init__(self, settings: Settings, world: int, plan: Callable[..., dict], clock: Clock, free: bool):
-        self.settings, self.world, self.plan, self.clock, self.free = settings, world, clock.timed(plan), clock, free
-        self.complete = True
-        self.capacity, self.rows = self.plan()["capacity_gib"], {}
+    `plan(**changes)` gives the prediction of `settings` with these changes, as long as `clock` has time. The tokens of
+    a step are kept, unless `free`: then the batch grows, not the accumulation.
+    """
+
+    def __init__(self, settings: Settings, world: int, plan: Callable[..., Prediction], clock: Clock, free: bool):
+        self.settings = settings
+        self.world = world
+        self.plan = clock.timed(plan)
+        self.clock = clock
+        self.free = free
+        self.complete = True  # the clock did not stop the search
+        self.capacity = self.plan().capacity_gib
         self.limit = TIGHT * self.capacity  # GiB that a configuration may reserve
+        self.rows: dict[tuple, dict] = {}  # what was planned, by its changes
         self.base: dict = {}  # what else is changed in all that is tried
         self.growth: dict[str, float] = {}  # GiB a sequence at least, by activation checkpointing
         self.try_out()
@@ -192,20 +126,40 @@ class Search:
             return self.rows[key]
         if self.rows:
             self.clock.check()
-        plan = self.plan(**changes)
+        self.rows[key] = self.describe(changes, self.plan(**changes))
+        return self.rows[key]
+
+    def describe(self, changes: dict, plan: Prediction) -> dict:
+        """A row of the JSON object's `configurations`."""
         configured = dataclasses.replace(self.settings, **changes)
-        told = ("fits", "verdict", "at_peak_gib", "step_time_ms", "tokens_per_sec", "mfu_percent")
-        told += ("cost_per_billion_tokens",)
-        row = {"changes": changes} | {name: getattr(configured, name) for name in SEARCHED}
-        row |= {"flags": as_flags(changes), "command": command(self.settings, self.world, changes)}
-        row |= {"reserved_gib": plan["memory_gib"]["reserved"], "host_gib": plan["memory_gib"]["host"]}
-        row |= {name: plan[name] for name in told if name in plan}
-        row |= {"tokens_per_step": configured.tokens_per_step(self.world), "asked": not changes, "fastest": False}
-        row["products_ms"] = plan["time_ms"]["matmul"] + plan["time_ms"]["attention"]
-        return self.rows.setdefault(key, row)
+        row = {"changes": changes}
+        for name in SEARCHED:
+            row[name] = getattr(configured, name)
+        row |= {
+            "flags": as_flags(changes),
+            "command": command(self.settings, self.world, changes),
+            "reserved_gib": plan.memory_gib["reserved"],
+            "host_gib": plan.memory_gib["host"],
+            "fits": plan.fits,
+            "verdict": plan.verdict,
+            "at_peak_gib": plan.at_peak_gib,
+            "step_time_ms": plan.step_time_ms,
+            "tokens_per_sec": plan.tokens_per_sec,
+            "mfu_percent": plan.mfu_percent,
+        }
+        if plan.cost_per_billion_tokens is not None:
+            row["cost_per_billion_tokens"] = plan.cost_per_billion_tokens
+        row |= {
+            "tokens_per_step": configured.tokens_per_step(self.world),
+            "asked": not changes,
+            "fastest": False,
+            "products_ms": plan.time_ms["matmul"] + plan.time_ms["attention"],
+        }
+        return row
 
     @contextlib.contextmanager
     def in_time(self):
+        """Ends what stands in it when the clock has no time for another plan."""
         try:
             yield
         except TimeoutError:
@@ -221,56 +175,75 @@ class Search:
 
     def try_all(self, techniques: list[dict]) -> None:
         """Plans the techniques at their best batch sizes, less those that cannot fit or cannot be the fastest."""
-        samples = self.settings.batch_size * self.settings.gradient_accumulation_steps
-        least = self.settings.batch_step()
-        sizes = [*range(1, BEYOND + 1)] if self.free else divisors(samples)
-        sizes = [size for size in sizes if size % least == 0]
-        too_large, at_ease, start = [], [], self.settings.batch_size
+        sizes = range(1, MAX_BATCH_SIZE + 1) if self.free else divisors(self.samples())
+        sizes = [size for size in sizes if size % self.settings.batch_step() == 0]
+        start = self.settings.batch_size
+        too_large = []  # what does not fit, as figures with each of which memory grows
+        unbounded = []  # layouts whose batch is not bounded by memory: more checkpointing only slows them down
         for technique in techniques:
             stage, level = technique["zero_stage"], technique["activation_checkpointing"]
             layout = (-stage, technique["dp_replicate_size"] if stage else self.world)
-            memory = (*layout, -LEVELS.index(level))  # which grows with each of the three
-            if any(all(a >= b for a, b in zip(memory, known, strict=True)) for known in too_large):
+            demand = (*layout, -LEVELS.index(level))
+            if any(needs_as_much(demand, other) for other in too_large):
                 continue
-            if layout in at_ease or self.is_too_slow(level):
+            if layout in unbounded or self.is_too_slow(level):
                 continue
-            several = [size for size in sizes if self.free or stage != 1 or size < samples]
-            if not several:
+            candidates = sizes
+            if stage == 1 and not self.free:  # in one microbatch it is stage 2
+                candidates = [size for size in sizes if size < self.samples()]
+            if not candidates:
                 continue
-            largest, bounded = self.try_batches(technique, several, start)
-            start = largest or start
-            too_large += [memory] * (not largest)
-            at_ease += [layout] * (not bounded)
+            largest, is_bounded = self.try_batches(technique, candidates, start)
+            if largest:
+                start = largest
+            else:
+                too_large.append(demand)
+            if not is_bounded:
+                unbounded.append(layout)
+
+    def samples(self) -> int:
+        """Sequences of a step of a rank."""
+        return self.settings.batch_size * self.settings.gradient_accumulation_steps
 
     def try_batches(self, technique: dict, sizes: list[int], start: int) -> tuple[int, bool]:
-        """Plans `technique` at the sizes that may be its best. Returns the largest that fits, 0 if none does, and
-        whether it is memory that bounds it."""
-        samples = self.settings.batch_size * self.settings.gradient_accumulation_steps
-        size, rows = max((size for size in sizes if size <= start), default=sizes[0]), {}
-        level, reserved = technique["activation_checkpointing"], {}
+        """Plans `technique` at the sizes that may be its best, from `start` on. Returns the largest that fits, 0 if
+        none does, and whether it is memory that bounds it."""
+        level = technique["activation_checkpointing"]
+        rows: dict[int, dict] = {}  # of each size that is planned
+        size = max((size for size in sizes if size <= start), default=sizes[0])
         while size:
-            steps = {} if self.free else {"gradient_accumulation_steps": samples // size}
-            rows[size] = self.try_out(**self.base, **technique, batch_size=size, **steps)
-            reserved[size] = rows[size]["reserved_gib"]
-            fitting = sorted(size for size in rows if reserved[size] <= self.limit)
+            changes = self.base | technique | {"batch_size": size}
+            if not self.free:
+                changes["gradient_accumulation_steps"] = self.samples() // size
+            rows[size] = self.try_out(**changes)
+            fitting = {size: rows[size] for size in sorted(rows) if rows[size]["reserved_gib"] <= self.limit}
             if fitting and self.is_too_slow(level):
                 break
-            if self.free and len(fitting) > 1:  # the step's time is a line too: no size beyond `enough` gains a TOLD
-                few, many = (rows[size]["step_time_ms"] for size in fitting[-2:])
-                each = max((many - few) / (fitting[-1] - fitting[-2]), 1e-9)
-                enough = max((many / each - fitting[-1]) / TOLD, fitting[-1])
+            if self.free:
+                enough = enough_sequences(fitting)
                 sizes = [size for size in sizes if size <= enough]
-            growth = self.growth.get(level) if len(reserved) == 1 else None  # as it was in other stages
-            if growth and (guess := [n for n in sizes if reserved[size] + growth * (n - size) <= self.limit]):
-                size = guess[-1] if guess[-1] != size else None
-            else:
-                size = next_size(reserved, sizes, self.limit)
-        if len(reserved) > 1:
-            few, many = min(reserved), max(reserved)
-            growth = (reserved[many] - reserved[few]) / (many - few)
-            self.growth[level] = min(growth, self.growth.get(level, growth))
+            size = self.pick_size(level, rows, sizes)
+        self.learn_growth(level, rows)
         largest = max(fitting, default=0)
         return largest, largest < sizes[-1]
+
+    def pick_size(self, level: str, rows: dict[int, dict], sizes: list[int]) -> int | None:
+        """The size to plan after those of `rows`; None when the largest that fits is planned, or none fits."""
+        reserved = {size: row["reserved_gib"] for size, row in rows.items()}
+        growth = self.growth.get(level)
+        if len(reserved) == 1 and growth:  # memory grows with the batch as it does in other stages
+            ((planned, gib),) = reserved.items()
+            fitting = [size for size in sizes if gib + growth * (size - planned) <= self.limit]
+            if fitting:
+                return fitting[-1] if fitting[-1] != planned else None
+        return next_size(reserved, sizes, self.limit)
+
+    def learn_growth(self, level: str, rows: dict[int, dict]) -> None:
+        """Keeps how memory grows with the batch, the least of all stages."""
+        if len(rows) > 1:
+            few, many = min(rows), max(rows)
+            growth = (rows[many]["reserved_gib"] - rows[few]["reserved_gib"]) / (many - few)
+            self.growth[level] = min(growth, self.growth.get(level, growth))
 
     def is_too_slow(self, level: str) -> bool:
         """Whether with this checkpointing the matmuls and attention of a token, which take the same at any batch size,
@@ -278,7 +251,9 @@ class Search:
         best = max((row["tokens_per_sec"] for row in self.with_room()), default=0)
         alike = [row for row in self.rows.values() if row["activation_checkpointing"] == level]
         bounds = [1000 * row["tokens_per_step"] / row["products_ms"] for row in alike]
-        return bool(bounds) and max(bounds) < (1 + TOLD) * best
+        if not bounds:
+            return False
+        return max(bounds) < (1 + MIN_GAIN) * best
 
     def with_room(self) -> list[dict]:
         """What fits and is not tight."""
@@ -286,29 +261,56 @@ class Search:
 
     def fastest(self, tokens: int | None = None) -> dict | None:
         """The row to advise, of those with so many tokens a step if they are given; None where nothing that was planned
-        fits. A tight one, and before that one with another optimizer, only where nothing else fits. What was asked,
-        where no other is told to be faster; of those that are alike the smallest step."""
+        fits.
+
+        A tight one only where nothing else fits, and one with another optimizer only where no other does. What was
+        asked, where no other is faster by MIN_GAIN; of those that are alike the smallest step.
+        """
         fitting = [row for row in self.rows.values() if row["fits"] and tokens in (None, row["tokens_per_step"])]
-        same = [row for row in fitting if "optimizer" not in row["changes"]]
-        room = [row for row in same if row["verdict"] == "fits"]
-        fitting = room or same or [row for row in fitting if row["verdict"] == "fits"] or fitting
+        same_optimizer = [row for row in fitting if "optimizer" not in row["changes"]]
+        if same_optimizer:
+            fitting = same_optimizer
+        with_room = [row for row in fitting if row["verdict"] == "fits"]
+        if with_room:
+            fitting = with_room
         best = max((row["tokens_per_sec"] for row in fitting), default=0)
-        alike = [row for row in fitting if row["tokens_per_sec"] * (1 + TOLD) >= best]
+        alike = [row for row in fitting if row["tokens_per_sec"] * (1 + MIN_GAIN) >= best]
         order = lambda row: (not row["asked"], row["tokens_per_step"], -row["tokens_per_sec"])  # noqa: E731
         return min(alike, key=order, default=None)
 
     def result(self) -> dict:
         """The JSON object's part of it: the fastest, all that was planned, how the search went, what makes it fit."""
-        best, rows = self.fastest(), list(self.rows.values())
+        rows = list(self.rows.values())
+        best = self.fastest()
         for row in rows:
             row["fastest"] = row is best
-        how = {"planned": len(rows), "complete": self.complete, "keeps_batch": not self.free}
-        result = {"fastest": best, "configurations": rows, "search": how}
-        if not rows[0]["fits"]:  # the same run, if there is one
-            row = self.fastest(rows[0]["tokens_per_step"]) or best
-            told = ("flags", "reserved_gib", "tokens_per_sec", "mfu_percent", "cost_per_billion_tokens")
-            result["fits_with"] = row and {name: row[name] for name in told if name in row}
+        result = {
+            "fastest": best,
+            "configurations": rows,
+            "search": {"planned": len(rows), "complete": self.complete, "keeps_batch": not self.free},
+        }
+        asked = rows[0]
+        if not asked["fits"]:
+            row = self.fastest(asked["tokens_per_step"]) or best  # the same run, if there is one
+            names = ("flags", "reserved_gib", "tokens_per_sec", "mfu_percent", "cost_per_billion_tokens")
+            result["fits_with"] = {name: row[name] for name in names if name in row} if row else None
         return result
+
+
+def needs_as_much(demand: tuple, other: tuple) -> bool:
+    """Whether none of the figures is below the other's."""
+    return all(mine >= theirs for mine, theirs in zip(demand, other, strict=True))
+
+
+def enough_sequences(rows: dict[int, dict]) -> float:
+    """The batch size beyond which no larger one gains MIN_GAIN, as the step's time is a line over the batch; `rows` are
+    those that fit, by their sizes, ascending. Infinite while fewer than two are known."""
+    if len(rows) < 2:
+        return math.inf
+    few, many = list(rows)[-2:]
+    times = rows[few]["step_time_ms"], rows[many]["step_time_ms"]
+    time_of_sequence = max((times[1] - times[0]) / (many - few), 1e-9)
+    return max((times[1] / time_of_sequence - many) / MIN_GAIN, many)
 
 
 def divisors(number: int) -> list[int]:
@@ -316,81 +318,122 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def search(settings: Settings, config, plan, world: int, clock: Clock, free: bool, first=None) -> Search:
+def search(
+    settings: Settings, config, plan, world: int, clock: Clock, free: bool, begin_with: dict | None = None
+) -> Search:
     """Searches for one world size; where nothing fits, among the other flags that save memory, and then again with
-    those. Where `first` says what to begin with, all of it has to be planned in time; else something that fits is
-    looked for however long it takes."""
-    found = Search(settings, world, plan, clock, free)
+    those.
+
+    With `begin_with`, changes that are planned first, the whole search has to be done in time; else something that fits
+    is looked for however long it takes.
+    """
+    search = Search(settings, world, plan, clock, free)
     often, seldom = techniques(settings, world)
-    if not found.fastest() and settings.fused_loss is False and choose_loss(None, config):  # the cheapest saver
-        found.base = {"fused_loss": True}
-    with found.in_time():
-        found.try_out(**(first or {}))
-        found.try_all(often)
-        if not found.with_room():  # up to the card's last GiB
-            found.limit = found.capacity
-            found.try_all(often)
-    if not found.fastest():
-        with found.in_time():
-            seconds, clock.seconds = clock.seconds, math.inf if first is None else clock.seconds
+    if not search.fastest() and settings.fused_loss is False and choose_loss(None, config):  # the cheapest saver
+        search.base = {"fused_loss": True}
+    with search.in_time():
+        search.try_out(**(begin_with or {}))
+        search.try_all(often)
+        if not search.with_room():  # up to the card's last GiB
+            search.limit = search.capacity
+            search.try_all(often)
+    if not search.fastest():
+        with search.in_time():
+            seconds = clock.seconds
+            if begin_with is None:
+                clock.seconds = math.inf
             try:
-                changes = what_fits(settings, config, found.try_out, ("fits",))
-                changes = changes or what_fits(settings, config, found.try_out, ("fits", "tight"))
+                changes = what_fits(settings, config, search.try_out, ("fits",))
+                if not changes:
+                    changes = what_fits(settings, config, search.try_out, ("fits", "tight"))
             finally:
                 clock.seconds = seconds
             if changes:
-                found.base = {name: value for name, value in changes.items() if name not in SEARCHED}
-                found.limit = TIGHT * found.capacity
-                found.try_all(often)
-    with found.in_time():
-        found.try_near()
-        found.try_all(seldom)
-    return found
+                search.base = {name: value for name, value in changes.items() if name not in SEARCHED}
+                search.limit = TIGHT * search.capacity
+                search.try_all(often)
+    with search.in_time():
+        search.try_near()
+        search.try_all(seldom)
+    return search
 
 
 def command(settings: Settings, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
-    of_plans, group = set(), None
+    plan_flags, group = set(), None
     for field in dataclasses.fields(Settings):
         group = field.metadata.get("group", group)
-        of_plans |= {field.name} if group == "planning" and field.name != "own_plan" else set()
-    words = without(settings.argv, *of_plans, *changes)
+        if group == "planning" and field.name != "own_plan":
+            plan_flags.add(field.name)
+    words = without(settings.argv, *plan_flags, *changes)
     local = math.gcd(world, settings.gpus_per_node)
-    launcher = "python" if world == 1 else f"torchrun --nproc_per_node={world}"
-    if world > settings.gpus_per_node:
+    if world == 1:
+        launcher = "python"
+    elif world <= settings.gpus_per_node:
+        launcher = f"torchrun --nproc_per_node={world}"
+    else:
         rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
         launcher = f"torchrun --nnodes={world // local} --nproc_per_node={local} {rendezvous}"
     return to_paste(f"{launcher} train_fsdp.py", words, **changes)
 
 
 def scaling(
-    settings: Settings, config, planned, worlds: tuple[int, ...], found: Search | None, clock: Clock
+    settings: Settings, config, planned, worlds: tuple[int, ...], search_of_first: Search | None, clock: Clock
 ) -> list[dict]:
-    """Plans at each world size; where it spans nodes also with one shard group a node, if that was not decided. With
-    `found`, the search for the first, the first row of each size has the fastest configuration there too, and what
-    makes it fit where it does not as it is: each further size has a third of the first one's time, and begins with what
-    was the fastest at the size before."""
-    speed = ("step_time_ms", "tokens_per_sec", "mfu_percent", "exposed_communication_percent")
-    rows, told = [], ("fits", "verdict", "communication_gib_per_step", *speed, "cost_per_billion_tokens")
+    """Plans at each world size; where it spans nodes also with one shard group a node, if that was not decided.
+
+    With `search_of_first`, the search for the first size, the first row of each size has the fastest configuration
+    there too, and what makes it fit where it does not as it is: each further size has a third of the first one's time,
+    and begins with what was the fastest at the size before.
+    """
+    rows, latest = [], search_of_first
     share = clock.seconds / 3
     for world in worlds:
-        nodes = world // settings.gpus_per_node
-        hybrid = [nodes] if nodes > 1 and not world % settings.gpus_per_node and settings.zero_stage else []
-        of_world = []
-        for replicas in [settings.dp_replicate_size, *(hybrid if settings.dp_replicate_size == 1 else [])]:
-            plan = planned(world, dp_replicate_size=replicas)
-            row = {"gpus": world, "dp_replicate_size": replicas, "reserved_gib": plan["memory_gib"]["reserved"]}
-            of_world.append(row | {name: plan[name] for name in told if name in plan})
-        rows += of_world
-        if not found:
+        rows_of_world = []
+        for replicas in replicas_to_plan(settings, world):
+            rows_of_world.append(describe_world(world, replicas, planned(world, dp_replicate_size=replicas)))
+        rows += rows_of_world
+        if not latest:
             continue
-        if world != found.world:
-            best = found.fastest()
-            changes = best["changes"].items() if best else ()
-            first = {name: value for name, value in changes if name in SEARCHED and name != "dp_replicate_size"}
+        if world != latest.world:
+            best = latest.fastest()
+            begin_with = {}
+            if best:
+                begin_with = {name: value for name, value in best["changes"].items() if name in SEARCHED}
+                begin_with.pop("dp_replicate_size", None)
             clock.seconds = max(clock.seconds, clock.elapsed()) + share  # its own, however long the sizes before took
             plan = functools.partial(planned, world)
-            found = search(settings, config, plan, world, clock, found.free, first)
-        result = found.result()
-        of_world[0] |= {name: result[name] for name in ("fastest", "fits_with", "search") if name in result}
+            latest = search(settings, config, plan, world, clock, latest.free, begin_with)
+        result = latest.result()
+        for name in ("fastest", "fits_with", "search"):
+            if name in result:
+                rows_of_world[0][name] = result[name]
     return rows
+
+
+def replicas_to_plan(settings: Settings, world: int) -> list[int]:
+    """The number of replicas that was asked, and where none was the number of nodes, if whole nodes are."""
+    asked = settings.dp_replicate_size
+    nodes, rest = divmod(world, settings.gpus_per_node)
+    if asked == 1 and nodes > 1 and rest == 0 and settings.zero_stage:
+        return [asked, nodes]
+    return [asked]
+
+
+def describe_world(world: int, replicas: int, plan: Prediction) -> dict:
+    """A row of the JSON object's `scaling`."""
+    row = {
+        "gpus": world,
+        "dp_replicate_size": replicas,
+        "reserved_gib": plan.memory_gib["reserved"],
+        "fits": plan.fits,
+        "verdict": plan.verdict,
+        "communication_gib_per_step": plan.communication_gib_per_step,
+        "step_time_ms": plan.step_time_ms,
+        "tokens_per_sec": plan.tokens_per_sec,
+        "mfu_percent": plan.mfu_percent,
+        "exposed_communication_percent": plan.exposed_communication_percent,
+    }
+    if plan.cost_per_billion_tokens is not None:
+        row["cost_per_billion_tokens"] = plan.cost_per_billion_tokens
+    return row

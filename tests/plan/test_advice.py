@@ -22,13 +22,14 @@ from harness.base import gpu_names
 from harness.base.errors import UserError
 from harness.base.gpu_table import GPUS, find_gpu
 from harness.flags.parser import parse_args
-from harness.plan import gpus, own_plan, planning, text
+from harness.plan import fitting, gpus, own_plan, planning, text
 from harness.plan import search as searching
+from harness.plan.predict import Prediction
 
 LEVELS = {"none": 10.0, "selective": 6.0, "full": 1.0}  # GiB a sequence
 
 
-def by_formula(settings, capacity: float, world: int, **changed) -> dict:
+def by_formula(settings, capacity: float, world: int, **changed) -> types.SimpleNamespace:
     """A plan in which memory is linear in the batch and each microbatch costs something."""
     s = dataclasses.replace(settings, **changed)
     if s.zero_stage == 1 and s.gradient_accumulation_steps == 1:
@@ -41,16 +42,18 @@ def by_formula(settings, capacity: float, world: int, **changed) -> dict:
     products = 100 * s.batch_size * s.gradient_accumulation_steps * (4 / 3 if level == 1.0 else 1)
     traffic = {3: 40, 2: 25, 1: 20, 0: 45}[s.zero_stage] / s.dp_replicate_size
     step = products + traffic * s.gradient_accumulation_steps + 1000 * s.cpu_offload + 5 * (level == 6.0) + 10
-    return {
-        "capacity_gib": capacity,
-        "fits": reserved <= capacity,
-        "verdict": gpus.verdict_of(reserved, capacity),
-        "memory_gib": {"reserved": reserved, "host": 0.0},
-        "step_time_ms": step,
-        "time_ms": {"matmul": 0.8 * products, "attention": 0.2 * products},
-        "tokens_per_sec": 1000 * s.tokens_per_step(world) / step,
-        "mfu_percent": None,
-    }
+    return types.SimpleNamespace(  # the fields of a Prediction that a search reads
+        capacity_gib=capacity,
+        fits=reserved <= capacity,
+        verdict=gpus.verdict_of(reserved, capacity),
+        memory_gib={"reserved": reserved, "host": 0.0},
+        at_peak_gib={},
+        step_time_ms=step,
+        time_ms={"matmul": 0.8 * products, "attention": 0.2 * products},
+        tokens_per_sec=1000 * s.tokens_per_step(world) / step,
+        mfu_percent=None,
+        cost_per_billion_tokens=None,
+    )
 
 
 def searched(flags: str, capacity: float, world: int = 16, seconds: float = 60):
@@ -85,8 +88,8 @@ def test_the_search_finds_what_planning_everything_finds(flags, capacity):
         for stage, replicas, level, size in itertools.product((0, 1, 2, 3), (1, 2), LEVELS, (1, 2, 4, 8))
         if samples % size == 0 and (stage or replicas == 1)
     ]
-    with_room = [plan["tokens_per_sec"] for plan in everything if plan["verdict"] == "fits"]
-    tight = [plan["tokens_per_sec"] for plan in everything if plan["verdict"] == "tight"]
+    with_room = [plan.tokens_per_sec for plan in everything if plan.verdict == "fits"]
+    tight = [plan.tokens_per_sec for plan in everything if plan.verdict == "tight"]
     best = max(with_room or tight, default=None)
     assert search.complete
     fastest = search.fastest()
@@ -98,7 +101,7 @@ def test_the_search_finds_what_planning_everything_finds(flags, capacity):
     else:
         assert {"optimizer", "cpu_offload"} & fastest["changes"].keys()
     asked = by_formula(settings, capacity, 16)
-    assert fastest["tokens_per_sec"] >= asked["tokens_per_sec"] or asked["verdict"] != "fits"
+    assert fastest["tokens_per_sec"] >= asked.tokens_per_sec or asked.verdict != "fits"
     assert planned < 0.6 * len(everything)
 
 
@@ -190,32 +193,36 @@ def test_what_makes_it_fit_is_the_same_run_where_there_is_one():
     assert hopeless.result()["fits_with"] is None and hopeless.result()["fastest"] is None
 
 
+def reserving(batch_size: float) -> types.SimpleNamespace:
+    return types.SimpleNamespace(memory_gib={"reserved": batch_size})
+
+
 @pytest.mark.parametrize("kink, slope, capacity", [(0, 1.0, 20.5), (10, 3.0, 47.0), (3, 0.01, 12.0), (0, 9.0, 8.0)])
 def test_the_largest_batch_that_fits_is_found_with_few_plans(kink, slope, capacity):
     planned = []
 
     def plan(batch_size):
         planned.append(batch_size)
-        return {"memory_gib": {"reserved": 10 + 0.1 * batch_size + slope * max(batch_size - kink, 0)}}
+        return reserving(10 + 0.1 * batch_size + slope * max(batch_size - kink, 0))
 
-    size = searching.largest_batch(plan, capacity)
-    gib = {n: plan(n)["memory_gib"]["reserved"] for n in range(1, searching.BEYOND + 1)}
+    size = fitting.largest_batch(plan, capacity)
+    gib = {n: plan(n).memory_gib["reserved"] for n in range(1, fitting.MAX_BATCH_SIZE + 1)}
     room = [n for n in gib if gib[n] <= 0.92 * capacity]
     assert size == max(room or [n for n in gib if gib[n] <= capacity], default=0)
-    assert len(planned) - searching.BEYOND <= 8
+    assert len(planned) - fitting.MAX_BATCH_SIZE <= 8
 
 
 def test_batches_that_float8_does_not_take_are_not_planned():
     """8,196 is a multiple of 4, batch x sequence has to be one of 16."""
     settings = parse(["--plan", "--precision", "fp8", "--sequence-length", "8196", "--batch-size", "4"])
-    assert searching.largest_batch(lambda batch_size: {"memory_gib": {"reserved": batch_size}}, 24.5, 4) == 20
+    assert fitting.largest_batch(reserving, 24.5, 4) == 20
     settings = dataclasses.replace(settings, compile=False, fused_loss=True, gradient_accumulation_steps=3)
     for free in (False, True):
         plan = functools.partial(by_formula, settings, 79, 16)
         found = searching.search(settings, None, plan, 16, searching.Clock(60), free)
         assert {row["batch_size"] % 4 for row in found.rows.values()} == {0}
         assert {row["batch_size"] for row in found.rows.values()} - {4}
-    assert {changes.get("batch_size") for changes in searching.memory_savers(settings)} == {None}
+    assert {changes.get("batch_size") for changes in fitting.memory_savers(settings)} == {None}
 
 
 def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_of_plans():
@@ -239,7 +246,7 @@ def plan(flags: str) -> str:
     """What a plan prints, by a clock on which each configuration takes a second, however busy the machine is."""
     now, predict = [0.0], planning.predict
 
-    def in_a_second(*args) -> dict:
+    def in_a_second(*args) -> Prediction:
         now[0] += 1
         return predict(*args)
 
