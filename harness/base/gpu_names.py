@@ -11,26 +11,9 @@ from harness.base.versions import ROOT
 
 with (ROOT / "assets" / "gpus.csv").open() as file:
     ROWS = list(csv.DictReader(file))
-# The kinds that plans know, as users name them: the rows of the table that have more than the peak. A name that fits
-# several of them means the first.
-PLANNED = (
-    "GB200",
-    "B200",
-    "GH200",
-    "H200",
-    "H200 NVL",
-    "H100 SXM",
-    "H100 PCIe",
-    "H100 NVL",
-    "H20",
-    "A100 80GB",
-    "A100 40GB",
-    "RTX A6000",
-    "L40S",
-    "RTX 5090",
-    "RTX 4090",
-    "RTX 3090",
-)
+# The kinds that plans know, as users name them: those rows of the table that say more than the peak. A name that fits
+# several means the first of them.
+PLANNED = tuple(row["plan_name"] for row in ROWS if row["plan_name"])
 FORMS = {"SXM": r"SXM\d?|HBM\d?E?", "PCIE": "PCIE", "NVL": "NVL"}
 # The rates that describe a kind that is not in the table, with an example: about what programs reach on an L40S.
 DESCRIBED = {

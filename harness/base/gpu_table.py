@@ -2,15 +2,39 @@
 
 import csv
 import re
-from collections import namedtuple
+from typing import NamedTuple
 
 from harness.base.versions import ROOT
 
+
+class Gpu(NamedTuple):
+    """A row of assets/gpus.csv; 0 is a figure that is not known."""
+
+    name: str  # a pattern of the driver's device name
+    plan_name: str  # what users of --plan-gpu call it; empty where nothing but the peak is known
+    peak_tflops: float  # dense, bf16, fp32 accumulation
+    memory_gib: float
+    memory: float  # GB/s
+    link: float  # GB/s in each direction, to the GPUs of its node
+    network: float  # GB/s in each direction, its share of the node's network cards
+    fp8: float  # float8's matmul rate over that of bf16; 0 without float8
+    hopper: float  # 1 for a data-centre GPU of Hopper's generation or a later one
+    matmul_share: float  # the most of the peak that a bf16 matmul reaches
+    fp8_share: float  # the same of a float8 matmul, of its own peak
+    source: str
+
+
+def read_gpus() -> list[Gpu]:
+    gpus = []
+    with (ROOT / "assets" / "gpus.csv").open() as file:
+        for row in csv.DictReader(file):
+            figures = {column: float(row[column]) for column, kind in Gpu.__annotations__.items() if kind is float}
+            gpus.append(Gpu(**row | figures))
+    return gpus
+
+
 # By the vendors' datasheets, see CONTRIBUTING.md; the first whose name fits. A bare "H100" is none: its forms differ.
-with (ROOT / "assets" / "gpus.csv").open() as file:
-    header, *rows = csv.reader(file)
-Gpu = namedtuple("Gpu", header)
-GPUS = [Gpu(name, *map(float, figures), source) for name, *figures, source in rows]
+GPUS = read_gpus()
 
 
 def find_gpu(name: str) -> Gpu | None:

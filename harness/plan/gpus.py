@@ -1,4 +1,4 @@
-"""GPUs: what programs reach of a GPU's datasheet, where it was not measured. Called by `planning`. It does not know
+"""GPUs: what programs reach of a GPU's datasheet, where it was not measured. Called by `planning`. Independent of
 models. The datasheets' figures stand in `base.gpu_table`, where an MFU needs them too."""
 
 import contextlib
@@ -14,25 +14,17 @@ from harness.base.gpu_table import find_gpu
 from harness.flags.settings import Settings
 from harness.plan.rates import Rates, find_file, read_file
 
-# Maximum achievable matmul TFLOPS as a share of the dense peak, bf16 and float8: the best shape of a search, published
-# in stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table".
-MATMUL_SHARES = {
-    "GB200": (0.729, 0.723),
-    "GH200": (0.838, 0.776),
-    "B200": (0.776, 0.763),
-    "B300": (0.786, 0.745),
-    "H200": (0.803, 0.734),
-    "H100": (0.803, 0.709),
-    "A100": (0.869, 0.0),
-    "MI355X": (0.680, 0.680),
-}
-OTHER_SHARES = (0.75, 0.70)  # of a kind that is not in it: assumed
-SHAPES = 0.80  # of that what a model's own shapes reach in training: one number for all runs of docs/PLAN.md
+# Matmuls, of the dense peak, of a kind without a share in assets/gpus.csv: assumed. The shares there are the best shape
+# of a search, published in stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison
+# table".
+MATMUL_SHARE = 0.75
+FP8_MATMUL_SHARE = 0.70
+# Of that what a model's own shapes reach in training: one number for all runs of docs/PLAN.md.
+MODEL_MATMUL_EFFICIENCY = 0.80
 # Attention, causal, forward and backward, of the dense peak. Its kernels are older than Hopper.
 ATTENTION_SHARE = 0.6  # the middle of 50 to 73 % on an A100 (FlashAttention-2, arXiv 2307.08691)
 HOPPER_ATTENTION_SHARE = 0.475  # 470 of 989 TFLOPS by cuDNN: assumed, not measured
 HOPPER_FLASH_SHARE = 0.35  # what FlashAttention-2 reaches on an H100 (FlashAttention-3, arXiv 2407.08608)
-HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB300")  # and newer
 MEMORY_SHARE = 0.90  # 4.3 of 4.8 TB/s: a device copy, measured by others on one H200
 LINK_SHARE = 0.80  # 360 of 450 GB/s: all_gather_perf on 8 H100 as NCCL's maintainers expect it (NVIDIA/nccl-tests#326)
 NETWORK_SHARE = 0.94  # 47 of 50 GB/s for each 400 Gb/s card, by the same (NVIDIA/nccl-tests#290)
@@ -67,15 +59,16 @@ def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
             raise UserError(problem)
         rates = {"fp8_tflops": 0.0, "host_us": HOST_US, "kernel_us": KERNEL_US} | given
         return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", kind and kind.peak_tflops), rates)
-    shares = next((MATMUL_SHARES[name] for name in MATMUL_SHARES if kind.name.startswith(name)), OTHER_SHARES)
-    attention = ATTENTION_SHARE
-    if kind.name.startswith(HOPPER):
-        attention = HOPPER_FLASH_SHARE if flash else HOPPER_ATTENTION_SHARE
+    matmul_share = kind.matmul_share or MATMUL_SHARE
+    fp8_share = kind.fp8_share or FP8_MATMUL_SHARE
+    attention_share = ATTENTION_SHARE
+    if kind.hopper:
+        attention_share = HOPPER_FLASH_SHARE if flash else HOPPER_ATTENTION_SHARE
     rates = {
         "memory_gib": kind.memory_gib,
-        "matmul_tflops": SHAPES * shares[0] * kind.peak_tflops,
-        "fp8_tflops": SHAPES * shares[1] * kind.peak_tflops * kind.fp8,
-        "attention_tflops": attention * kind.peak_tflops,
+        "matmul_tflops": MODEL_MATMUL_EFFICIENCY * matmul_share * kind.peak_tflops,
+        "fp8_tflops": MODEL_MATMUL_EFFICIENCY * fp8_share * kind.peak_tflops * kind.fp8,
+        "attention_tflops": attention_share * kind.peak_tflops,
         "memory_gb_per_s": MEMORY_SHARE * kind.memory,
         "intra_node_gb_per_s": LINK_SHARE * kind.link,
         "inter_node_gb_per_s": NETWORK_SHARE * kind.network,

@@ -10,11 +10,12 @@ import io
 import itertools
 import json
 import re
+import shutil
 import sys
 import types
 
 import pytest
-from conftest import ROOT, parse, words
+from conftest import ROOT, parse, start, words
 from test_tracker import PEAKS
 
 import train_fsdp
@@ -407,6 +408,39 @@ def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed,
         rates = gpus.choose_rates(parse(["--plan", "--plan-gpu", typed, "--plan-rates", "none"]))
         assert rates.device == kind and find_gpu(kind).memory_gib == rates.memory_gib
         assert all(repr(other) in rates.taken for other in others) and bool(rates.taken) == bool(others)
+
+
+VOODOO = r"Voodoo 7 (Ultra|Max),Voodoo 7 Ultra,1000,100,4000,450,50,2,0,0.9,0,the vendor's datasheet"
+
+PEAK_AND_PLAN = """
+import utils
+from harness.flags.parser import parse_args
+from harness.plan import planning
+import train_fsdp
+
+print(utils.get_gpu_peak_tflops("3dfx Voodoo 7 Max 100GB"))
+flags = "--plan --json --demo --no-compile --plan-seconds 0 --plan-rates none --plan-gpus 1 --sequence-length 64"
+planning.plan(parse_args([*flags.split(), "--plan-gpu", "Voodoo 7 Ultra"]), train_fsdp.RECIPE)
+"""
+
+
+def test_a_gpu_is_added_by_one_row(tmp_path):
+    """In a copy of the program: its peak is known by the driver's name, and --plan-gpu takes what users call it."""
+    for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("harness", "assets"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    table = tmp_path / "assets" / "gpus.csv"
+    table.write_text(f"{table.read_text()}{VOODOO}\n")
+    process = start([sys.executable, "-c", PEAK_AND_PLAN], cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    peak, _, plan = process.stdout.partition("\n")
+    assert float(peak) == 1000
+    found = json.loads(plan)
+    assert (found["gpu"], found["capacity_gib"], found["verdict"]) == ("Voodoo 7 Ultra", 100, "fits")
+    assert f"matmul_tflops {gpus.MODEL_MATMUL_EFFICIENCY * 0.9 * 1000:,.4g}" in found["assumptions"]["rates"]
+    fp8 = gpus.MODEL_MATMUL_EFFICIENCY * gpus.FP8_MATMUL_SHARE * 2 * 1000  # no share in the row: the default
+    assert f"fp8_tflops {fp8:,.4g}" in found["assumptions"]["rates"]
 
 
 @pytest.mark.parametrize("typed, meant", [("H10", "H100 SXM or H100 PCIe or H100 NVL"), ("A6000", "RTX A6000")])

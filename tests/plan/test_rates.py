@@ -51,7 +51,7 @@ def test_of_what_was_not_measured_the_rate_of_its_class_is_taken():
     assumed = gpus.find_rates("H100 SXM", {})
     assert assumed.time_of(MM) == (gpus.KERNEL_US / 1e6, "assumed")
     large = MM._replace(flops=1e13)
-    assert assumed.time_of(large).seconds == pytest.approx(10 / (gpus.SHAPES * 0.803 * 989))
+    assert assumed.time_of(large).seconds == pytest.approx(10 / (gpus.MODEL_MATMUL_EFFICIENCY * 0.803 * 989))
 
 
 def test_a_compiled_region_takes_what_it_was_measured_to_take_else_what_its_parts_do():
