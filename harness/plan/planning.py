@@ -21,7 +21,7 @@ from harness.plan.fitting import largest_batch
 from harness.plan.gpus import PUBLISHED_SHARE, choose_rates
 from harness.plan.predict import Prediction, Recipe, predict
 from harness.plan.text import assumptions, describe_plan, describe_verdict
-from harness.report import page
+from harness.report import plan_page
 
 
 def price_of_run(settings: Settings, result: dict) -> dict:
@@ -90,5 +90,5 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     result["verdict_text"] = describe_verdict(settings, result)
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
     if settings.html:
-        page.write_plan(pathlib.Path(settings.html).expanduser(), result)
+        plan_page.write_plan(pathlib.Path(settings.html).expanduser(), result)
     print(json.dumps(without_infinities(result), indent=2) if settings.json else describe_plan(settings, result))

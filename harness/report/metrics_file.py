@@ -11,7 +11,7 @@ import threading
 
 from harness.base.saved import place_of
 from harness.job.folders import replace_file
-from harness.report.page import whole_lines
+from harness.report.run_files import read_metrics
 from harness.state.store import sync
 
 
@@ -30,7 +30,7 @@ class MetricsFile:
 
     def __init__(self, path: pathlib.Path, step: int):
         """Opens it without what an earlier start wrote after `step`."""
-        known = [line for line in whole_lines(path) if line["step"] <= step]
+        known = [line for line in read_metrics(path) if line["step"] <= step]
         lines = [line for line in known if "final" not in line]
         for line in known:  # stories of an end that is none any more stay with its step
             if "samples" in line and lines and lines[-1]["step"] == line["step"]:

@@ -14,7 +14,7 @@ from harness.base.versions import commit, versions
 from harness.flags.settings import Settings
 from harness.job import endings
 from harness.job.folders import replace_file
-from harness.report.page import whole_lines
+from harness.report.run_files import read_metrics
 from harness.state.train_state import TrainState
 
 
@@ -36,7 +36,7 @@ def describe_starts(folder: pathlib.Path, state: TrainState, changed: str = "") 
     copied = state.branched_from and config.get("run_id") != state.run_id
     starts = config.get("starts")
     starts = starts if isinstance(starts, list) and not copied else []
-    logged = [] if copied else whole_lines(folder / "metrics.jsonl")
+    logged = [] if copied else read_metrics(folder / "metrics.jsonl")
     reached = max((line["step"] for line in logged), default=step)
     now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
     now |= {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}

@@ -21,7 +21,7 @@ from harness.job.printing import columns, say
 from harness.report.figure_list import figures_in
 from harness.report.header import significant
 from harness.report.metrics_file import as_json, metrics_text
-from harness.report.page import whole_lines
+from harness.report.run_files import read_metrics
 from harness.report.trackers import Trackers
 from harness.state.train_state import TrainState
 
@@ -61,7 +61,7 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
     last checkpoint."""
     path = folder / "metrics.jsonl"
     try:
-        lines = whole_lines(path)
+        lines = read_metrics(path)
         if lines and "final" not in lines[-1]:
             lines.append(lines[-1] | state.tracker.summary() | {"final": True})
             replace_file(path, metrics_text(lines))

@@ -25,7 +25,7 @@ from harness.job import endings, terminal
 from harness.job.printing import say
 from harness.job.signals import StopRequest
 from harness.report.figure_list import BY_KEY, FIGURES, figures_in
-from harness.report.page import whole_lines
+from harness.report.run_files import read_metrics
 from harness.state.train_state import TrainState
 
 DIFFERING = (  # columns of the table in which tensorboard compares runs; it shows the first five by alphabet at first
@@ -371,7 +371,7 @@ class Trackers:
                     if probe.write(bytes(ROOM)) < ROOM:
                         return
                 kept = tracker.restart()
-                lines = [line for line in whole_lines(self.file) if "final" not in line and line["step"] > kept]
+                lines = [line for line in read_metrics(self.file) if "final" not in line and line["step"] > kept]
                 for line in lines:
                     tracker.log(figures_in(line), line.get("samples", []))
                 tracker.settle()
@@ -386,7 +386,7 @@ class Trackers:
         """What is to stand in the overview of runs that are done: `metrics` is the last line."""
 
         def tell(tracker):
-            lines = whole_lines(self.file)
+            lines = read_metrics(self.file)
             stories = [(line["step"], s["prompt"], s["text"]) for line in lines for s in line.get("samples", ())]
             tracker.summarize(metrics, stories)
 

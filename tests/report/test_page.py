@@ -13,7 +13,9 @@ from conftest import ROOT, parse
 
 from harness.base.errors import UserError
 from harness.report import page
-from harness.report.page import write_plan, write_report
+from harness.report.page import write_report
+from harness.report.page_parts import plotly_js
+from harness.report.plan_page import write_plan
 
 EVIL = "<script>document.title='broken'</script><img src=http://127.0.0.1:9/x>{{plotly}}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -51,16 +53,38 @@ def full(tmp_path) -> pathlib.Path:
     return folder
 
 
+def data_of(path: pathlib.Path) -> dict:
+    """What the script of a page shows."""
+    _, _, rest = path.read_text().partition('<script type="application/json" id="data">')
+    return json.loads(rest.partition("</script>")[0])
+
+
+def parts_of(path: pathlib.Path, kind: str) -> list[dict]:
+    return [part for section in data_of(path)["sections"] for part in section["parts"] if part["kind"] == kind]
+
+
 def charts_on(path: pathlib.Path) -> dict[str, dict]:
-    """The data of a page's charts by their titles."""
-    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', path.read_text(), re.DOTALL)
-    return {chart["title"]: chart for chart in json.loads(found[1])}
+    """A page's charts by their titles."""
+    return {chart["title"]: chart for part in parts_of(path, "charts") for chart in part["charts"]}
+
+
+def strings_in(value) -> list[str]:
+    """The strings in the data of a page that a person reads, in their order."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = [value[key] for key in value if key not in ("kind", "look", "traces")]
+    if not isinstance(value, list):
+        return []
+    strings = []
+    for one in value:
+        strings += strings_in(one)
+    return strings
 
 
 def text_of(path: pathlib.Path) -> str:
-    """The words on a page, without what its script draws."""
-    body = path.read_text().partition("<main>")[2].partition("</main>")[0]
-    return html.unescape(re.sub(r"<[^>]+>", " ", body))
+    """The words of a page; a test below has a browser show them."""
+    return " ".join(strings_in(data_of(path)))
 
 
 def test_a_page_has_the_runs_figures_stories_plan_starts_and_flags(full):
@@ -76,20 +100,21 @@ def test_a_page_has_the_runs_figures_stories_plan_starts_and_flags(full):
         "allocated",
         "active",
     ]
-    assert re.search(r"time of a step +16.00 ms +20.00 ms +\+25.0 %", re.sub(r"\s+", " ", text))
+    assert "time of a step 16.00 ms 20.00 ms +25.0 %" in text
     assert "2 starts, 7 logged steps done again" in text and "1 lines of metrics.jsonl could not be read" in text
-    assert re.search(r"num_steps\s+40\b", text) and "2.13.0" in text and "complete" in text
-    told = [text.index(part) for part in (EVIL, " & a fox", f" came home{EVIL}", ", at last")]
-    assert told == sorted(told)
+    assert "num_steps 40 " in text and "2.13.0" in text and "complete" in text
+    places = [text.index(part) for part in (EVIL, " & a fox", f" came home{EVIL}", ", at last")]
+    assert places == sorted(places)
 
 
 def test_the_plotting_library_is_in_the_page_once_whole_and_text_is_only_text(full):
     whole = write_report([full], full / "report.html").read_text()
-    library = page.plotly_js()
+    library = plotly_js()
     assert len(library) > 1e6 and whole.count(library) == 1
     without = whole.replace(library, "")
-    assert without.count("<script") == 3 and "<img" not in without
-    assert "<title>run &lt;script&gt;</title>" in without
+    assert without.count("<script") == 3 and without.count("</script>") == 3 and "<img" not in without
+    data = data_of(full / "report.html")
+    assert data["title"] == "run <script>" and EVIL in strings_in(data)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +139,7 @@ def test_a_run_with_hardly_any_figures_or_odd_ones_has_a_page(tmp_path, lines):
 def test_a_long_run_is_thinned_out_and_keeps_its_spikes():
     points = [(step, step, 50.0 if step == 77_777 else float(step % 3)) for step in range(100_000)]
     kept = page.thin(points)
-    assert len(kept) <= 2 * page.POINTS and (77_777, 77_777, 50.0) in kept and kept == sorted(kept)
+    assert len(kept) <= 2 * page.MAX_STRETCHES and (77_777, 77_777, 50.0) in kept and kept == sorted(kept)
     assert page.thin(points[:1500]) == points[:1500]
 
 
@@ -122,8 +147,8 @@ def test_runs_side_by_side_have_a_line_each_and_what_differs(full, tmp_path):
     flags = dataclasses.asdict(parse(["--model", "demo", "--num-steps", "40", "--lr", "0.1"]))
     other = write_run(tmp_path / "other", [line(1), line(2)], flags=flags)
     path = write_report([full, other], tmp_path / "both.html")
-    charts, text = charts_on(path), re.sub(r"\s+", " ", text_of(path))
-    names = [html.escape(full.name), "other"]
+    charts, text = charts_on(path), text_of(path)
+    names = [full.name, "other"]
     for title in ("Loss, training", "Throughput", "Memory of the fullest GPU, allocated"):
         assert [trace["name"] for trace in charts[title]["traces"]] == names
     assert [trace["name"] for trace in charts["Loss, held out"]["traces"]] == names[:1]
@@ -133,10 +158,15 @@ def test_runs_side_by_side_have_a_line_each_and_what_differs(full, tmp_path):
 
 def test_many_stories_are_folded_away_but_for_some_from_first_to_last(tmp_path):
     lines = [line(step, samples=[{"prompt": "a", "text": f"a story {step}."}]) for step in range(1, 31)]
-    text = (write_report([write_run(tmp_path / "r", lines)], tmp_path / "r.html")).read_text()
-    shown, folded = text.partition("all 30</summary>")[::2]
-    assert [step for step in range(1, 31) if f" story {step}." in shown] == [1, 7, 13, 18, 24, 30]
-    assert all(f" story {step}." in folded for step in range(1, 31))
+    path = write_report([write_run(tmp_path / "r", lines)], tmp_path / "r.html")
+    (prompt,) = parts_of(path, "stories")[0]["prompts"]
+    assert [prompt["stories"][number]["caption"] for number in prompt["shown"]] == [
+        [f"step {step}"] for step in (1, 7, 13, 18, 24, 30)
+    ]
+    assert [story["text"] for story in prompt["stories"]] == [f" story {step}." for step in range(1, 31)]
+    if CHROMIUM:
+        shown, _, folded = browse(path, "--dump-dom")[0].partition("all 30</summary>")
+        assert " story 13." in shown and " story 14." not in shown and " story 14." in folded
 
 
 def test_the_command_writes_into_the_runs_folder_and_a_wrong_one_is_one_line(full, tmp_path, capsys, monkeypatch):
@@ -187,10 +217,11 @@ def test_a_plans_page_has_memory_by_kind_against_the_card_time_and_world_sizes(t
         "matmul": [80.0], "exposed communication": [20.0]
     }  # fmt: skip
     assert [trace["x"] for trace in charts["Speed over world sizes"]["traces"]] == [[8], [16]]
-    data = path.read_text().partition('id="charts">')[2].partition("</script>")[0]
-    assert "more\\u003cbr>--more" in data and "<" not in data
+    names = charts["Memory of the fullest GPU"]["traces"][0]["y"]
+    assert max(len(line) for name in names for line in name.split("\n")) <= 56 and "--more\n--more" in names[2]
     assert "published runs reached 62% to 108% of such plans" in text_of(path)
     assert "it fits & is fast" in text_of(path) and "<b>assumed" not in path.read_text()
+    assert "rates <b>assumed</b>" in text_of(path)
     assert charts_on(write_plan(tmp_path / "plan.html", PLAN)).keys() == {"Memory of the fullest GPU", "Time of a step"}
 
 
@@ -226,9 +257,26 @@ def test_a_page_is_drawn_in_a_browser_without_an_error_or_a_request(full):
     assert console == ""
     assert drawn.count("<path") > 7 * 5 and drawn.count('class="chart js-plotly-plot"') == 7
     assert "a frog</em> came home" in drawn and "<title>run &lt;script&gt;</title>" in drawn
+    assert "<img" not in drawn and drawn.count("<script") == 3
     asking = path.with_name("asking.html")  # what a page of ours may not do is said
-    asking.write_text(path.read_text().replace("<main>", '<main><img src="http://127.0.0.1:9/x">'))
+    asking.write_text(path.read_text().replace("<main>", '<main><img src="http://127.0.0.1:9/x">', 1))
     assert "Content Security Policy" in browse(asking, "--dump-dom")[1]
+
+
+@drawn_only
+@pytest.mark.parametrize("kind", ["one run", "several runs", "a plan"])
+def test_every_word_of_a_page_is_shown_as_text(full, tmp_path, kind):
+    path = tmp_path / "page.html"
+    if kind == "a plan":
+        write_plan(path, PLAN | {"fastest": {"command": f"x {EVIL}", "flags": f"--flag {EVIL}", "reserved_gib": 60.0}})
+    else:
+        other = write_run(tmp_path / "other <b>", [line(step) for step in range(1, 9)], commit=EVIL)
+        write_report([full] if kind == "one run" else [full, other], path)
+    drawn, _ = browse(path, "--dump-dom")
+    shown = html.unescape(re.sub(r"<[^>]+>", " ", drawn.partition("<main>")[2].partition("</main>")[0]))
+    shown = re.sub(r"\s+", " ", shown)
+    missing = [text for text in strings_in(data_of(path)) if re.sub(r"\s+", " ", text.strip()) not in shown]
+    assert missing == []
 
 
 @drawn_only

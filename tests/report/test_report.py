@@ -318,7 +318,7 @@ def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_
     assert [line["step"] for line in lines if line.get("changed") == changed] == [4]
     starts = json.loads((folder / "config.json").read_text())["starts"]
     assert [(start["step"], start.get("changed")) for start in starts] == [(0, None), (3, changed)]
-    assert changed.replace(">", "&gt;") in (folder / "report.html").read_text()
+    assert changed in (folder / "report.html").read_text()
     assert 0 < lines[-1]["trained_seconds"] < lines[-1]["elapsed_seconds"]
     assert re.search(r"tokens in [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
 
