@@ -70,12 +70,12 @@ from harness.plan.fitting import memory_savers
 from harness.report import trackers
 from harness.report.figures import check_gates, check_that_figures_will_exist, figures_of_all_ranks
 from harness.report.header import describe_setup
-from harness.report.health import KernelClock
 from harness.report.log import Report, write_page
 from harness.report.not_finite import NotFinite, first_not_finite, give_up
 from harness.report.profiling import Profiler, dump_memory, record_memory
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_origin, record_start
+from harness.report.slow_ranks import SlowRanks
 from harness.report.summary import (
     describe_stories,
     finish_metrics,
@@ -444,7 +444,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
     tokens = settings.tokens_per_step(dist.get_world_size())
     batches = training_batches(settings, job.train_set, state, job.device)
     schedule = Schedule(settings, job.first_step, has_held_out=job.eval_set is not None)
-    profiler, waiting, clock = Profiler(job.folder, state), Waiting(state.model), KernelClock(job.device)
+    profiler, waiting, slow_ranks = Profiler(job.folder, state), Waiting(state.model), SlowRanks(job.device.type)
     losses, metrics, stopped = [], {}, False
     while state.step < settings.num_steps and not stopped:
         due = schedule.at(state.step + 1)
@@ -467,7 +467,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             metrics, problem = read_metrics(state, losses, grad_norm, learning_rate, check_state=save or due.last)
             if due.log or problem:
                 gc.collect()
-                metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), clock)
+                metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), slow_ranks)
                 problem = log_step(job, reporter, due, metrics, problem)
             if problem:
                 saver.finish()

@@ -218,18 +218,18 @@ def measured(slow: int | None, *argv: str) -> None:
 
 
 def uneven(*argv: str) -> None:
-    """The program on two nodes of a rank each; rank 1 has another torch, and the fixed kernel takes three times as long
-    on it up to step 6."""
+    """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and rank 0 waits
+    for it for a thousand seconds at each of the first 6 lines."""
     from harness.job import preflight
-    from harness.report import health
+    from harness.report.waiting import Waiting
 
     rank = int(os.environ["RANK"])
     node, own = f"node-{'ab'[rank]}", preflight.versions()
     socket.gethostname = lambda: node
     heartbeats.RANKS[0] = node, os.getpid()
     preflight.versions = lambda: own | ({"torch": "0.1"} if rank else {})
-    health.SHARE = 1e9  # at every log line
-    health.KernelClock.measure = lambda _, step: (3.0 if rank and step <= 6 else 1.0 + rank / 10, 0)
+    waited_ms = iter([1e6 if rank == 0 else 0.0] * 6)
+    Waiting.take = lambda _: next(waited_ms, 0.0)
     program(*argv)
 
 

@@ -1,5 +1,5 @@
 """Driver: what NVIDIA's driver says of this process's GPU, by its library NVML: NVLink, who else holds memory, why the
-clocks are low. Called by `preflight` and `health`. Where there is no such driver, or the package nvidia-ml-py is not
+clocks are low. Called by `preflight` and `figures`. Where there is no such driver, or the package nvidia-ml-py is not
 installed, or where it does not answer, it says nothing. Independent of what is made of it."""
 
 import ctypes

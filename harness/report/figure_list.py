@@ -129,15 +129,6 @@ FIGURES = (  # tiles, charts and tables have this order
     ),
     Figure("slowest_rank", "perf/slowest_rank", "rank", "the rank that worked longest between its collectives"),
     Figure(
-        "kernel_ms",
-        "perf/kernel_ms",
-        "ms",
-        "time of a fixed kernel on the slowest rank, at the log lines where it was due",
-    ),
-    Figure(
-        "slowest_kernel_rank", "perf/slowest_kernel_rank", "rank", "the rank on which the fixed kernel took longest"
-    ),
-    Figure(
         "mfu_percent",
         "perf/mfu_percent",
         "%",

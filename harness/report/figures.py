@@ -9,7 +9,8 @@ import torch.distributed as dist
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
-from harness.report.health import KernelClock
+from harness.job import driver
+from harness.report.slow_ranks import SlowRanks
 from harness.state.train_state import TrainState
 
 
@@ -48,8 +49,13 @@ class RankFigures:
     step_time_ms: float = ABSENT
     data_wait_percent: float = ABSENT
     waited_ms: float = ABSENT  # of a step, inside collectives
-    kernel_ms: float = 0.0  # of the fixed kernel of `KernelClock`; 0 where it was not due
-    slowdown: float = 0.0  # why the clocks are low, bits of `driver.SLOWDOWNS`
+    slowdown: float = 0.0  # why the GPU's clocks are low, bits of `driver.SLOWDOWNS`
+
+    @property
+    def worked_ms(self) -> float:
+        """Milliseconds of a step outside collectives. Below zero on a GPU whose collectives, which run beside the work,
+        took longer than a step: only differences between ranks mean something."""
+        return self.step_time_ms - self.waited_ms
 
 
 def figures_of_all_ranks(
@@ -57,12 +63,12 @@ def figures_of_all_ranks(
     state: TrainState,
     device: torch.device,
     waited_ms: float | None = None,
-    clock: KernelClock | None = None,
+    slow_ranks: SlowRanks | None = None,
 ) -> dict[str, float]:
     """Speed as this rank saw it, the figures of `worst_of_ranks`, and goodput; in warmup memory alone.
 
-    `waited_ms` is how long this rank was inside collectives in a step, None where nobody timed that. Where a kernel
-    clock is given and due, every rank runs its kernel. Either all ranks call this with speed or none does.
+    `waited_ms` is how long this rank was inside collectives in a step, None where that was not timed; by it
+    `slow_ranks` names a rank that the others wait for. Either all ranks call this with speed or none does.
     """
     own = memory_figures(device)
     timed = "step_time_ms" in speed
@@ -70,18 +76,16 @@ def figures_of_all_ranks(
         own |= {"step_time_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
         if waited_ms is not None:
             own["waited_ms"] = waited_ms
-        if clock:
-            with state.tracker.excluded():
-                own["kernel_ms"], own["slowdown"] = clock.measure(state.step)
-    if not own:  # on no rank, so that none waits for a collective
+            own["slowdown"] = driver.slowdown()
+    if not own:  # the same on every rank, so none waits in a collective
         return {}
     ranks = gather(RankFigures(**own), device)
     worst = worst_of_ranks(ranks)
     if not timed:
         return worst
-    if clock:
-        kernel_ms, slowdowns = [rank.kernel_ms for rank in ranks], [int(rank.slowdown) for rank in ranks]
-        clock.judge(kernel_ms, slowdowns, state.step, worst["slowest_rank_ms"])
+    if slow_ranks and waited_ms is not None:
+        slowdowns = [int(rank.slowdown) for rank in ranks]
+        slow_ranks.judge([rank.worked_ms for rank in ranks], slowdowns, worst["slowest_rank_ms"])
     # the rest of the time since the run began is start-up, compilation, evaluation, pauses, and after a resume what was
     # lost and the time between
     trained, elapsed = state.productive_seconds(), state.elapsed
@@ -104,26 +108,19 @@ def gather(own: RankFigures, device: torch.device) -> list[RankFigures]:
 
 
 def worst_of_ranks(ranks: list[RankFigures]) -> dict[str, float]:
-    """The fullest rank's memory, and after warmup the slowest rank's step time, data wait and fixed kernel.
+    """The fullest rank's memory, and after warmup the slowest rank's step time and data wait.
 
-    With more than one rank also who that is: `slowest_rank` worked longest beside its collectives, where ranks wait for
-    slower ones; `slowest_kernel_rank` took longest for the fixed kernel. Of equal ranks it is the first.
+    With more than one rank also `slowest_rank`, the one that worked longest outside collectives, where ranks wait for
+    slower ones. Of equal ranks it is the first.
     """
     worst = {}
     for name in ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved"):
         worst[name] = max(getattr(rank, name) for rank in ranks)
     worst["slowest_rank_ms"] = max(rank.step_time_ms for rank in ranks)
     worst["data_wait_percent"] = max(rank.data_wait_percent for rank in ranks)
-    several = len(ranks) > 1
-    if several and all(rank.waited_ms != ABSENT for rank in ranks):
-        # not clipped: on a GPU collectives run beside the work, and all ranks may be in them for longer than a step
-        worked = [rank.step_time_ms - rank.waited_ms for rank in ranks]
-        worst["slowest_rank"] = worked.index(max(worked))
-    kernel_ms = [rank.kernel_ms for rank in ranks]
-    if any(kernel_ms):
-        worst["kernel_ms"] = max(kernel_ms)
-        if several:
-            worst["slowest_kernel_rank"] = kernel_ms.index(max(kernel_ms))
+    if len(ranks) > 1 and all(rank.waited_ms != ABSENT for rank in ranks):
+        worked_ms = [rank.worked_ms for rank in ranks]
+        worst["slowest_rank"] = worked_ms.index(max(worked_ms))
     return {key: value for key, value in worst.items() if value != ABSENT}
 
 

@@ -72,7 +72,7 @@ def test_every_figure_of_metrics_jsonl_has_its_entry(monkeypatch, device):
     stats = dict.fromkeys(("active_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak"), 1)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     memory = memory_figures(types.SimpleNamespace(type="cuda"))
-    ranks = [figures.RankFigures(**memory, step_time_ms=9, data_wait_percent=1, waited_ms=2, kernel_ms=1)] * 2
+    ranks = [figures.RankFigures(**memory, step_time_ms=9, data_wait_percent=1, waited_ms=2)] * 2
     keys |= {*figures.worst_of_ranks(ranks)}
     state = types.SimpleNamespace(productive_seconds=lambda: 1, elapsed=2)
     keys |= {*figures_of_all_ranks(clock.summary(), state, device, waited_ms=0.0)}
