@@ -12,46 +12,75 @@ from harness.model.attention import describe_attention
 
 
 def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | None, verified: str) -> str:
-    """The header: what will run, in figures that can be checked by hand."""
-    world, shards = dist.get_world_size(), mesh["shard"].size()
-    cuda = mesh.device_type == "cuda"
-    where = torch.cuda.get_device_name() if cuda else f"CPU with {counted(torch.get_num_threads(), 'thread')}"
-    master = ", fp32 master weights and gradient reduction"
-    precision = {
-        "bf16": "bf16 compute and all-gather" + master,
-        "fp8": f"{'emulated ' * settings.fp8_emulate}float8 linears ({settings.fp8_recipe}), bf16 elsewhere" + master,
-        "fp32": "fp32 throughout",
-        "bf16-pure": "bf16 throughout, optimizer included",
-    }
-    run = "compiled" if settings.compile else "eager"
-    techniques = [
-        describe_attention(settings, model.config, mesh.device_type)
-        + " inside documents (FLOPs counted as if across them)" * settings.document_mask,
-        f"{run} layers",
-        f"fused loss ({run} chunks)" if settings.fused_loss else "loss from full logits",
-        f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
-        if settings.activation_memory_budget is None
-        else f"activation memory budget {settings.activation_memory_budget:g}",
-        settings.optimizer,
-    ]
-    mfu = f"{significant(peak)} TFLOPS peak a {'GPU' if cuda else 'rank'}" if peak else "no MFU on a CPU"
-    if not peak and cuda:
-        mfu = f"no MFU: {where} is not in the table; give its dense bf16 peak with --peak-tflops"
+    """The header's lines.
+
+    Args:
+        flops: the FLOPs of a token and how they were counted, in words.
+        peak: TFLOPS of the device, None where it is not known.
+        verified: what was verified of the sharding, in words.
+    """
+    world_size, shards = dist.get_world_size(), mesh["shard"].size()
+    device = device_name(mesh.device_type)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    sharding = f"ZeRO-{settings.zero_stage} on {world_size} x {device}, "
+    sharding += f"replicas x shards {world_size // shards} x {shards}"
+    if settings.cpu_offload:
+        sharding += ", offloaded to the host"
     lines = {}
     if settings.demo and settings.dataset != "demo":
         lines["demo"] = f"the embedded model and its sizes, but on {settings.dataset} in place of the embedded stories"
-    lines |= {
-        "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {flops}, {mfu}",
-        "sharding": f"ZeRO-{settings.zero_stage} on {world} x {where}, replicas x shards {world // shards} x {shards}"
-        + ", offloaded to the host" * settings.cpu_offload,
-        "verified": verified,
-        "precision": precision[settings.precision],
-        "technique": ", ".join(techniques),
-        "batch": f"{settings.describe_batch(world)}, {settings.num_steps:,} steps",
-    }
+    lines["model"] = (
+        f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
+        f"{parameters:,} parameters, {flops}, {describe_peak(peak, mesh.device_type)}"
+    )
+    lines["sharding"] = sharding
+    lines["verified"] = verified
+    lines["precision"] = describe_precision(settings)
+    lines["technique"] = ", ".join(techniques(settings, model, mesh.device_type))
+    lines["batch"] = f"{settings.describe_batch(world_size)}, {settings.num_steps:,} steps"
     lines |= train_set.header
     return columns(lines, wrap=True)
+
+
+def device_name(device_type: str) -> str:
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU with {counted(torch.get_num_threads(), 'thread')}"
+
+
+def describe_peak(peak: float | None, device_type: str) -> str:
+    """The peak that MFU is measured against, in TFLOPS, or why there is no MFU."""
+    if peak:
+        return f"{significant(peak)} TFLOPS peak a {'GPU' if device_type == 'cuda' else 'rank'}"
+    if device_type == "cuda":
+        device = device_name(device_type)
+        return f"no MFU: {device} is not in the table; give its dense bf16 peak with --peak-tflops"
+    return "no MFU on a CPU"
+
+
+def describe_precision(settings: Settings) -> str:
+    master = "fp32 master weights and gradient reduction"
+    if settings.precision == "bf16":
+        return f"bf16 compute and all-gather, {master}"
+    if settings.precision == "fp8":
+        emulated = "emulated " if settings.fp8_emulate else ""
+        return f"{emulated}float8 linears ({settings.fp8_recipe}), bf16 elsewhere, {master}"
+    if settings.precision == "fp32":
+        return "fp32 throughout"
+    return "bf16 throughout, optimizer included"
+
+
+def techniques(settings: Settings, model, device_type: str) -> list[str]:
+    mode = "compiled" if settings.compile else "eager"
+    attention = describe_attention(settings, model.config, device_type)
+    if settings.document_mask:
+        attention += " inside documents (FLOPs counted as if across them)"
+    loss = f"fused loss ({mode} chunks)" if settings.fused_loss else "loss from full logits"
+    if settings.activation_memory_budget is not None:
+        activations = f"activation memory budget {settings.activation_memory_budget:g}"
+    else:
+        activations = f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
+    return [attention, f"{mode} layers", loss, activations, settings.optimizer]
 
 
 def significant(figure: float) -> str:

@@ -16,9 +16,12 @@ from harness.state.store import sync
 
 
 def as_json(metrics: dict) -> dict:
-    """The metrics with null for what is no number, which JSON does not know."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in metrics.items()}  # fmt: skip
+    """The metrics with null for NaN and infinity, which JSON lacks."""
+    values = {}
+    for key, value in metrics.items():
+        finite = not isinstance(value, float) or math.isfinite(value)
+        values[key] = value if finite else None
+    return values
 
 
 def metrics_text(lines: list[dict]) -> str:
@@ -30,9 +33,9 @@ class MetricsFile:
 
     def __init__(self, path: pathlib.Path, step: int):
         """Opens it without what an earlier start wrote after `step`."""
-        known = [line for line in read_metrics(path) if line["step"] <= step]
-        lines = [line for line in known if "final" not in line]
-        for line in known:  # stories of an end that is none any more stay with its step
+        kept = [line for line in read_metrics(path) if line["step"] <= step]
+        lines = [line for line in kept if "final" not in line]
+        for line in kept:  # the run goes on after its last line, whose stories stay with the step
             if "samples" in line and lines and lines[-1]["step"] == line["step"]:
                 lines[-1]["samples"] = line["samples"]
         replace_file(path, metrics_text(lines))
@@ -49,10 +52,10 @@ class MetricsFile:
         self.waiting.append(metrics_text([line]).encode())
 
     def write(self) -> None:
-        """Writes what waits, as far as the disk takes it; a line that it cut continues at the next call.
+        """Writes what waits, as far as the disk takes it; the rest of a line that it cut follows at the next call.
 
         Raises:
-            OSError: something waits still.
+            OSError: something still waits.
         """
         with self.lock:
             self._put_back()
@@ -63,7 +66,7 @@ class MetricsFile:
                     self.waiting.appendleft(rest)
 
     def _put_back(self) -> None:
-        """Writes the file anew, with all its lines, where it was removed or replaced and its folder is where it was."""
+        """Restores the file with all its lines where it was removed or replaced and its folder is where it was."""
         if place_of(self.path.parent) != self.folder:
             return  # moved away with the file in it, or gone
         status = os.fstat(self.file.fileno())
@@ -89,7 +92,7 @@ class MetricsFile:
         sync(self.path.parent)
 
     def close(self) -> None:
-        """What the disk has taken by `write` and a sync stays there, whatever closing says."""
+        """Closes the files. An error is no loss: what `write` and a sync gave to the disk stays there."""
         for file in (self.file, self.reader):
             with contextlib.suppress(OSError):
                 file.close()

@@ -14,6 +14,8 @@ from harness.job.printing import columns, say
 from harness.job.schedule import Due
 from harness.state.train_state import TrainState
 
+MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the latest
+
 
 class Profiler:
     """Profiles the steps of a run for which that is due."""
@@ -39,24 +41,26 @@ class Profiler:
 def profiling(folder: pathlib.Path, state: TrainState):
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
     with state.tracker.excluded():
-        with contextlib.nullcontext() if dist.get_rank() else torch.profiler.profile() as profile:
-            wait_for_device()  # the clock starts when the profiler has: CUPTI takes seconds
-            before, start = state.step, time.perf_counter()
+        profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
+        with profiler as profile:
+            wait_for_device()  # the clock starts after the profiler: CUPTI takes seconds
+            first_step, start = state.step, time.perf_counter()
             yield
             wait_for_device()
             seconds = time.perf_counter() - start
         if profile:
             (folder / "profile").mkdir(exist_ok=True)
             profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
-            steps, shares = state.step - before, time_shares(profile.events(), seconds)
+            steps = state.step - first_step
+            shares = time_shares(profile.events(), seconds)
             table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
             say(columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
-        dist.barrier()  # until rank 0 has written: the others' clocks must not count that either
+        dist.barrier()  # until rank 0 has written: the clocks of the other ranks must not count that either
 
 
 def record_memory(folder: pathlib.Path) -> None:
-    """Records allocations from now on; running out of memory writes them down."""
-    torch.cuda.memory._record_memory_history(max_entries=200_000)
+    """Records allocations from now on, and dumps them when memory runs out."""
+    torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
     torch._C._cuda_attach_out_of_memory_observer(lambda *_: dump_memory(folder))
 
 
@@ -66,7 +70,7 @@ def dump_memory(folder: pathlib.Path) -> None:
 
 
 def time_shares(events, seconds: float) -> dict[str, float]:
-    """Percent of `seconds` in which a device computed, communicated, did only the latter, and did nothing.
+    """Percent of `seconds` in which a device computed, communicated, communicated without computing, and was idle.
 
     Args:
         events: of a `torch.profiler.profile`. Where there are GPU kernels they alone count, NCCL's as communication;
@@ -85,11 +89,11 @@ def time_shares(events, seconds: float) -> dict[str, float]:
         "exposed communication": busy - compute,
         "idle": 1e6 * seconds - busy,
     }
-    return {name: value / seconds / 1e4 for name, value in microseconds.items()}
+    return {name: 100 * value / (1e6 * seconds) for name, value in microseconds.items()}
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals (start, end)."""
+    """Length of the union of intervals (start, end), in their unit."""
     total, reached = 0.0, -float("inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

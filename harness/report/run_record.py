@@ -21,7 +21,9 @@ from harness.state.train_state import TrainState
 def describe_identity(folder: pathlib.Path, state: TrainState) -> dict:
     """Which run this is, in config.json: by it `saved` tells a copy of the folder from the run itself."""
     identity = {"run_id": state.run_id, "folder": str(folder.resolve())}
-    return identity | ({"branched_from": state.branched_from} if state.branched_from else {})
+    if state.branched_from:
+        identity["branched_from"] = state.branched_from
+    return identity
 
 
 def describe_origin(origin: dict) -> str:
@@ -29,36 +31,47 @@ def describe_origin(origin: dict) -> str:
 
 
 def describe_starts(folder: pathlib.Path, state: TrainState, changed: str = "") -> list[dict]:
-    """The starts of the run in `folder` so far and this one: each with its time, the step that it went on from, how
-    many logged steps after it are done again, the ranks, and the flags that it `changed`. What a new run finds in a
-    copied folder was another's."""
-    config, step = read_config(folder), state.step
+    """The starts of the run in `folder` so far and this one: each with its time, the step that it resumed from, how
+    many logged steps after that one are repeated, the number of ranks, and the flags that it `changed`. The starts and
+    lines in a copied folder are another run's and do not count."""
+    config = read_config(folder)
     copied = state.branched_from and config.get("run_id") != state.run_id
-    starts = config.get("starts")
-    starts = starts if isinstance(starts, list) and not copied else []
-    logged = [] if copied else read_metrics(folder / "metrics.jsonl")
-    reached = max((line["step"] for line in logged), default=step)
-    now = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": step}
-    now |= {"lost_steps": max(0, reached - step), "world_size": dist.get_world_size()}
-    return [*starts, now | ({"changed": changed} if changed else {})]
+    starts, logged = [], []
+    if not copied:
+        logged = read_metrics(folder / "metrics.jsonl")
+        if isinstance(config.get("starts"), list):
+            starts = config["starts"]
+    last_logged = max((line["step"] for line in logged), default=state.step)
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "step": state.step,
+        "lost_steps": max(0, last_logged - state.step),
+        "world_size": dist.get_world_size(),
+    }
+    if changed:
+        start["changed"] = changed
+    return [*starts, start]
 
 
 def record_start(folder: pathlib.Path, state: TrainState) -> None:
-    """A start with nothing to train, in config.json with how it ends; where that cannot be written it is left out."""
+    """Adds a start with nothing to train to config.json, with how it ends; leaves it out where the file cannot be
+    written."""
     with contextlib.suppress(OSError):
-        if run := read_config(folder):
+        run = read_config(folder)
+        if run:
             keep_config(folder, run | {"starts": describe_starts(folder, state)} | describe_identity(folder, state))
 
 
 def keep_config(folder: pathlib.Path, run: dict) -> None:
-    """Writes config.json, and again with how this start ended: torchrun and what stands above it do not tell."""
+    """Writes config.json now, and at the end with the exit code of this start, which torchrun does not pass on."""
     write_config(folder, run)
     endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
 
 
 def write_config(folder: pathlib.Path, run: dict, **ending) -> None:
-    *before, now = run["starts"]
-    replace_file(folder / "config.json", json.dumps(run | {"starts": [*before, now | ending]}, indent=2) + "\n")
+    """Writes config.json, with `ending` in the entry of the latest start."""
+    *earlier, start = run["starts"]
+    replace_file(folder / "config.json", json.dumps(run | {"starts": [*earlier, start | ending]}, indent=2) + "\n")
 
 
 def describe_run(settings: Settings) -> dict:

@@ -1,5 +1,5 @@
 """Waiting: how long this rank is inside the collectives of a sharded model. Most of that is waiting for slower ranks:
-the slowest rank is the one that is there least. Called by the training loop. It does not know what the others do."""
+the slowest rank is inside them least. Called by the training loop. Independent of the other ranks' times."""
 
 import contextlib
 import time
@@ -13,8 +13,8 @@ from harness.report.profiling import covered
 
 
 class Waiting:
-    """A clock around every all-gather, reduce-scatter and all-reduce of a model's `fully_shard` groups, which stay what
-    they are.
+    """A clock around every all-gather, reduce-scatter and all-reduce of a model's `fully_shard` groups, which work as
+    before.
 
     On a CPU it runs in every step. On a GPU it is a pair of events on the collective's stream, which takes no time
     there, and it runs in the last step before a log line only.
@@ -22,7 +22,10 @@ class Waiting:
 
     def __init__(self, model: nn.Module):
         mesh = next(model.parameters()).device_mesh
-        self.cuda, self.runs, self.steps, self.spans = mesh.device_type == "cuda", False, 0, []
+        self.cuda = mesh.device_type == "cuda"
+        self.runs = False  # whether the current step is timed
+        self.steps = 0  # that were timed
+        self.spans: list[tuple] = []  # of time inside collectives: (start, end)
         self.begun = None  # when the first step of `spans` began
         self.reduced = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
         for group in collectives.groups(model):
@@ -38,10 +41,12 @@ class Waiting:
         if self.runs and self.begun is None:
             self.begun = self.now()
         yield
-        self.steps += self.runs
+        if self.runs:
+            self.steps += 1
         self.runs = False
 
     def now(self):
+        """This moment: seconds on a CPU, on a GPU an event on the current stream."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -53,19 +58,20 @@ class Waiting:
             self.spans.append((start, self.now()))
 
     def take(self) -> float:
-        """Milliseconds a step in which this rank was in a collective, since this was last called; the device is
-        synchronized. Where several run at once that time counts once, so it is never more than the steps took."""
+        """Milliseconds of a step that this rank was in a collective, the mean since the last call. The device must be
+        synchronized. Time in which several collectives run counts once, so it is never more than the steps took."""
         spans = [(self.since_begun(start), self.since_begun(end)) for start, end in self.spans]
         spent = covered(spans) / max(self.steps, 1)
         self.begun, self.steps, self.spans = None, 0, []
         return spent
 
     def since_begun(self, moment) -> float:
+        """Milliseconds from the first timed step to a moment."""
         return self.begun.elapsed_time(moment) if self.cuda else 1000 * (moment - self.begun)
 
 
 class Timed:
-    """A collective with a clock."""
+    """A collective with a clock, in the place of one of FSDP2's `AllGather` or `ReduceScatter` objects."""
 
     def __init__(self, waiting: Waiting, collective: Callable):
         self.waiting, self.collective = waiting, collective

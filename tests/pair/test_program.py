@@ -30,7 +30,7 @@ import train_fsdp
 import utils
 from harness.data import sample_order
 from harness.data.windows import PackedDataset
-from harness.report import trackers
+from harness.report import tracker_rows
 from harness.report.figure_list import BY_KEY
 
 PROMPT = "Once upon a time"
@@ -180,14 +180,14 @@ def test_the_run_can_be_read_back_from_wandb(demo):
     assert [row["_step"] for row in rows] == [line["step"] for line in logged]
     for row, line in zip(rows, logged, strict=True):
         figures = {key: value for key, value in row.items() if not key.startswith(("_", "stories", "by_tokens"))}
-        assert figures == trackers.grouped({key: value for key, value in line.items() if key != "samples"})
+        assert figures == tracker_rows.grouped({key: value for key, value in line.items() if key != "samples"})
         assert [row.get(f"by_tokens/{key}") for key in ("loss", "eval_loss")] == [line["loss"], line.get("eval_loss")]
     axes = {r.metric.glob_name or r.metric.name: r.metric.step_metric for r in records if r.HasField("metric")}
     assert axes == {"by_tokens/*": "data/tokens_seen"}
 
     *_, summary = [as_dict(r.summary.update) for r in records if r.HasField("summary") and "stories" in str(r)]
     averages = {key: value for key, value in final.items() if key not in ("final", "samples")}
-    assert {key: value for key, value in summary.items() if key != "stories"} == trackers.grouped(averages)
+    assert {key: value for key, value in summary.items() if key != "stories"} == tracker_rows.grouped(averages)
     (table,) = folder.rglob("stories_summary_*.table.json")
     told = [[line["step"], *story.values()] for line in (*logged, final) for story in line.get("samples", ())]
     assert json.loads(table.read_text())["data"] == told

@@ -27,7 +27,7 @@ import utils
 from harness.base.errors import UserError
 from harness.job import endings
 from harness.plan import own_plan
-from harness.report import figures, trackers
+from harness.report import figures, tensorboard_tracker, tracker_rows, trackers, wandb_tracker
 from harness.report.figure_list import FIGURES
 from harness.report.figures import figures_of_all_ranks, memory_figures
 
@@ -83,7 +83,7 @@ def test_every_figure_of_metrics_jsonl_has_its_entry(monkeypatch, device):
 
 
 def test_a_figure_without_an_entry_is_shown_all_the_same():
-    assert trackers.grouped({"step": 3, "loss": 1.5, "new": 2}) == {"train/loss": 1.5, "other/new": 2}
+    assert tracker_rows.grouped({"step": 3, "loss": 1.5, "new": 2}) == {"train/loss": 1.5, "other/new": 2}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_wandb_offline_goes_on_in_a_new_file_that_has_what_the_one_before_lacks(
         stuck = tmp_path / "stuck.wandb"
         shutil.copy(wandb_run.file, stuck)
         wandb_run.file, wandb_run.size = stuck, stuck.stat().st_size
-        monkeypatch.setattr(trackers, "STUCK", 0.2)
+        monkeypatch.setattr(wandb_tracker, "STUCK_SECONDS", 0.2)
     for step in (3, 4, 5):
         log(step)
         time.sleep(0.3)
@@ -266,13 +266,13 @@ def test_a_server_that_is_not_reached_is_one_line_before_anything_begins(mistake
     "text", ["a <b>bold</b> *fox* said: [x](http://y)", "1. one\n# two\n- `three` | ~4~ &lt; 5", "_a_"]
 )
 def test_a_story_is_shown_as_it_was_written(text):
-    page = markdown_to_safe_html(trackers.literal(text))
+    page = markdown_to_safe_html(tensorboard_tracker.literal(text))
     assert html.unescape(re.sub(r"<br ?/?>|</?p>", "", page)).strip() == text
 
 
 def test_the_configuration_is_a_table_with_a_row_for_each_value():
     config = CONFIG | {"flags": {"lr": 3e-4, "eval_split": None, "betas": [0.9, 0.95], "model": "a|b"}}
-    page = markdown_to_safe_html(trackers.as_table(config))
+    page = markdown_to_safe_html(tensorboard_tracker.as_table(config))
     cells = [re.sub("<[^>]*>", "", cell) for cell in re.findall("<td>(.*?)</td>", page)]
     assert dict(zip(cells[::2], cells[1::2], strict=True)) == {
         "flags.lr": "0.0003",
