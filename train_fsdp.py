@@ -390,7 +390,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     optimizer = build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
     verified = verify_sharding(model, optimizer, mesh, keeps_states=sizes.states > 0)
-    flops_per_token, flops_in_words = known_flops(model, settings.sequence_length)
+    flops_per_token, flops_in_words = known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
         raise UserError(f"--min-mfu: {flops_in_words}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
@@ -634,7 +634,14 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
 
 
 RECIPE = planning.Recipe(
-    resolve, build_mesh, build_model, build_optimizer, train_step, utils.PerformanceTracker, utils.estimate_mfu
+    resolve=resolve,
+    build_mesh=build_mesh,
+    build_model=build_model,
+    build_optimizer=build_optimizer,
+    train_step=train_step,
+    make_tracker=utils.PerformanceTracker,
+    estimate_mfu=utils.estimate_mfu,
+    flops_per_token=utils.get_model_flops_per_token,
 )
 
 

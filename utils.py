@@ -24,7 +24,7 @@ from harness.data.documents import token_dtype
 from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.splits import cut_positions, parse_split
 from harness.data.windows import PackedDataset, create_collate_fn, pack
-from harness.model.flops import flops_per_token
+from harness.model.flops import count_flops_per_token, formula_holds
 
 __all__ = [
     "PackedDataset",
@@ -108,15 +108,38 @@ def get_gpu_peak_tflops(name: str | None = None) -> float | None:
 
 
 def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
-    """FLOPs of forward and backward per token, rounded: what torch counts in the real model (`count_flops`).
+    """FLOPs of forward and backward per token, by the formula of PaLM (arXiv 2204.02311), appendix B:
 
-    Of softmax attention between linear layers that is the formula of PaLM (arXiv 2204.02311), appendix B, to the digit:
-    6 x (parameters of each matmul that a token passes: real KV heads, active experts, LM head once, no embedding) +
-    12 x layers x heads x head_dim x seq_len, halved with `causal`. A sliding window or chunk takes the place of
-    `seq_len`, not with eager attention. `model` is a causal language model of transformers, sharded too, or its config.
-    A ValueError says why there is no figure to be trusted, or no causal one.
+        6 x (parameters of the matmuls that a token passes) + 12 x layers x heads x head_dim x seq_len
+
+    Key and value have the real number of KV heads; of a mixture only the active experts count; the LM head counts once,
+    tied or not, and the embedding not at all. `causal` halves the attention term.
+
+    The formula holds for the families that `harness/model/flops.py` lists. Other models (sliding windows, linear
+    attention) have their operators counted by torch, which gives the same number where the formula holds.
+
+    `model` is a causal language model of transformers, sharded too, or its config. A ValueError says why there is no
+    figure to be trusted, or no causal one.
     """
-    return flops_per_token(model, seq_len, causal)
+    config = getattr(model, "config", model)
+    if not formula_holds(config):
+        return count_flops_per_token(config, seq_len, causal)
+
+    hidden_size, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden_size // heads
+    query_and_output = 2 * hidden_size * heads * head_dim
+    key_and_value = 2 * hidden_size * config.num_key_value_heads * head_dim
+    mlp = 3 * hidden_size * config.intermediate_size  # gate, up, down
+    if getattr(config, "num_experts", 0):
+        router = hidden_size * config.num_experts
+        mlp = router + config.num_experts_per_tok * 3 * hidden_size * config.moe_intermediate_size
+    lm_head = hidden_size * config.vocab_size
+    matmul_parameters = layers * (query_and_output + key_and_value + mlp) + lm_head
+
+    attention = 12 * layers * heads * head_dim * seq_len
+    if causal:
+        attention //= 2
+    return 6 * matmul_parameters + attention
 
 
 def estimate_mfu(

@@ -49,7 +49,8 @@ def planned(flags: str, given: dict | None = None) -> dict:
     config = load_config(settings.model)
     settings = train_fsdp.resolve(settings, config)
     rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", given or {}, settings.attention == "flash")
-    flops, _ = known_flops(on_meta(config, settings.attention), settings.sequence_length)
+    model = on_meta(config, settings.attention)
+    flops, _ = known_flops(model, settings.sequence_length, train_fsdp.RECIPE.flops_per_token)
     return predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops).to_json()
 
 

@@ -114,7 +114,8 @@ def measure(argv, device) -> dict:
 
 def plan(argv, ranks: int) -> dict:
     settings, config = resolved(["--plan", *argv])
-    flops, _ = known_flops(on_meta(config, settings.attention), settings.sequence_length)
+    model = on_meta(config, settings.attention)
+    flops, _ = known_flops(model, settings.sequence_length, train_fsdp.RECIPE.flops_per_token)
     rates = gpus.find_rates("H100 SXM", {})
     return predict.predict(settings, train_fsdp.RECIPE, config, ranks, rates, flops).to_json()
 

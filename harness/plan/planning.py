@@ -52,7 +52,8 @@ def plan(settings: Settings, recipe: Recipe) -> None:
         raise UserError(f"--precision fp8: {why}; use bf16")
     config = load_config(settings.model)
     settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
-    flops, counted = known_flops(on_meta(config, settings.attention), settings.sequence_length)
+    model = on_meta(config, settings.attention)
+    flops, counted = known_flops(model, settings.sequence_length, recipe.flops_per_token)
     timed = clock.timed(predict)
     predicted = functools.cache(lambda settings, world: timed(settings, recipe, config, world, rates, flops))
 

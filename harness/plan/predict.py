@@ -22,7 +22,7 @@ Peaks = dict[tuple, np.ndarray]  # (microbatch, phase, and in a pass the layer):
 
 # The pair's own functions, which a plan drives.
 Recipe = collections.namedtuple(
-    "Recipe", "resolve build_mesh build_model build_optimizer train_step make_tracker estimate_mfu"
+    "Recipe", "resolve build_mesh build_model build_optimizer train_step make_tracker estimate_mfu flops_per_token"
 )
 
 

@@ -1,4 +1,5 @@
-"""FLOPs per token are what torch's own counter counts, from a model or its config (every family: test_families.py)."""
+"""FLOPs per token are what torch's own counter counts, from a model or its config (every family: test_families.py), and
+PaLM's formula where it holds."""
 
 import json
 import sys
@@ -84,6 +85,58 @@ def test_flops_equal_torchs_counter_and_palms_formula_to_the_digit(name):
     assert families.palm_flops_per_token(model, SEQUENCE) == counted
 
 
+VARIATIONS = {
+    "grouped KV heads": {},
+    "one KV head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "a KV head for each head": {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    "heads wider than the hidden size": {"head_dim": 32},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("family", [*flops.DENSE_FAMILIES, *flops.MIXTURE_FAMILIES])
+def test_the_formula_is_the_count_for_every_family_for_which_it_holds(family):
+    for name, variation in VARIATIONS.items():
+        sizes = SIZES | {"sliding_window": None} | variation
+        if family in flops.MIXTURE_FAMILIES:
+            sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config = AutoConfig.for_model(family, **sizes)
+        assert flops.formula_holds(config), name
+        assert utils.get_model_flops_per_token(config, 64) == flops.count_flops_per_token(config, 64), name
+    causal = flops.count_flops_per_token(config, 64, causal=True)
+    assert utils.get_model_flops_per_token(config, 64, causal=True) == causal
+
+
+UNLIKE_THE_FORMULA = {
+    "another family": ("stablelm", {}),
+    "a sliding window": ("mistral", {"sliding_window": 16}),
+    "layers with a window": ("smollm3", {"use_sliding_window": True, "sliding_window": 16}),
+    "layer types that the family ignores": ("llama", {"layer_types": ["sliding_attention"] * 2}),
+    "experts that the family ignores": ("llama", {"num_experts": 8, "num_experts_per_tok": 2}),
+    "a dense layer in a mixture": ("qwen3_moe", EXPERTS | {"mlp_only_layers": [0]}),
+    "a mixture in every second layer": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2}),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_THE_FORMULA)
+def test_what_is_unlike_the_formula_is_counted(name, monkeypatch):
+    family, sizes = UNLIKE_THE_FORMULA[name]
+    config = AutoConfig.for_model(family, **SIZES | sizes)
+    assert not flops.formula_holds(config)
+    monkeypatch.setattr(utils, "count_flops_per_token", lambda *_: "counted")
+    assert utils.get_model_flops_per_token(config, SEQUENCE) == "counted"
+
+
+def test_the_header_says_whether_the_formula_or_the_count_gave_the_figure():
+    words = []
+    for family in ("llama", "stablelm"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES))
+        words.append(flops.known_flops(model, SEQUENCE, utils.get_model_flops_per_token)[1])
+    assert words[0].endswith("GFLOP a token, by the formula of PaLM")
+    assert words[1].endswith("GFLOP a token, counted by torch")
+
+
 def test_an_outer_product_that_takes_a_gradient_counts_and_one_of_rotary_angles_does_not():
     column, row = torch.ones(1, 8, 1), torch.ones(1, 1, 4, requires_grad=True)
     with FlopCounter() as counter:
@@ -112,7 +165,7 @@ def test_presets_have_the_published_number_of_parameters(name, parameters):
     with torch.device("meta"):  # 70 billion of them take no memory
         model = AutoModelForCausalLM.from_config(preset(name))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    assert utils.get_model_flops_per_token(model, 8192) == utils.get_model_flops_per_token(model.config, 8192)
+    assert utils.get_model_flops_per_token(model, 8192) == flops.count_flops_per_token(model.config, 8192)
 
 
 def test_flops_of_smollm3_3b_by_hand():
@@ -202,13 +255,13 @@ def test_what_takes_too_many_operators_is_continued_from_short_sequences(monkeyp
     whole = utils.get_model_flops_per_token(config, length)
     counts, run = [], FlopCounter.__enter__
     monkeypatch.setattr(FlopCounter, "__enter__", lambda self: counts.append(self) or run(self))
-    monkeypatch.setattr(flops, "MOST_OPERATORS", operators)
+    monkeypatch.setattr(flops, "MAX_OPERATORS", operators)
     assert utils.get_model_flops_per_token(config, length) == whole
     assert len(counts) > 4
 
 
 def test_products_that_are_rounded_up_to_a_chunk_are_not_continued(monkeypatch):
-    monkeypatch.setattr(flops, "MOST_OPERATORS", 12_000)
+    monkeypatch.setattr(flops, "MAX_OPERATORS", 12_000)
     config = families.small_config("kimi_linear")
     with pytest.raises(ValueError, match="evenly"):
         utils.get_model_flops_per_token(config, 4096)
