@@ -235,28 +235,63 @@ class StreamedBatches(IterableDataset):
             yield UserError(str(error), exit_code=1)
 
     def _batches(self) -> Iterator[dict[str, Any]]:
-        seq_len, collate = self.stream.seq_len, create_collate_fn(self.stream.end_of_text, shift_labels=False)
-        size = self.batch_size * seq_len
-        first = self.first_sample * seq_len + self.rank * size  # token of this rank's next batch
-        told = 0  # bad records that have been told of
-        held, positions = np.empty(0, token_dtype(self.stream.vocab_size)), collections.deque()
+        seq_len = self.stream.seq_len
+        collate = create_collate_fn(self.stream.end_of_text, shift_labels=False)
+        batch_tokens = self.batch_size * seq_len
+        first = self.first_sample * seq_len + self.rank * batch_tokens  # token that this rank's next batch begins with
+        buffer = TokenBuffer(token_dtype(self.stream.vocab_size))
+        bad_reported = 0
         for position, tokens in self.stream.chunks(self.position or (0, 0, 0)):
-            counts = self.stream.counts
-            bad = counts["bad records"]
-            if self.rank == 0 and bad >= max(1, 10 * told):
-                told = bad
-                empty = f"empty documents {counts['empty documents']:,}, " * bool(counts["empty documents"])
-                say("data      ", f"left out so far: {empty}bad records {bad:,}")
-            positions.append(position)
-            held = np.concatenate([held, tokens])
-            end = position[0] + len(tokens)
-            while end > first + size:
-                while len(positions) > 1 and positions[1][0] <= first:
-                    positions.popleft()
-                windows = PackedDataset(held[first - end :][: size + 1], seq_len)
-                yield collate(list(windows)) | {"position": positions[0]}
-                first += self.world_size * size
-            held = held[first - end :] if first < end else held[:0]
+            bad = self.stream.counts["bad records"]
+            if self.rank == 0 and bad >= max(1, 10 * bad_reported):
+                report_left_out(self.stream.counts)
+                bad_reported = bad
+            buffer.append(position, tokens)
+            buffer.drop_before(first)
+            while len(buffer.tokens) > batch_tokens:  # one token more: the last label
+                windows = PackedDataset(buffer.tokens[: batch_tokens + 1], seq_len)
+                batch = collate(list(windows))
+                batch["position"] = buffer.positions[0]
+                yield batch
+                first += self.world_size * batch_tokens
+                buffer.drop_before(first)
+
+
+class TokenBuffer:
+    """The tokens of a stream that were read and are still needed, and the positions of the chunks they came in.
+
+    Tokens are numbered from the beginning of the stream. `positions[0]` is the last one at or before the first token
+    that is needed: a restart from there reads it again.
+    """
+
+    def __init__(self, dtype: type):
+        self.tokens = np.empty(0, dtype)
+        self.start = 0  # number of the first of `tokens`
+        self.positions: collections.deque[tuple[int, int, int]] = collections.deque()
+
+    def append(self, position: tuple[int, int, int], tokens: np.ndarray) -> None:
+        """Adds the chunk at a position, which follows the one before it."""
+        if not len(self.tokens):
+            self.start = position[0]
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.positions.append(position)
+
+    def drop_before(self, number: int) -> None:
+        """Drops the tokens before a number, which may lie beyond all that were read."""
+        dropped = min(number - self.start, len(self.tokens))
+        self.tokens = self.tokens[dropped:]
+        self.start += dropped
+        while len(self.positions) > 1 and self.positions[1][0] <= number:
+            self.positions.popleft()
+
+
+def report_left_out(counts: collections.Counter) -> None:
+    """Prints how many documents were left out so far."""
+    empty, bad = counts["empty documents"], counts["bad records"]
+    left_out = f"bad records {bad:,}"
+    if empty:
+        left_out = f"empty documents {empty:,}, {left_out}"
+    say("data      ", f"left out so far: {left_out}")
 
 
 def stream_dataset(
