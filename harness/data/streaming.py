@@ -172,19 +172,23 @@ class StreamedDataset:
         A position is (tokens before it, epoch, documents of the epoch before it); (0, 0, 0) is the beginning. Documents
         before it are read again, but not tokenized.
         """
-        total, epoch, seen = position
+        total, epoch, first_document = position
         while True:
-            if epoch:  # of the first alone, which reads all, is told what is left out
+            if epoch:  # the first epoch reads everything, and alone counts what is left out
                 self.reading = (*self.reading[:2], collections.Counter())
             documents = self.documents(np.random.default_rng([self.seed, epoch]))
-            for tokens in self._tokens(itertools.islice(documents, seen, None)):
-                yield (total, epoch, seen), tokens
-                total, seen = total + len(tokens), seen + STREAM_BATCH
-            epoch, seen = epoch + 1, 0
+            counts: collections.Counter = collections.Counter()
+            chunk_position = (total, epoch, first_document)
+            for tokens in self._tokens(itertools.islice(documents, first_document, None), counts):
+                yield chunk_position, tokens
+                total += len(tokens)
+                chunk_position = (total, epoch, first_document + counts["documents"])
+            epoch, first_document = epoch + 1, 0
 
-    def _tokens(self, documents: Iterator) -> Iterator[np.ndarray]:
+    def _tokens(self, documents: Iterator, counts: collections.Counter | None = None) -> Iterator[np.ndarray]:
+        """Their token ids, a chunk of up to STREAM_BATCH documents at a time; `counts` gets how many documents."""
         with self._naming_faults():
-            batches = token_batches(documents, self.tokenizer, STREAM_BATCH, self.counts)
+            batches = token_batches(documents, self.tokenizer, STREAM_BATCH, counts)
             yield from in_vocabulary(batches, self.vocab_size)
 
     @contextlib.contextmanager

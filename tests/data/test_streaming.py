@@ -1,5 +1,6 @@
 """A streamed corpus trains on the same samples whoever reads them, and goes on after a kill where it was."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer
 import utils
 from harness.base import saved
 from harness.base.errors import UserError
-from harness.data import corpora, held_out, sample_order, streaming
+from harness.data import corpora, documents, held_out, sample_order, streaming
 from harness.data.documents import token_batches
 from harness.data.records import DOCUMENT_MARK
 from harness.data.windows import PackedDataset
@@ -124,6 +125,16 @@ def test_what_is_before_a_position_is_not_tokenized_again(stream, tokens, tokeni
     monkeypatch.setattr(streaming, "token_batches", lambda documents, *of: tokenize(seen(documents), *of))
     next(stream.chunks(last))
     assert sum(encoded) <= streaming.STREAM_BATCH
+
+
+def test_a_position_among_long_documents_skips_none_of_them(stream, monkeypatch):
+    few_at_once = functools.partial(documents.take, characters=300)  # real ones: 2**21
+    monkeypatch.setattr(documents, "take", few_at_once)
+    chunks = list(itertools.islice(stream.chunks((0, 0, 0)), 30))
+    assert chunks[-1][0][2] < 30 * streaming.STREAM_BATCH  # chunks are cut short
+    for position, tokens in chunks:
+        again, first_tokens = next(stream.chunks(position))
+        assert (again, first_tokens.tolist()) == (position, tokens.tolist())
 
 
 def test_a_worker_that_reads_ahead_gives_each_batch_its_own_position(stream):
