@@ -39,7 +39,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
-from harness.base import saved
+from harness.base import saved, torch_internals
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line, one_line
@@ -162,7 +162,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     if settings.precision == "fp8":
         convert_to_fp8 = fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.compile)
     if settings.activation_memory_budget is not None:
-        torch._functorch.config.activation_memory_budget = settings.activation_memory_budget
+        torch_internals.set_activation_memory_budget(settings.activation_memory_budget)
 
     shard = functools.partial(fully_shard, mesh=mesh, **sharding_policies(settings, device))
     torch.manual_seed(settings.seed)

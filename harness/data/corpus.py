@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness.base.errors import UserError
+from harness.base.package_internals import content_fingerprint
 from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, vocabulary_of
 from harness.data.formats import file_records
 from harness.data.hub_rows import hub_records, load_documents
@@ -43,7 +44,7 @@ class Corpus:
             stats = [(str(file.resolve()), file.stat()) for file in self.files]
             content = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
         else:
-            content = self.rows._fingerprint
+            content = content_fingerprint(self.rows)
         fields = [self.text_field] if isinstance(self.text_field, str) else self.text_field[-1]
         vocabulary = [vocabulary_of(self.tokenizer), self.tokenizer.eos_token_id, self.vocab_size]
         return json.dumps([CACHE_VERSION, self.dataset, self.split, content, fields, *vocabulary])

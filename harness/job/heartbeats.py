@@ -16,10 +16,9 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 
 import psutil
-import torch
 import torch.distributed as dist
 
-from harness.base import console
+from harness.base import console, torch_internals
 from harness.job import endings, terminal
 
 BEAT = 2.0  # seconds between two beats
@@ -265,5 +264,6 @@ def record_into(folder: pathlib.Path) -> None:
 
 def dump_flight_recorder(folder: pathlib.Path, rank: int) -> None:
     """Writes NCCL's record of its last collectives, for torch's `torchfrtrace`."""
-    if dump := getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None):
-        (folder / f"nccl_trace_rank_{rank}").write_bytes(dump())
+    trace = torch_internals.nccl_trace()
+    if trace is not None:
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)

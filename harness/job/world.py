@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from harness.base import console
+from harness.base import console, torch_internals
 from harness.base.errors import UserError
 from harness.base.text import first_line
 from harness.job import endings, heartbeats, terminal
@@ -76,10 +76,10 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
 def limit_waiting(*groups: dist.ProcessGroup) -> None:
     """Lets collectives of these groups give up when those of the default group do: torch gives every group that it is
     not told otherwise of 30 minutes."""
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    if isinstance(backend, dist.ProcessGroupGloo):  # not that of a plan, where nobody waits
+    timeout = torch_internals.gloo_timeout()
+    if timeout is not None:  # a plan's group has no gloo, and nobody waits in it
         for group in groups:
-            dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+            torch_internals.set_group_timeout(group, timeout)
 
 
 def new_group() -> dist.ProcessGroup:

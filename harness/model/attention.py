@@ -4,17 +4,23 @@ import inspect
 from importlib.util import find_spec
 
 import torch
-import transformers
 from torch import nn
-from torch.nn.attention import SDPBackend
-from transformers import AutoModelForCausalLM, masking_utils
-from transformers.integrations import sdpa_attention
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 from harness.base.errors import UserError
+from harness.base.torch_internals import chosen_attention_kernel
+from harness.base.transformers_internals import (
+    attention_of,
+    set_gqa_in_sdpa,
+    set_packing_detection,
+    shares_keys_in_sdpa,
+    supports_flex_attention,
+    supports_sdpa,
+    use_gqa_in_sdpa,
+)
 from harness.flags.settings import Settings
 
-use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 # What torch takes in the place of its own flash attention on a GPU of this major capability, if it is installed.
 FLASH_KERNELS = {9: ("FA3", is_flash_attn_3_available), 10: ("FA4", is_flash_attn_4_available)}
@@ -50,24 +56,24 @@ def choose_attention(settings: Settings, config) -> str:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
     # On a GPU no fused kernel takes fp32 and heads that share keys: torch would compute all scores of a layer at once.
     shares = settings.precision != "fp32" or not (cuda or settings.plan)
-    sdpa_attention.use_gqa_in_sdpa = use_gqa_in_sdpa if shares else lambda *_: False
+    set_gqa_in_sdpa(use_gqa_in_sdpa if shares else lambda *_: False)
     if attention != "auto":
         return attention
     kernel, installed = FLASH_KERNELS.get(torch.cuda.get_device_capability()[0] if cuda else 0, ("", None))
     if kernel in torch.nn.attention.list_flash_attention_impls() and installed():
         torch.nn.attention.activate_flash_attention_impl(kernel)  # in the place of torch's own flash attention
         torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
-    supported = AutoModelForCausalLM._model_mapping[type(config)]
-    if settings.document_mask and cuda and supported._supports_flex_attn:
+    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if settings.document_mask and cuda and supports_flex_attention(family):
         return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
-    return "sdpa" if supported._supports_sdpa else "eager"
+    return "sdpa" if supports_sdpa(family) else "eager"
 
 
 def describe_attention(settings: Settings, config, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
     UserError where there is none."""
-    if config._attn_implementation != "sdpa":
-        return f"{config._attn_implementation} attention"
+    if attention_of(config) != "sdpa":
+        return f"{attention_of(config)} attention"
     try:
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -82,10 +88,9 @@ def describe_attention(settings: Settings, config, device: str) -> str:
     )
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device) if settings.document_mask else None
-    shared = query.shape != key.shape and sdpa_attention.use_gqa_in_sdpa(mask, key, key)
+    shared = query.shape != key.shape and shares_keys_in_sdpa(mask, key, key)
     key = key if shared else key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    options = {"is_causal": mask is None, "enable_gqa": shared}
-    kernel = SDPBackend(torch._fused_sdp_choice(query, key, key, mask, **options)).name.lower()
+    kernel = chosen_attention_kernel(query, key, key, mask, is_causal=mask is None, enable_gqa=shared).name.lower()
     if kernel == "error":
         raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
     if kernel == "flash_attention":
@@ -98,8 +103,7 @@ def describe_attention(settings: Settings, config, device: str) -> str:
 def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
     """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
     sync in every forward, or in every layer with flash_attention_2."""
-    masking_utils.find_packed_sequence_indices = lambda ids: (ids == 0).cumsum(-1) if document_mask else None
-    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+    set_packing_detection(lambda ids: (ids == 0).cumsum(-1) if document_mask else None)
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):

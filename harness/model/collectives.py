@@ -1,8 +1,7 @@
 """Collectives: what FSDP2 does with a group's parameters and gradients where that is not left to it: no copies on a
 rank that shards with nobody, and replicas that begin equal. Called by the script while it shards a model, and by the
-clock around collectives (waiting.py). Independent of when they are called.
-
-What it takes from FSDP2 beside the public functions is the same in torch 2.11 and 2.13; nothing else reaches into it.
+clock around collectives (waiting.py). Independent of when they are called. Built on parts of FSDP2 that are the same in
+torch 2.11 and 2.13.
 """
 
 from collections.abc import Iterator
@@ -11,20 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from harness.base.torch_internals import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    FSDPParam,
+    fsdp_group,
+    sharded_data,
+    sharded_tensor,
+)
 from harness.model.optimization import local
 
 
-def groups(model: nn.Module) -> Iterator:
-    """The group of parameters of each `fully_shard`; a module without parameters of its own has none."""
+def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that `fully_shard` was called for, but those without parameters of their own."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group:
-                yield group
+        if fsdp_group(module):
+            yield module
 
 
 class OneBuffer(DefaultReduceScatter):
@@ -52,16 +54,16 @@ class WholeParameter(FSDPParam):
 
     @property
     def computes_itself(self) -> bool:
-        whole = self._sharded_param_data
-        return self.param_dtype is None and whole.untyped_storage().nbytes() == whole.nbytes
+        parameter = sharded_data(self)
+        return self.param_dtype is None and parameter.untyped_storage().nbytes() == parameter.nbytes
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
-        return [self._sharded_param_data]  # not cast yet: FSDP2 copies it into the output, which casts
+        return [sharded_data(self)]  # not cast yet: FSDP2 copies it into the output, which casts
 
     def init_all_gather_outputs(self, numels, dtypes, world_size, device, **options) -> None:
         if self.computes_itself:
-            self.all_gather_outputs = [self._sharded_param_data]  # and copying it onto itself is nothing
+            self.all_gather_outputs = [sharded_data(self)]  # and copying it onto itself is nothing
         else:
             super().init_all_gather_outputs(
                 numels, [self.param_dtype or self.orig_dtype], world_size, device, **options
@@ -80,10 +82,10 @@ def leave_out_copies(model: nn.Module, mesh: DeviceMesh) -> None:
     else FSDP2 does as it does by itself, and so it does with parameters on the host and with float8 weights."""
     if mesh["shard"].size() > 1:
         return
-    for group in groups(model):
-        group._reduce_scatter_comm = OneBuffer()
-        for parameter in group.fsdp_params:
-            casts_itself = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+    for module in sharded_modules(model):
+        module.set_custom_reduce_scatter(OneBuffer())
+        for parameter in fsdp_group(module).fsdp_params:
+            casts_itself = hasattr(sharded_tensor(parameter), "fsdp_pre_all_gather")
             if not (parameter.offload_to_cpu or casts_itself):
                 parameter.__class__ = WholeParameter
 

@@ -9,7 +9,7 @@ import re
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
 
 from harness.base.errors import UserError
 from harness.base.hub import answer_from_cache_without_network
@@ -44,7 +44,7 @@ def load_config(model: str):
         nowhere = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
         what = "its config.json cannot be used" if os.path.exists(source) else nowhere
         raise UserError(f"--model {model}: {what} ({first_line(error)})") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
     if why := malformed(config.get_text_config()):
         raise UserError(f"--model {model}: its config.json cannot be used ({why})")
@@ -91,7 +91,7 @@ def refuse_foreign_code(what: str, error: Exception) -> None:
 def untrainable(config) -> str:
     """Why a family would train wrong, or not on layers that are cut and have labels that are shifted already; empty
     where nothing says so (`loss.check_labels` and `make_real` refuse what shows only later)."""
-    text, family = config.get_text_config(), AutoModelForCausalLM._model_mapping[type(config)]
+    text, family = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
         return f"{family.__name__} computes a loss of its own, of labels that it may shift"
     reads = re.search(r"if .*is_decoder", inspect.getsource(inspect.getmodule(family)))  # some have it for nothing

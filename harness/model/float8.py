@@ -1,6 +1,7 @@
 """Float8: torchao's linears, and the cast before their all-gather."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from harness.base import versions
 from harness.base.errors import UserError
+from harness.base.package_internals import float8_dtype, float8_scale, set_float8_scale, wrapped_weight
 from harness.flags.rules import misfits_float8
 from harness.flags.settings import Settings
 
@@ -57,15 +59,17 @@ def cast_before_all_gather(compiled: bool) -> None:
 
     def to(weight, *args, **options):
         moved = torch.Tensor.to(weight, *args, **options)
-        if moved is not weight and weight._precomputed_scale is not None:
-            moved._precomputed_scale = weight._precomputed_scale.to(moved.device)
+        scale = float8_scale(weight)
+        if moved is not weight and scale is not None:
+            set_float8_scale(moved, scale.to(moved.device))
         return moved
 
     def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
-        scale, dtype, rows = weight._precomputed_scale, weight._dtype, -(-outer_size[0] // mesh.size())
+        master, scale, dtype = wrapped_weight(weight), float8_scale(weight), float8_dtype(weight)
         if scale is None:
-            scale = tensor_to_scale(weight._tensor, dtype, reduce_amax=True, device_mesh=mesh)
-        bits = cast(weight._tensor, scale, dtype)
+            scale = tensor_to_scale(master, dtype, reduce_amax=True, device_mesh=mesh)
+        bits = cast(master, scale, dtype)
+        rows = math.ceil(outer_size[0] / mesh.size())  # of the largest shard
         if len(bits) < rows:
             padded = bits.new_zeros(rows, *bits.shape[1:])
             padded[: len(bits)] = bits

@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.base.errors import UserError
+from harness.base.package_internals import wrapped_weight
+from harness.base.torch_internals import norm_of_each
 from harness.flags.settings import OPTIMIZERS, Settings
 from harness.job.host import ParameterBytes
 
@@ -108,8 +110,7 @@ def set_option(group: dict, name: str, value: float) -> None:
 
 def local(tensor: DTensor) -> torch.Tensor:
     """This rank's part; of a float8 weight the master weight that it wraps. Called without gradients."""
-    part = tensor.to_local()
-    return getattr(part, "_tensor", part)
+    return wrapped_weight(tensor.to_local())
 
 
 @torch.no_grad()
@@ -122,7 +123,7 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
         if max_norm:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-    norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters], dtype=torch.float32)
+    norms = norm_of_each([local(parameter.grad) for parameter in parameters])
     norm, shards = torch.linalg.vector_norm(torch.stack(norms)), parameters[0].device_mesh.get_group("shard")
     if shards.size() > 1:  # replicas have the same gradients
         norm.square_()

@@ -5,8 +5,8 @@ import pathlib
 
 import transformers
 from transformers import AutoTokenizer
-from transformers.models.auto import tokenization_auto
 
+from harness.base import transformers_internals
 from harness.base.errors import UserError
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.text import first_line
@@ -14,9 +14,9 @@ from harness.flags.settings import ASSETS, PRESETS, Settings
 from harness.model.configs import find_source, refuse_foreign_code
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
-# folder's code, whatever AutoTokenizer was told: no time to answer means that nobody is asked.
-transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-any_class_from_name = tokenization_auto.tokenizer_class_from_name
+# folder's code, whatever AutoTokenizer was told.
+transformers_internals.never_ask_to_run_code()
+any_class_from_name = transformers_internals.tokenizer_class_from_name
 
 
 def tokenizer_class_from_name(name: str) -> type | None:
@@ -34,7 +34,7 @@ def load_tokenizer(settings: Settings, config):
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
     answer_from_cache_without_network(source)
-    tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name
+    transformers_internals.set_tokenizer_class_from_name(tokenizer_class_from_name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds

@@ -11,10 +11,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, conversion_mapping
+from transformers import AutoModelForCausalLM
 
 from harness.base.errors import UserError
 from harness.base.text import first_line
+from harness.base.torch_internals import was_written
+from harness.base.transformers_internals import checkpoint_rules, initialize, load_tensors, renamed_by, was_loaded
 from harness.job.terminal import is_first_rank
 from harness.model.attention import ONE_KERNEL
 
@@ -66,30 +68,40 @@ def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer
     """
     real: dict[torch.Tensor, torch.Tensor] = {}  # a tied parameter is one tensor under two names
     for module in modules:
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    if tensor not in real:
-                        if isinstance(tensor, nn.Parameter):
-                            drawn = torch.empty_like(tensor, device=device, dtype=torch.float32)
-                            real[tensor] = nn.Parameter(drawn, requires_grad=tensor.requires_grad)
-                        else:
-                            real[tensor] = torch.empty_like(tensor, device=device)
-                    tensors[name] = real[tensor]
+        for name, tensor in own_tensors(module):
+            if tensor.is_meta:
+                if tensor not in real:
+                    real[tensor] = empty_on(device, tensor)
+                setattr(module, name, real[tensor])
     if weights:
         weights.load(layer, modules, device)
     wholes = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     owner = {part: whole for whole in wholes for part in whole.modules()}
     for module in reversed(modules):  # children before parents, as nn.Module.apply does; what was loaded stays
-        owner[module]._init_weights(module)  # a part that is a model has rules of its own
+        initialize(owner[module], module)  # a part that is a model has rules of its own
     made = {id(tensor) for tensor in real.values()}
     for module in modules:
-        for name, tensor in (module._parameters | module._buffers).items():
-            if id(tensor) in made and not tensor._version and tensor.numel():  # nothing was written into it
+        for name, tensor in own_tensors(module):
+            if id(tensor) in made and tensor.numel() and not was_written(tensor):
                 what = f"{type(module).__name__}.{name}"
                 raise UserError(f"--model: {what} gets no value, from a checkpoint or when its layer is made by itself")
     for tensor, drawn in real.items():
         drawn.data = drawn.data.to(tensor.dtype)
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the parameters and buffers of a module itself, each under all its names."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return [*parameters, *buffers]
+
+
+def empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like one on the meta device, with storage; a parameter is in fp32."""
+    if not isinstance(tensor, nn.Parameter):
+        return torch.empty_like(tensor, device=device)
+    drawn = torch.empty_like(tensor, device=device, dtype=torch.float32)
+    return nn.Parameter(drawn, requires_grad=tensor.requires_grad)
 
 
 class PretrainedWeights:
@@ -108,11 +120,8 @@ class PretrainedWeights:
         if downloads_are_shown:
             enable_progress_bars()
         self.model, self.source, self.dtype = model, source, dtype
-        self.rules = conversion_mapping.get_model_conversion_mapping(model)
-        loading = transformers.core_model_loading
-        kinds = (loading.WeightRenaming, loading.WeightConverter)
-        renamings, converters = ([rule for rule in self.rules if isinstance(rule, kind)] for kind in kinds)
-        prefix, names = model.base_model_prefix, model.state_dict()
+        self.rules = checkpoint_rules(model)
+        model_name = renamed_by(self.rules, model)
         path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
         try:
@@ -125,21 +134,18 @@ class PretrainedWeights:
                     raise ValueError(f"its index names {file}, which is not in the folder")
                 tensors = safe_open(os.path.join(source, file), framework="pt")
                 for key in tensors.keys():  # noqa: SIM118 - it is no dict
-                    name, _ = loading.rename_source_key(key, renamings, converters, prefix, names)
-                    layer = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
-                    self.slices.setdefault(layer and int(layer[1]), {})[key] = tensors.get_slice(key)
+                    of_layer = re.match(rf"{re.escape(path)}\.(\d+)\.", model_name(key))
+                    layer = int(of_layer[1]) if of_layer else None
+                    self.slices.setdefault(layer, {})[key] = tensors.get_slice(key)
         except Exception as error:
             raise UserError(f"--init pretrained: no weights from {source} ({first_line(error)})") from error
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
-        options = {"dtype": self.dtype, "weight_mapping": self.rules, "device_map": {"": device}}
-        config = transformers.modeling_utils.LoadStateDictConfig(**options)
-        tensors = self.slices.get(layer, {})
-        transformers.core_model_loading.convert_and_load_state_dict_in_model(self.model, tensors, config)
+        load_tensors(self.model, self.slices.get(layer, {}), self.rules, self.dtype, device)
         self.model.tie_weights()
         for path, module in self.model.named_modules():
             for name, weight in module.named_parameters(recurse=False) if module in modules else ():
-                if not getattr(weight, "_is_hf_initialized", False):
+                if not was_loaded(weight):
                     missing = f"{path}.{name} of shape {tuple(weight.shape)}"
                     raise UserError(f"--init pretrained: {self.source} has no {missing}")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from harness.base import torch_internals
 from harness.base.devices import wait_for_device
 from harness.job.printing import columns, say
 from harness.job.schedule import Due
@@ -60,13 +61,13 @@ def profiling(folder: pathlib.Path, state: TrainState):
 
 def record_memory(folder: pathlib.Path) -> None:
     """Records allocations from now on, and dumps them when memory runs out."""
-    torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
-    torch._C._cuda_attach_out_of_memory_observer(lambda *_: dump_memory(folder))
+    torch_internals.record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+    torch_internals.call_when_out_of_memory(lambda *_: dump_memory(folder))
 
 
 def dump_memory(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
+    torch_internals.dump_memory_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
 
 
 def time_shares(events, seconds: float) -> dict[str, float]:

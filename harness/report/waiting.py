@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from harness.model import collectives
+from harness.base.torch_internals import collectives_of, fsdp_group
+from harness.model.collectives import sharded_modules
 from harness.report.profiling import covered
 
 
@@ -28,11 +29,12 @@ class Waiting:
         self.spans: list[tuple] = []  # of time inside collectives: (start, end)
         self.begun = None  # when the first step of `spans` began
         self.reduced = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
-        for group in collectives.groups(model):
-            group._all_gather_comm = Timed(self, group._all_gather_comm)
-            group._reduce_scatter_comm = Timed(self, group._reduce_scatter_comm)
+        for module in sharded_modules(model):
+            all_gather, reduce_scatter = collectives_of(fsdp_group(module))
+            module.set_custom_all_gather(Timed(self, all_gather))
+            module.set_custom_reduce_scatter(Timed(self, reduce_scatter))
             if mesh.ndim > 1:
-                group._all_reduce_hook = lambda _: self.add(self.reduced)
+                module.set_all_reduce_hook(lambda _: self.add(self.reduced))
 
     @contextlib.contextmanager
     def step(self, logs: bool) -> Iterator[None]:

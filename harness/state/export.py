@@ -19,6 +19,7 @@ from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import from_main_process
 from harness.base.text import first_line
+from harness.base.transformers_internals import as_in_checkpoint
 from harness.flags.commands import given
 from harness.flags.settings import Settings
 from harness.job import heartbeats
@@ -170,7 +171,6 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     run id and step. Every rank calls this; where it cannot be written, a UserError says so and nothing is left of it.
     """
     from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
 
     path, model, origin = settings.export, state.model, {"run_id": state.run_id, "step": str(state.step)}
     if not state.finite():
@@ -197,7 +197,7 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
         pending.clear()
 
     def take(group: dict[str, torch.Tensor]) -> None:
-        for name, tensor in revert_weight_conversion(model, group).items():
+        for name, tensor in as_in_checkpoint(model, group).items():
             if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > EXPORT_SHARD:
                 flush()
             pending[name] = tensor.clone(memory_format=torch.contiguous_format)  # no part of a fused tensor's storage

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from harness.base.errors import UserError
+from harness.base.package_internals import wrapped_weight
 from harness.state.shards import SafeReader, checkpoint_error
 from harness.state.staging import like, local_part
 
@@ -152,7 +153,8 @@ class TrainState:
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The master weight that a float8 weight wraps; any other tensor as it is."""
     local = local_part(tensor)
-    return like(tensor, local._tensor) if hasattr(local, "_tensor") else tensor
+    weight = wrapped_weight(local)
+    return tensor if weight is local else like(tensor, weight)
 
 
 def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -16,9 +16,10 @@ from transformers.integrations import sdpa_attention
 import train_fsdp
 from harness.base import versions
 from harness.base.errors import UserError
+from harness.base.transformers_internals import use_gqa_in_sdpa
 from harness.model import attention as attention_module
 from harness.model import tokenizer as tokenizer_module
-from harness.model.attention import FLASH_KERNELS, choose_attention, describe_attention, use_gqa_in_sdpa
+from harness.model.attention import FLASH_KERNELS, choose_attention, describe_attention
 from harness.model.configs import load_config
 from harness.model.tokenizer import load_tokenizer
 

@@ -4,6 +4,7 @@ float8 weights, and on weights in bf16 with an error of the compiler."""
 import torch
 from torch.distributed.tensor import DTensor
 
+from harness.base.torch_internals import unlimited_recompiles
 from harness.flags.settings import Settings
 from harness.model.optimization import OptimizerKind, local
 
@@ -38,7 +39,7 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
 
         @torch.no_grad()
         def step(self) -> None:
-            with torch._dynamo.utils.disable_cache_limit():  # it is compiled for each shape
+            with unlimited_recompiles():  # it is compiled for each shape
                 for group in self.param_groups:
                     for parameter in group["params"]:
                         if parameter.grad is not None:

@@ -3,6 +3,7 @@ updated here; compiled layers come with a compiled update."""
 
 import torch
 
+from harness.base.torch_internals import add_to_each
 from harness.flags.settings import Settings
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers.adamw import AdamW
@@ -35,7 +36,7 @@ class AdamWBf16(AdamW):
         options = {"weight_decay": group["weight_decay"], "eps": group["eps"]}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         rate = torch.tensor(group["lr"])
-        torch._foreach_add_(steps, 1)
+        add_to_each(steps, 1)
         for *tensors, step in zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True):
             self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, rate, **options)
 

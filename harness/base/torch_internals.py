@@ -1,0 +1,178 @@
+"""Private names of torch that this program needs, each with what it stands for and why no public name does the same.
+tests/test_internals.py compares NAMES with the installed torch and says which of them a new version no longer has.
+Independent of what they are used for."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
+from torch.nn.attention import SDPBackend
+from torch.utils import _python_dispatch, _pytree
+
+# Owner, a module or "module:class", and what is used of it.
+NAMES = {
+    "torch": ("_foreach_add_", "_foreach_norm", "_fused_sdp_choice"),
+    "torch:Tensor": ("_version",),
+    "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id", "_distributed_c10d"),
+    "torch._dynamo.utils": ("disable_cache_limit",),
+    "torch._functorch.config": ("activation_memory_budget",),
+    "torch.cuda": ("_sleep",),
+    "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
+    "torch.distributed.distributed_c10d": ("_resolve_process_group", "_set_pg_timeout", "_timeout"),
+    "torch.distributed:ProcessGroup": ("_get_backend",),
+    "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": ("DefaultAllGather", "DefaultReduceScatter"),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": ("FSDPParam",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
+        "_sharded_local_tensor",
+        "_sharded_param_data",
+        "all_gather_inputs",
+        "free_unsharded_param",
+        "init_all_gather_outputs",
+        "offload_to_cpu",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
+        "_all_gather_comm",
+        "_reduce_scatter_comm",
+        "fsdp_params",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_group",),
+    "torch.utils._python_dispatch": ("TorchDispatchMode",),
+    "torch.utils._pytree": ("tree_leaves", "tree_map", "tree_map_only"),
+}
+
+# ---- Any code --------------------------------------------------------------------------------------------------------
+
+# Sees every operator that runs, also those of a backward. torch's own profilers of FLOPs and memory are made of it; its
+# module has no other name.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+# Nested lists, tuples and dicts of tensors; the public optree is another package.
+tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _pytree.tree_map_only
+
+
+def backward_is_running() -> bool:
+    """Whether autograd runs a backward in this thread now. Only hooks are told in public, operators are not."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Whether an operation in place has written into a tensor since it was made; autograd alone counts that."""
+    return tensor._version > 0
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def add_to_each(tensors: list[torch.Tensor], number: float) -> None:
+    """Adds a number to each tensor in place, in one kernel. torch documents other operators of this kind."""
+    torch._foreach_add_(tensors, number)
+
+
+def norm_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each tensor, in fp32, in one kernel; `nn.utils.get_total_norm` would compute in their own dtype."""
+    return list(torch._foreach_norm(tensors, dtype=torch.float32))
+
+
+def chosen_attention_kernel(query, key, value, mask, is_causal: bool, enable_gqa: bool) -> SDPBackend:
+    """The kernel that `scaled_dot_product_attention` takes for such tensors; ERROR where none does.
+    `torch.backends.cuda.can_use_flash_attention` and its like say which ones could run, not which one torch prefers.
+    """
+    choice = torch._fused_sdp_choice(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
+    return SDPBackend(choice)
+
+
+def unlimited_recompiles():
+    """A context in which a compiled function may be compiled for any number of shapes; the limit has no public name."""
+    return torch._dynamo.utils.disable_cache_limit()
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """Sets which share of a compiled region's activations is kept, the rest is computed again: no public option."""
+    torch._functorch.config.activation_memory_budget = budget
+
+
+def occupy_gpu(cycles: int) -> None:
+    """Lets the current CUDA stream do nothing for so many clock cycles; no public kernel takes a known time."""
+    torch.cuda._sleep(cycles)
+
+
+# ---- Process groups --------------------------------------------------------------------------------------------------
+
+
+def gloo_timeout() -> timedelta | None:
+    """The timeout of the default group's gloo backend, which no public name gives back; None without one."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    if isinstance(backend, dist.ProcessGroupGloo):
+        return backend.options._timeout
+    return None
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Sets the timeout of a group that exists, such as one of a device mesh, whose maker takes none."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The group of a functional collective, whose operator gets the group's name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def nccl_trace() -> bytes | None:
+    """NCCL's record of its last collectives, None of a torch without NCCL. In public torch writes it only by itself,
+    when a collective has timed out."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return None if dump is None else dump()
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def record_memory_history(max_entries: int) -> None:
+    """Records the last allocations of the device. torch's guide to CUDA memory documents this name."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Writes what `record_memory_history` recorded. torch's guide to CUDA memory documents this name."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def call_when_out_of_memory(observer: Callable) -> None:
+    """Calls `observer` before torch raises that the device has no memory left, while what fills it is still there."""
+    torch._C._cuda_attach_out_of_memory_observer(observer)
+
+
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+# The collectives that a group of parameters begins with, and a parameter between its shards and what computes. Public
+# are the protocols only (`set_custom_all_gather`), which would have to be implemented anew.
+DefaultAllGather, DefaultReduceScatter = _fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter
+FSDPParam = _fsdp_param.FSDPParam
+
+
+def fsdp_group(module: nn.Module):
+    """The parameters that `fully_shard` of a module gathers together; None where it has none of its own, or is not
+    sharded. Public methods of the module set what a group does; none says which parameters it has."""
+    if not isinstance(module, FSDPModule):
+        return None
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def collectives_of(group) -> tuple:
+    """(all-gather, reduce-scatter) of a group; in public they can only be set."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def sharded_data(parameter: FSDPParam) -> torch.Tensor:
+    """This rank's part of a parameter, flat and padded."""
+    return parameter._sharded_param_data
+
+
+def sharded_tensor(parameter: FSDPParam) -> torch.Tensor:
+    """This rank's part of a parameter, of its own class: a float8 weight is not the plain tensor that `to_local` and
+    autograd give."""
+    return parameter._sharded_local_tensor
