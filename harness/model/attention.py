@@ -87,7 +87,9 @@ def describe_attention(settings: Settings, config, device: str) -> str:
         for n in sizes
     )
     query, key = query.transpose(1, 2), key.transpose(1, 2)
-    mask = torch.empty(1, 1, length, length, dtype=torch.bool, device=device) if settings.document_mask else None
+    mask = None
+    if settings.document_mask:  # torch looks at its shape and the stride of its last dimension only
+        mask = torch.empty(length, dtype=torch.bool, device=device).expand(1, 1, length, length)
     shared = query.shape != key.shape and shares_keys_in_sdpa(mask, key, key)
     key = key if shared else key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     kernel = chosen_attention_kernel(query, key, key, mask, is_causal=mask is None, enable_gqa=shared).name.lower()

@@ -211,6 +211,9 @@ def header(monkeypatch, tmp_path):
     def choice(query, key, value, mask=None, *, is_causal, enable_gqa):
         assert query.shape[1] in (key.shape[1], key.shape[1] * (2 if enable_gqa else 1))
         asked.append((key.shape[1], mask is not None, enable_gqa))
+        if mask is not None:
+            assert mask.shape == (1, 1, query.shape[2], key.shape[2])
+            assert mask.untyped_storage().nbytes() == key.shape[2]  # not a square of it
         return chosen.value
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
