@@ -45,6 +45,7 @@ from harness.base.ranks import on_main_rank
 from harness.base.text import first_line, one_line
 from harness.data.batches import training_batches
 from harness.data.corpora import load_data, opening
+from harness.data.corpus_files import check_exists
 from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
 from harness.job import folders, heartbeats, preflight
@@ -354,6 +355,7 @@ class Job:
 def load_model_files(settings: Settings) -> tuple:
     """(the model's config, its tokenizer, the prompts to write stories from); the weights come later."""
     config = on_main_rank(lambda: load_config(settings.model))
+    on_main_rank(lambda: check_exists(settings.dataset))
     tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     return config, tokenizer, prompts

@@ -16,7 +16,7 @@ import numpy as np
 from harness.base.errors import UserError
 from harness.base.package_internals import content_fingerprint
 from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, vocabulary_of
-from harness.data.formats import file_records
+from harness.data.formats import file_records, file_status
 from harness.data.hub_rows import hub_records, load_documents
 from harness.data.records import Field
 from harness.data.splits import files_of_split
@@ -41,7 +41,7 @@ class Corpus:
         """All that decides which tokens come out: documents (path, size, time; a hub data set's fingerprint),
         tokenizer and vocabulary."""
         if self.files:
-            stats = [(str(file.resolve()), file.stat()) for file in self.files]
+            stats = [(str(file.resolve()), file_status(file)) for file in self.files]
             content = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
         else:
             content = content_fingerprint(self.rows)
@@ -55,7 +55,7 @@ class Corpus:
         """The token ids of all documents, in arrays. `progress` gets the counts so far and what "read" will reach."""
         if self.files:
             sources = [(file, file_records(file, self.text_field, counts, batched=True)) for file in self.files]
-            total = sum(file.stat().st_size for file in self.files)
+            total = sum(file_status(file).st_size for file in self.files)
         else:
             sources = [(self.dataset, hub_records(self.rows, self.dataset, self.text_field, counts, batched=True))]
             total = len(self.rows)

@@ -101,7 +101,17 @@ def local_files(dataset: str) -> list[pathlib.Path]:
             seen = "convert it"
         suffixes, packed = "/".join(DATA_SUFFIXES), "/".join(COMPRESSIONS)
         raise UserError(f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}")
-    looks_local = reader_of(dataset) or is_pattern or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1
-    if not files and looks_local:
-        raise UserError(f"--dataset {dataset}: no such {'files' if is_pattern else 'file or folder'}")
+    if not files and is_pattern:
+        raise UserError(f"--dataset {dataset}: no such files")
+    if not files:
+        check_exists(dataset)
     return files
+
+
+def check_exists(dataset: str) -> None:
+    """Raises a UserError where `dataset` names a local file or folder that does not exist. A hub id passes, and so does
+    a pattern, whose files would have to be looked for."""
+    looks_local = reader_of(dataset) or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1
+    path = os.path.expanduser(dataset)
+    if looks_local and not os.path.exists(path) and not glob.has_magic(path):
+        raise UserError(f"--dataset {dataset}: no such file or folder")

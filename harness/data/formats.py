@@ -53,6 +53,18 @@ def file_records(
     try:
         yield from reader_of(file).read(file, text_field, counts, batched)
     except (OSError, ValueError) as error:  # ValueError: Arrow's
-        unreadable = UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})")
-        unreadable.file = file
-        raise unreadable from error
+        raise unreadable_file(file, error) from error
+
+
+def file_status(file: pathlib.Path) -> os.stat_result:
+    """Size and times of a data file; an UnreadableError where it is gone since it was listed."""
+    try:
+        return file.stat()
+    except OSError as error:
+        raise unreadable_file(file, error) from error
+
+
+def unreadable_file(file: pathlib.Path, error: Exception) -> UnreadableError:
+    unreadable = UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})")
+    unreadable.file = file
+    return unreadable

@@ -22,11 +22,12 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from conftest import ROOT, STORIES, parse
+from conftest import ROOT, STORIES, parse, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
+import train_fsdp
 import utils
 from harness.base.errors import UserError
 from harness.data import corpora, sample_order, streaming
@@ -1040,6 +1041,37 @@ def test_data_that_is_not_there_is_named(tokenizer, tmp_path, name):
         load(tokenizer, tmp_path, name)
     assert str(raised.value).startswith("--dataset ")
     assert f"{name.lstrip('~')}: " in str(raised.value)
+
+
+def test_data_that_is_not_there_is_named_before_the_tokenizer_is_looked_for(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_fsdp, "load_tokenizer", lambda *_: pytest.fail("it was looked for"))
+    with pytest.raises(UserError) as raised:
+        train(["--model", "demo", "--dataset", "none.jsonl.gz", "--output-dir", tmp_path], device)
+    assert str(raised.value) == "--dataset none.jsonl.gz: no such file or folder"
+
+
+@pytest.mark.parametrize("checks", [0, 2])
+def test_a_file_that_is_deleted_after_it_was_listed_is_named(tokenizer, tmp_path, monkeypatch, checks):
+    file = pathlib.Path(write_jsonl(tmp_path / "data.jsonl", TEXTS))
+    list_files, check, times = utils.local_files, utils.check_cache, []
+
+    def list_and_delete(dataset):
+        files = list_files(dataset)
+        file.unlink()
+        return files
+
+    def check_and_delete(*arguments):
+        times.append(1)
+        if len(times) == checks:  # the second one is made under the cache's lock
+            file.unlink()
+        return check(*arguments)
+
+    monkeypatch.setattr(utils, "check_cache", check_and_delete)
+    if checks == 0:
+        monkeypatch.setattr(utils, "local_files", list_and_delete)
+    with pytest.raises(UserError) as raised:
+        load(tokenizer, tmp_path, file)
+    assert str(raised.value).startswith(f"--dataset {file}: cannot be read ([Errno 2] No such file or directory")
 
 
 @pytest.mark.parametrize("split", ["validation", "train[:x%]", "train[", "test[:5%]", "train+test", ""])
