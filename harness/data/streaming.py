@@ -1,18 +1,18 @@
-"""Streaming: a corpus that is read and tokenized while training, in the same windows that `utils` packs. Called by the
-script where --streaming is given. It does not know the loop; a position is all that a restart needs."""
+"""Streaming: a corpus that is read and tokenized while training, cut into the same windows as a token cache. Called by
+the script where --streaming is given. A restart needs a position of the stream. Independent of the training loop."""
 
 import collections
 import contextlib
 import copy
-import functools
 import hashlib
 import itertools
 import json
 import logging
 import os
+import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -34,6 +34,15 @@ STREAM_BATCH = 64  # documents per call of the tokenizer: training waits for the
 SHUFFLE_BUFFER = 10_000  # documents of a stream among which the next is drawn
 
 
+class Part(NamedTuple):
+    """Consecutive documents of a local file."""
+
+    file: pathlib.Path
+    first: int = 0
+    end: int | None = None  # the first document after them; None: the file's end
+    number: int = 0  # of the first one, counted over the parts of a stream
+
+
 class StreamedDataset:
     """A corpus that is read and tokenized while training: nothing is downloaded, tokenized or cached before.
 
@@ -49,29 +58,39 @@ class StreamedDataset:
     ):
         self.tokenizer, self.seq_len, self.source = tokenizer, seq_len, source
         self.split, self.vocab_size, self.seed = split, vocab_size, seed
-        self.counts: collections.Counter = collections.Counter()
-        self.reading = (*reading, self.counts)  # text field, whether bad records are left out
+        self.text_field, self.skip_bad = reading
+        self.counts: collections.Counter = collections.Counter()  # what the first epoch leaves out
         self.held_out: bool | None = None  # whether it is the held-out documents, or all but these; None for all
-        # rows of hub data; of local files (file, its first and last document, the first one's number in the corpus)
-        self.rows, self.parts = None, []
+        self.rows: Any = None  # of hub data
+        self.parts: list[Part] = []  # of local files
         with self._naming_faults():
-            if files := local_files(source):
-                name, bounds = parse_split(split)
-                of_split = files_of_split(source, name, files)
-                self.parts = [(file, 0, None, 0) for file in of_split]
-                self.parts = self._cut(bounds)[0] if bounds else self.parts
-                top = source if os.path.isdir(source) else os.path.dirname(source)
-                content = [(os.path.relpath(file, top), file.stat().st_size) for file in of_split]
+            files = local_files(source)
+            if files:
+                content = self._open_files(files)
             elif "[" in split:
-                slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
-                raise UserError(f"--dataset {source}, split {split!r}: {slices}")
+                problem = "is a slice, which --streaming of hub data cannot take; name a whole split"
+                raise UserError(f"--dataset {source}, split {split!r}: {problem}")
             else:
-                self.rows = load_documents(source, split, subset, streaming=True)
-                sizes = [(name, part.num_examples) for name, part in (self.rows.info.splits or {}).items()]
-                content = [source, subset, sizes]
-        # what is read, beside the documents that are held out
+                content = self._open_rows(subset)
+        # Tells one corpus from another, whatever is held out of it.
         self.content = hashlib.sha256(json.dumps([content, split]).encode()).hexdigest()[:20]
         self.beginning = self.head(1).fingerprint()
+
+    def _open_files(self, files: list[pathlib.Path]) -> list:
+        """Finds the documents of the split in local files; returns what tells these files from others."""
+        name, bounds = parse_split(self.split)
+        of_split = files_of_split(self.source, name, files)
+        self.parts = [Part(file) for file in of_split]
+        if bounds:
+            self.parts = self._cut(bounds)[0]
+        top = self.source if os.path.isdir(self.source) else os.path.dirname(self.source)
+        return [(os.path.relpath(file, top), file.stat().st_size) for file in of_split]
+
+    def _open_rows(self, subset: str | None) -> list:
+        """Opens the split of a hub data set; returns what tells it from others."""
+        self.rows = load_documents(self.source, self.split, subset, streaming=True)
+        sizes = [(name, split.num_examples) for name, split in (self.rows.info.splits or {}).items()]
+        return [self.source, subset, sizes]
 
     def fingerprint(self) -> str:
         """Tells corpora apart by the first window in the order of the files; the size is not known."""
@@ -79,14 +98,18 @@ class StreamedDataset:
 
     def head(self, windows: int) -> PackedDataset:
         """The first `windows` windows in the order of the files, all for 0."""
-        read, source = [], self._uncounted()
-        for tokens in source._tokens(source.documents()):
-            read.append(tokens)
-            if windows and sum(map(len, read)) > windows * self.seq_len:
+        needed = windows * self.seq_len + 1
+        chunks, length = [], 0
+        for tokens in self._tokens(self.documents()):
+            chunks.append(tokens)
+            length += len(tokens)
+            if windows and length >= needed:
                 break
-        if not sum(map(len, read)):
+        if not length:
             raise UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text")
-        tokens = np.concatenate(read)[: windows * self.seq_len + 1 if windows else None]
+        tokens = np.concatenate(chunks)
+        if windows:
+            tokens = tokens[:needed]
         return pack(tokens, self.seq_len, self.source, self.split)
 
     def hold_out(self, rule: str) -> tuple["StreamedDataset", "StreamedDataset"]:
@@ -94,14 +117,15 @@ class StreamedDataset:
         it, to count their documents."""
         train, held_out = copy.copy(self), copy.copy(self)
         if rule == held.RULE:
-            few = list(itertools.islice(self._uncounted().documents(), held.EVERY))
-            if len(few) < held.EVERY:
-                raise self._too_few(len(few))
-            train.parts = held_out.parts = self._cut(["0%", "100%"])[0] if self.parts else []
+            documents = len(list(itertools.islice(self.documents(), held.EVERY)))
+            if documents < held.EVERY:
+                raise self._too_few(documents)
+            if self.parts:
+                train.parts = held_out.parts = self._cut(["0%", "100%"])[0]
             train.held_out, held_out.held_out = False, True
         elif self.rows is not None:
             split = (self.rows.info.splits or {}).get(self.split)
-            if not (split and split.num_examples):
+            if split is None or not split.num_examples:
                 problem = "how many documents it has is not known, so that none can be held out while streaming"
                 raise UserError(f"--dataset {self.source}: {problem}; name an --eval-split")
             kept = split.num_examples * (100 - held.PERCENT) // 100
@@ -112,56 +136,47 @@ class StreamedDataset:
         return train, held_out
 
     def _too_few(self, documents: int) -> UserError:
-        few = f"{documents:,} documents are too few to be divided while streaming"
-        return UserError(f"--dataset {self.source}: {few}; leave out --streaming")
+        problem = f"{documents:,} documents are too few to be divided while streaming"
+        return UserError(f"--dataset {self.source}: {problem}; leave out --streaming")
 
-    def _uncounted(self) -> "StreamedDataset":
-        """The same with counts of its own, for what is read again later."""
-        source = copy.copy(self)
-        source.reading = (*self.reading[:2], collections.Counter())
-        return source
-
-    def _cut(self, bounds: list[str]) -> list[list[tuple]]:
-        """For each two neighbours of these bounds of slices of the documents the parts of local files between them."""
-        source = self._uncounted()
-        lengths = [sum(1 for _ in source._file(*part)) for part in self.parts]
+    def _cut(self, bounds: list[str]) -> list[list[Part]]:
+        """For each two neighbours of these bounds of slices, the parts of local files between them."""
+        lengths = [sum(1 for _ in self._documents_of(part, collections.Counter())) for part in self.parts]
         cuts = cut_documents(bounds, sum(lengths))
         if None in cuts:
             raise self._too_few(sum(lengths))
-        found = []
-        for first, last in itertools.pairwise(cuts):
-            parts, before = [], 0
-            for (file, start, _, _), length in zip(self.parts, lengths, strict=True):
-                here = max(first - before, 0), min(last - before, length)
-                if here[0] < here[1]:
-                    parts.append((file, start + here[0], start + here[1], before + here[0] - first))
-                before += length
-            found.append(parts)
-        return found
+        return [parts_between(self.parts, lengths, first, end) for first, end in itertools.pairwise(cuts)]
 
-    def documents(self, generator: np.random.Generator | None = None) -> Iterator:
-        """Each document once, shuffled by `generator` if there is one."""
-        if self.rows is not None:
-            rows, by_number = self.rows, self.held_out is not None
-            if (
-                generator and not by_number
-            ):  # one file at a time: after several `datasets` waits 10 s (apache/arrow#45214)
-                rows = rows.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
-            text_field, skip_bad, counts = self.reading
-            records = hub_records(rows, self.source, text_field, counts)
-            documents = self._chosen(read_documents(records, self.source, skip_bad, counts), 0)
-            return shuffled(documents, generator) if generator and by_number else documents
-        parts = self.parts if generator is None else [self.parts[i] for i in generator.permutation(len(self.parts))]
-        documents = itertools.chain.from_iterable(itertools.starmap(self._file, parts))
-        return shuffled(documents, generator) if generator else documents
+    def documents(
+        self, generator: np.random.Generator | None = None, counts: collections.Counter | None = None
+    ) -> Iterator:
+        """Each document once, shuffled by `generator` if there is one. `counts` gets how many are left out."""
+        counts = collections.Counter() if counts is None else counts
+        if self.rows is None:
+            parts = self.parts
+            if generator is not None:
+                parts = [parts[index] for index in generator.permutation(len(parts))]
+            documents = itertools.chain.from_iterable(self._documents_of(part, counts) for part in parts)
+            return documents if generator is None else shuffled(documents, generator)
+        if generator is None:
+            return self._documents_of_rows(self.rows, counts)
+        if self.held_out is not None:  # documents are chosen by their number, so rows keep their order
+            return shuffled(self._documents_of_rows(self.rows, counts), generator)
+        # one file at a time: after several `datasets` waits 10 s (apache/arrow#45214)
+        rows = self.rows.shuffle(None, generator, SHUFFLE_BUFFER, max_buffer_input_shards=1)
+        return self._documents_of_rows(rows, counts)
 
-    def _file(self, file, first: int, last: int | None, number: int) -> Iterator:
-        text_field, skip_bad, counts = self.reading
-        documents = read_documents(file_records(file, text_field, counts), file, skip_bad, counts)
-        return self._chosen(itertools.islice(documents, first, last), number)
+    def _documents_of(self, part: Part, counts: collections.Counter) -> Iterator:
+        records = file_records(part.file, self.text_field, counts)
+        documents = read_documents(records, part.file, self.skip_bad, counts)
+        return self._chosen(itertools.islice(documents, part.first, part.end), part.number)
+
+    def _documents_of_rows(self, rows, counts: collections.Counter) -> Iterator:
+        records = hub_records(rows, self.source, self.text_field, counts)
+        return self._chosen(read_documents(records, self.source, self.skip_bad, counts), 0)
 
     def _chosen(self, documents: Iterator, number: int) -> Iterator:
-        """Of documents, which are counted from `number` on, those of this side of what is held out."""
+        """Those of `documents` that this stream trains on or holds out; the first one's number is `number`."""
         if self.held_out is None:
             return documents
         return (document for n, document in enumerate(documents, number) if held.is_held_out(n) == self.held_out)
@@ -174,15 +189,14 @@ class StreamedDataset:
         """
         total, epoch, first_document = position
         while True:
-            if epoch:  # the first epoch reads everything, and alone counts what is left out
-                self.reading = (*self.reading[:2], collections.Counter())
-            documents = self.documents(np.random.default_rng([self.seed, epoch]))
-            counts: collections.Counter = collections.Counter()
+            left_out = self.counts if epoch == 0 else None  # the first epoch reads everything
+            documents = self.documents(np.random.default_rng([self.seed, epoch]), left_out)
+            tokenized: collections.Counter = collections.Counter()
             chunk_position = (total, epoch, first_document)
-            for tokens in self._tokens(itertools.islice(documents, first_document, None), counts):
+            for tokens in self._tokens(itertools.islice(documents, first_document, None), tokenized):
                 yield chunk_position, tokens
                 total += len(tokens)
-                chunk_position = (total, epoch, first_document + counts["documents"])
+                chunk_position = (total, epoch, first_document + tokenized["documents"])
             epoch, first_document = epoch + 1, 0
 
     def _tokens(self, documents: Iterator, counts: collections.Counter | None = None) -> Iterator[np.ndarray]:
@@ -197,20 +211,32 @@ class StreamedDataset:
         try:
             yield
         except (UnreadableError, OSError, ValueError) as error:
-            raise name_fault(error, self.source, self.split, self.reading[0]) from error
+            raise name_fault(error, self.source, self.split, self.text_field) from error
+
+
+def parts_between(parts: list[Part], lengths: list[int], first: int, end: int) -> list[Part]:
+    """Documents `first` to `end` of parts that have so many documents, as parts that are numbered anew from 0 on."""
+    chosen, before = [], 0  # documents of the parts before this one
+    for part, length in zip(parts, lengths, strict=True):
+        start, stop = max(first - before, 0), min(end - before, length)
+        if start < stop:
+            chosen.append(Part(part.file, part.first + start, part.first + stop, before + start - first))
+        before += length
+    return chosen
 
 
 def shuffled(documents: Iterator, generator: np.random.Generator, size: int = SHUFFLE_BUFFER) -> Iterator:
     """The documents, the next one always drawn among `size` that are read already."""
-    held: list = []
+    buffer: list = []
     for document in documents:
-        if len(held) < size:
-            held.append(document)
+        if len(buffer) < size:
+            buffer.append(document)
             continue
         index = int(generator.integers(size))
-        yield held[index]
-        held[index] = document
-    yield from (held[index] for index in generator.permutation(len(held)))
+        yield buffer[index]
+        buffer[index] = document
+    for index in generator.permutation(len(buffer)):
+        yield buffer[index]
 
 
 @dataclass(eq=False)
@@ -232,7 +258,7 @@ class StreamedBatches(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any] | UserError]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
-        logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what goes wrong is said once, by the UserError
+        logging.getLogger("datasets").setLevel(logging.CRITICAL)  # the UserError alone reports what goes wrong
         try:
             yield from self._batches()
         except UserError as error:
@@ -311,7 +337,11 @@ def stream_dataset(
     subset: str | None = None,
 ) -> StreamedDataset:
     """Opens a corpus for streaming; arguments and errors are those of `get_dataset`, but hub data are not sliced."""
-    dataset, reading = os.path.expanduser(dataset), (text_field, skip_bad_records)
-    corpus = (dataset, split, vocab_size or len(tokenizer), seed, reading, subset)
-    prepare = functools.partial(StreamedDataset, tokenizer, seq_len, *corpus)
-    return from_main_process(prepare, accelerator is None or accelerator.is_main_process)
+    source, reading = os.path.expanduser(dataset), (text_field, skip_bad_records)
+
+    def open_stream() -> StreamedDataset:
+        return StreamedDataset(
+            tokenizer, seq_len, source, split, vocab_size or len(tokenizer), seed, reading, subset=subset
+        )
+
+    return from_main_process(open_stream, accelerator is None or accelerator.is_main_process)
