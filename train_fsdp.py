@@ -355,7 +355,6 @@ class Job:
 def load_model_files(settings: Settings) -> tuple:
     """(the model's config, its tokenizer, the prompts to write stories from); the weights come later."""
     config = on_main_rank(lambda: load_config(settings.model))
-    on_main_rank(lambda: check_exists(settings.dataset))
     tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     return config, tokenizer, prompts
@@ -372,6 +371,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     on_main_rank(endpoint.open)
     if settings.memory_snapshot:
         record_memory(folder)
+    on_main_rank(lambda: check_exists(settings.dataset))
     config, tokenizer, prompts = load_model_files(settings)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, folder)

@@ -8,10 +8,15 @@ import pathlib
 from collections.abc import Iterator
 
 from harness.base.errors import UserError
-from harness.base.saved import place_of
 from harness.base.text import shortened
 from harness.data.formats import DATA_SUFFIXES, reader_of
 from harness.data.records import COMPRESSIONS
+
+
+def inode_of(path) -> tuple:
+    """What two names of the same file or folder have in common."""
+    status = os.stat(path)
+    return (status.st_dev, status.st_ino) if status.st_ino else (os.path.realpath(path),)
 
 
 def walk(top: pathlib.Path, left_out: dict[pathlib.Path, str]) -> Iterator[tuple[pathlib.Path, list[str]]]:
@@ -20,20 +25,27 @@ def walk(top: pathlib.Path, left_out: dict[pathlib.Path, str]) -> Iterator[tuple
     """
     folders, links, entered = [top], [], {}
     while folders or links:
-        folder = folders.pop() if folders else links.pop(links.index(min(links)))
+        if folders:
+            folder = folders.pop()
+        else:
+            folder = min(links)
+            links.remove(folder)
         try:
-            place = place_of(folder)
-            if place in entered:
-                left_out[folder] = f"the same as {os.path.relpath(entered[place], top)}"
+            inode = inode_of(folder)
+            if inode in entered:
+                left_out[folder] = f"the same as {os.path.relpath(entered[inode], top)}"
                 continue
-            if place:
-                entered[place] = folder
+            entered[inode] = folder
             names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
         except OSError as error:
             left_out[folder] = error.strerror
             continue
-        for path in filter(os.path.isdir, (folder / name for name in names)):
-            (links if path.is_symlink() else folders).append(path)
+        for name in names:
+            path = folder / name
+            if os.path.isdir(path) and path.is_symlink():
+                links.append(path)
+            elif os.path.isdir(path):
+                folders.append(path)
         yield folder, names
 
 
@@ -43,69 +55,85 @@ def match(folder: pathlib.Path, parts: list[str]) -> Iterator[pathlib.Path]:
     if not parts:
         yield folder
         return
-    first, *rest = parts
-    if first == "**":
+    part, *rest = parts
+    if part == "**":
         for below, _ in walk(folder, {}):
             yield from match(below, rest or ["*"])
-    elif glob.has_magic(first):
+    elif glob.has_magic(part):
         with contextlib.suppress(OSError):
-            names = sorted(fnmatch.filter(os.listdir(folder), first))
+            names = sorted(fnmatch.filter(os.listdir(folder), part))
             for name in names:
-                if first.startswith(".") or not name.startswith("."):
+                if part.startswith(".") or not name.startswith("."):
                     yield from match(folder / name, rest)
-    elif os.path.lexists(folder / first):
-        yield from match(folder / first, rest)
+    elif os.path.lexists(folder / part):
+        yield from match(folder / part, rest)
+
+
+def list_paths(top: pathlib.Path, left_out: dict[pathlib.Path, str]) -> list[pathlib.Path]:
+    """All but folders at a path, below a folder, or where a pattern leads; `left_out` gets the folders that are
+    not entered, with the reason."""
+    if os.path.isdir(top):
+        paths = [folder / name for folder, names in walk(top, left_out) for name in names]
+    elif os.path.exists(top):
+        paths = [top]
+    elif glob.has_magic(str(top)):
+        paths = list(match(pathlib.Path(top.anchor), list(top.relative_to(top.anchor).parts)))
+        if "**" not in top.parts:
+            left_out.update((path, "a folder") for path in paths if os.path.isdir(path))
+    else:
+        paths = []
+    return [path for path in paths if not os.path.isdir(path)]
 
 
 def find_files(dataset: str) -> tuple[list[pathlib.Path], list[str]]:
     """The data files of a local file, folder or pattern, each real file once, and what else is there and is not read,
     in words. Hidden files are not looked at. None of either when `dataset` is a hub id."""
-    top, left_out = pathlib.Path(dataset), {}
-    is_pattern = glob.has_magic(dataset) and not os.path.exists(dataset)
-    if is_pattern:
-        found = list(match(pathlib.Path(top.anchor), list(top.relative_to(top.anchor).parts)))
-        if "**" not in top.parts:
-            left_out |= dict.fromkeys(filter(os.path.isdir, found), "a folder")
-        found = [path for path in found if not os.path.isdir(path)]
-    elif os.path.isdir(top):
-        found = [folder / name for folder, names in walk(top, left_out) for name in names]
-        found = [path for path in found if not os.path.isdir(path)]
-    else:
-        found = [top] if os.path.exists(top) else []
+    top = pathlib.Path(dataset)
+    in_folder = os.path.isdir(top)
+    left_out: dict[pathlib.Path, str] = {}
     files: dict[tuple, pathlib.Path] = {}
-    for path in sorted(found, key=lambda path: (path.is_symlink(), path)):
+    paths = list_paths(top, left_out)
+    for path in sorted(paths, key=lambda path: (path.is_symlink(), path)):
         if not reader_of(path) or (path != top and path.name.lower() == "readme.md"):
             left_out[path] = ""
         elif not os.path.exists(path):
             left_out[path] = "a broken link" if path.is_symlink() else "cannot be read"
         elif not os.path.isfile(path):
             left_out[path] = "no regular file"
-        elif (first := files.setdefault(place_of(path), path)) != path:
-            left_out[path] = f"the same as {os.path.relpath(first, top) if os.path.isdir(top) else first}"
-    named = []
-    for path, why in sorted(left_out.items()):
-        name = os.path.relpath(path, top) if os.path.isdir(top) else str(path)
-        name = name if name.isprintable() else ascii(name)
-        named.append(f"{name} ({why})" if why else name)
-    return sorted(files.values()), named
+        else:
+            try:
+                same = files.setdefault(inode_of(path), path)
+            except OSError as error:  # deleted since it was listed
+                left_out[path] = error.strerror
+                continue
+            if same != path:
+                left_out[path] = f"the same as {os.path.relpath(same, top) if in_folder else same}"
+    described = []
+    for path, reason in sorted(left_out.items()):
+        name = os.path.relpath(path, top) if in_folder else str(path)
+        if not name.isprintable():
+            name = ascii(name)
+        described.append(f"{name} ({reason})" if reason else name)
+    return sorted(files.values()), described
 
 
 def local_files(dataset: str) -> list[pathlib.Path]:
     """The data files of a local file, folder or pattern; none when `dataset` is a hub id. A UserError where a path or a
     pattern leads to none."""
     files, left_out = find_files(dataset)
-    is_pattern, exists = glob.has_magic(dataset), os.path.exists(dataset)
-    if not files and (exists or left_out):
+    if files:
+        return files
+    exists = os.path.exists(dataset)
+    if exists or left_out:
         seen = f"there is only {shortened(left_out)}" if left_out else "it is empty"
-        if not os.path.isdir(dataset) and exists:
+        if exists and not os.path.isdir(dataset):
             seen = "convert it"
         suffixes, packed = "/".join(DATA_SUFFIXES), "/".join(COMPRESSIONS)
         raise UserError(f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}")
-    if not files and is_pattern:
+    if glob.has_magic(dataset):
         raise UserError(f"--dataset {dataset}: no such files")
-    if not files:
-        check_exists(dataset)
-    return files
+    check_exists(dataset)
+    return []
 
 
 def check_exists(dataset: str) -> None:

@@ -14,6 +14,7 @@ from harness.data.formats import name_place
 from harness.data.records import DOCUMENT_MARK, BadRecord
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times their memory
 
 
 def read_documents(records: Iterator, source: pathlib.Path | str, skip_bad: bool, counts: Counter) -> Iterator:
@@ -49,11 +50,12 @@ def bad_record_error(record: BadRecord, source: pathlib.Path | str) -> Unreadabl
     return error
 
 
-def take(documents: Iterator, count: int, characters: int = 2**21) -> Iterator:
-    """The next documents, `count` of them or so many characters: a tokenizer takes a hundred times their memory."""
+def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) -> Iterator:
+    """The next documents, up to `count` of them; fewer when these have more than so many characters."""
     for document in itertools.islice(documents, count):
         yield document
-        if (characters := characters - len(document)) < 0:
+        characters -= len(document)
+        if characters < 0:
             return
 
 
@@ -72,9 +74,12 @@ def token_batches(documents, tokenizer, batch_size: int = TOKENIZE_BATCH, counts
             encoded = (encoding.ids for encoding in encodings)
         elif texts:
             encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        ids = [[*next(encoded), end_of_text] if isinstance(document, str) else document for document in batch]
-        tokens = np.concatenate([each if isinstance(each, np.ndarray) else np.array(each, np.uint32) for each in ids])
-        counts.update(documents=len(ids), tokens=len(tokens))
+        arrays = []
+        for document in batch:
+            ids = [*next(encoded), end_of_text] if isinstance(document, str) else document
+            arrays.append(ids if isinstance(ids, np.ndarray) else np.array(ids, np.uint32))
+        tokens = np.concatenate(arrays)
+        counts.update(documents=len(batch), tokens=len(tokens))
         yield tokens
 
 

@@ -1,11 +1,12 @@
-"""Held-out documents: which part of a corpus that has no split for evaluation is kept out of training, and a corpus
+"""Held-out documents: which part of a corpus that has no split for evaluation is left out of training, and a corpus
 without that part. Called by `corpora` for a token cache and by `streaming`. Independent of how files are read.
 
 One of every 20 documents in a row is held out, counted over all files in the order of their names, so every file of 39
-documents has its share. Which of the 20 is drawn by a checksum of their number: a corpus may repeat itself every few
+documents has some. Which of the 20 is drawn by a checksum of their number: a corpus may repeat itself every few
 documents. Ranks, steps and seeds have no part in it. Fewer than 20 documents are cut at a share of their tokens.
 """
 
+import math
 import zlib
 
 import numpy as np
@@ -19,24 +20,30 @@ OLD_RULE = f"the last {PERCENT} %"  # of manifests that name none
 def is_held_out(number: int) -> bool:
     """Whether the document of this number, from 0 on, is held out."""
     group, place = divmod(number, EVERY)
-    return zlib.crc32(str(group).encode()) % EVERY == place
+    return place == place_in_group(group)
+
+
+def place_in_group(group: int) -> int:
+    """Which document of a group of EVERY is held out."""
+    return zlib.crc32(str(group).encode()) % EVERY
 
 
 def held_out_numbers(documents: int) -> np.ndarray:
-    """The numbers of those that are held out, among so many."""
-    groups = range(-(-documents // EVERY))
-    drawn = np.array([zlib.crc32(str(group).encode()) % EVERY + EVERY * group for group in groups], dtype=np.int64)
+    """The numbers of the documents that are held out, among so many."""
+    groups = range(math.ceil(documents / EVERY))
+    drawn = np.array([EVERY * group + place_in_group(group) for group in groups], dtype=np.int64)
     return drawn[drawn < documents]
 
 
 def document_ends(tokens: np.ndarray, end_of_text: int | None, chunk: int = 2**24) -> np.ndarray:
     """Where each document of a flat array of tokens ends; the last one where the array does."""
-    found = [
-        np.flatnonzero(tokens[start : start + chunk] == end_of_text) + start + 1
-        for start in range(0, len(tokens), chunk)
-    ]
-    ends = np.concatenate(found)
-    return ends if len(ends) and ends[-1] == len(tokens) else np.append(ends, len(tokens))
+    ends_of_chunks = []
+    for start in range(0, len(tokens), chunk):
+        ends_of_chunks.append(np.flatnonzero(tokens[start : start + chunk] == end_of_text) + start + 1)
+    ends = np.concatenate(ends_of_chunks)
+    if len(ends) and ends[-1] == len(tokens):
+        return ends
+    return np.append(ends, len(tokens))
 
 
 def divide(tokens: np.ndarray, end_of_text: int | None) -> tuple[tuple, tuple] | None:
@@ -47,8 +54,9 @@ def divide(tokens: np.ndarray, end_of_text: int | None) -> tuple[tuple, tuple] |
         return None
     starts = np.concatenate([[0], ends[:-1]])
     numbers = held_out_numbers(len(ends))
-    first, last = starts[numbers], ends[numbers]
-    return (np.concatenate([[0], last]), np.concatenate([first, [len(tokens)]])), (first, last)
+    held_starts, held_ends = starts[numbers], ends[numbers]
+    kept_starts, kept_ends = np.concatenate([[0], held_ends]), np.concatenate([held_starts, [len(tokens)]])
+    return (kept_starts, kept_ends), (held_starts, held_ends)
 
 
 class Stretches:

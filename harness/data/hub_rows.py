@@ -15,13 +15,16 @@ def load_documents(dataset: str, split: str, subset: str | None = None, streamin
     """A split of a hub data set as a `datasets.Dataset` or `IterableDataset`."""
     import datasets
 
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, once
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # the error below alone reports what goes wrong
     try:
         return datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
     except Exception as error:
-        said = first_line((error.__cause__ and error.__cause__.__cause__) or error.__cause__ or error)
-        kind = NoSplitError if re.search("(Unknown|Bad) split", said) else UnreadableError
-        raise kind(f"--dataset {dataset}, split {split!r}: cannot be read ({said})") from error
+        cause = error
+        for _ in range(2):  # `datasets` wraps what happened up to twice
+            cause = cause.__cause__ or cause
+        reason = first_line(cause)
+        kind = NoSplitError if re.search("(Unknown|Bad) split", reason) else UnreadableError
+        raise kind(f"--dataset {dataset}, split {split!r}: cannot be read ({reason})") from error
 
 
 def hub_records(

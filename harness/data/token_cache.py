@@ -1,4 +1,4 @@
-"""The token cache: one flat file a corpus, with a record of its size and checksum."""
+"""The token cache: one flat file for each corpus, with a record of its size and checksum."""
 
 import contextlib
 import hashlib
@@ -37,7 +37,7 @@ def pack_tokens(batches: Iterator[np.ndarray], path: str | os.PathLike, vocab_si
 
 
 def write_record(path: pathlib.Path, record: dict) -> None:
-    """Replaces what stands beside a token cache about it, at once."""
+    """Replaces the record of a token cache atomically."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
         file = pathlib.Path(folder, "record")
         file.write_text(json.dumps(record))
@@ -47,7 +47,8 @@ def write_record(path: pathlib.Path, record: dict) -> None:
 def check_cache(path: pathlib.Path, skip_bad: bool, whole: bool) -> tuple[dict | None, str]:
     """(what was counted in the corpus, "") for a token cache that is as it was written, else (None, what is wrong).
 
-    It is compared with its checksum if `whole` or if its ctime, which no program can set, is new since the last time.
+    It is compared with its checksum if `whole`, or if its ctime, which no program can set, is another than when it was
+    last compared.
     """
     try:
         record, status, now = json.loads(path.with_suffix(".json").read_text()), path.stat(), time.time_ns()
@@ -55,13 +56,18 @@ def check_cache(path: pathlib.Path, skip_bad: bool, whole: bool) -> tuple[dict |
             return None, f"{status.st_size:,} bytes, not {record['bytes']:,}"
         if whole or record.get("checked") != status.st_ctime_ns:
             with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
-                    return None, "another checksum"
+                checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            if checksum != record["sha256"]:
+                return None, "another checksum"
             if now - status.st_ctime_ns > 10**9:  # a change within the clock's tick would have the same ctime
                 with contextlib.suppress(OSError):  # a disk that can only be read
                     write_record(path, record | {"checked": status.st_ctime_ns})
         counts = {kind: int(number) for kind, number in record["counts"].items()}
         bad = counts.get("bad records", 0)
-        return (None, f"{bad:,} bad records left out") if bad and not skip_bad else (counts, "")
+        if bad and not skip_bad:
+            return None, f"{bad:,} bad records left out"
+        return counts, ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return None, f"its .json, {first_line(error)}" if path.exists() else ""
+        if not path.exists():
+            return None, ""
+        return None, f"its .json, {first_line(error)}"
