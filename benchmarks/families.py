@@ -5,7 +5,7 @@ harness trains it right.
 
 FLOPs: `utils.get_model_flops_per_token` against torch's counter on real tensors, and whether PaLM's formula says the
 same. Training: the script's own functions, fp32, a few steps on one rank and on two; right are equal losses that are
-the cross entropy of causal logits. Writes benchmarks/results/families.json and the table in docs/MODELS.md.
+the cross entropy of causal logits. Writes benchmarks/results/families.json and the tables in docs/MODELS.md.
 """
 
 import argparse
@@ -322,24 +322,42 @@ def judge(one: dict, two: dict) -> dict:
     return verdict | ({"why": "; ".join(problems)} if problems else {})
 
 
+def list_families(names: list[str]) -> str:
+    return ", ".join(sorted(names))
+
+
 def table(result: dict) -> str:
-    rows = ["| family | FLOPs | training |", "|---|---|---|"]
-    for name, found in sorted(result["families"].items()):
-        why = found.get("why", "").replace("|", "/")
-        rows.append(f"| {name} | {found.get('flops', '')} | {found['verdict']}{': ' * bool(why)}{why} |")
+    """The families that train by how their FLOPs are counted, then the others by the reason, in Markdown."""
+    trained: dict[str, list[str]] = collections.defaultdict(list)
+    others: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for name, family in result["families"].items():
+        if family["verdict"] == "trains":
+            trained[family["flops"]].append(name)
+        else:
+            why = family.get("why", "").replace("|", "/")
+            why = re.sub(rf"(--model:?) {re.escape(name)} ", r"\1 … ", why)
+            why = re.sub(r"\w+ForCausalLM|\w+LMHeadModel", "…", why)
+            others[family["verdict"], why].append(name)
+
+    rows = ["| FLOPs | families that train |", "|---|---|"]
+    for kind, names in sorted(trained.items(), key=lambda item: -len(item[1])):
+        rows.append(f"| {kind}: {len(names)} | {list_families(names)} |")
+    for verdict in ("refused", "not built"):
+        rows += ["", f"| {verdict} | why |", "|---|---|"]
+        groups = [(names, why) for (group_verdict, why), names in others.items() if group_verdict == verdict]
+        for names, why in sorted(groups, key=lambda group: (-len(group[0]), group[0])):
+            rows.append(f"| {list_families(names)} | {why} |")
     return "\n".join(rows)
 
 
 def write_table(result: dict) -> None:
     text = TABLE.read_text()
     before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-    counts = collections.Counter(found["verdict"] for found in result["families"].values())
-    flops = collections.Counter(found.get("flops", "not built") for found in result["families"].values())
+    counts = collections.Counter(family["verdict"] for family in result["families"].values())
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     versions = f"transformers {result['transformers']}, torch {result['torch']}"
-    said = f"{len(result['families'])} families, {versions}. Training: "
-    said += ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    said += ". FLOPs: " + ", ".join(f"{count} {kind}" for kind, count in flops.most_common()) + "."
-    TABLE.write_text(f"{before}{MARKS[0]}\n{said}\n\n{table(result)}\n{MARKS[1]}{after}")
+    summary = f"{len(result['families'])} families, {versions}: {verdicts}."
+    TABLE.write_text(f"{before}{MARKS[0]}\n{summary}\n\n{table(result)}\n{MARKS[1]}{after}")
 
 
 def main() -> None:
