@@ -2,14 +2,20 @@
 same. tests/test_internals.py compares NAMES with the installed transformers and says which of them a new version no
 longer has. Independent of what they are used for."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel, conversion_mapping, masking_utils
+from transformers import conversion_mapping, masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.models.auto import tokenization_auto
+
+if TYPE_CHECKING:  # importing it loads every quantizer's package that is installed
+    from transformers import PreTrainedModel
 
 # Owner, a module or "module:class", and what is used of it.
 NAMES = {
