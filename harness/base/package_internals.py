@@ -1,5 +1,5 @@
 """Private names of optional packages that this program needs: torchao and datasets. Each stands with why no
-public name does the same; tests/test_internals.py compares NAMES with the installed packages. No package is imported
+public name does the same; tests/base/test_internals.py compares NAMES with the installed packages. No package is imported
 before it is used. Independent of what they are used for."""
 
 import torch

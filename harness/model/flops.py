@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from harness.base.text import first_line
 
-# Families whose FLOPs tests/test_flops.py has compared: the formula and the count by operators are equal.
+# Families whose FLOPs tests/model/test_flops.py has compared: the formula and the count by operators are equal.
 DENSE_FAMILIES = (
     "cohere",
     "gemma",
