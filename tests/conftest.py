@@ -77,7 +77,7 @@ def slow_case(*values, id: str | None = None):
 
 
 def start(
-    command: list, timeout: float = 300, cwd: pathlib.Path = ROOT, **env: str | None
+    command: list, timeout: float = 900, cwd: pathlib.Path = ROOT, **env: str | None
 ) -> subprocess.CompletedProcess:
     """Runs a command to its end, from the repository's root, its output as text; None takes a variable away."""
     return subprocess.run(
@@ -99,7 +99,7 @@ def cold_python(*arguments, **options) -> subprocess.CompletedProcess:
     return start([sys.executable, PROGRAM, *arguments], **options)
 
 
-def python(*arguments, timeout: float = 300) -> subprocess.CompletedProcess:
+def python(*arguments, timeout: float = 900) -> subprocess.CompletedProcess:
     """The program as a shell runs it, but in a process that is forked from one that has its imports."""
     words = [*map(str, arguments)]
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
@@ -145,7 +145,7 @@ def forking(ranks: int, function, *arguments):
                 process.kill()
 
 
-def forked(ranks: int, function, *arguments, timeout: float = 300) -> str:
+def forked(ranks: int, function, *arguments, timeout: float = 900) -> str:
     """Calls a function in every rank of a world, without a launcher; returns what the ranks printed.
 
     Raises:

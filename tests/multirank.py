@@ -269,7 +269,7 @@ def stalled(how: str, *argv: str) -> None:
 
             def stop_in_backward(*args, **options):
                 if (heartbeats.HERE.phase, heartbeats.HERE.step) == ("backward", 3):
-                    time.sleep(3)  # until a beat has said so
+                    time.sleep(6)  # until a beat has said so
                     stopped()
                 return all_reduce(*args, **options)
 
@@ -291,7 +291,7 @@ def stalled(how: str, *argv: str) -> None:
 def abandoned() -> None:
     """Rank 0 waits in each group of a job for a rank that never comes; prints what came of it."""
     world.AFTER_HEARTBEATS = datetime.timedelta(seconds=1)
-    device = start_processes(timeout_minutes=0.03)
+    device = start_processes(timeout_minutes=0.2)  # in which both have to come to each group
     mesh = train_fsdp.build_mesh(parse_args(["--demo", "--zero-stage", "0"]), device)
     groups = {"replicas": mesh.get_group("replicate"), "objects": new_group()}
     store = dist.distributed_c10d._get_default_store()

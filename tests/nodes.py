@@ -41,7 +41,7 @@ class Node:
         self.pid = int(pid)
         self.enter = ["nsenter", "--target", pid, "--net", "--uts", "--mount", "--pid"]
 
-    def run(self, *command, timeout: float = 60, **options) -> str:
+    def run(self, *command, timeout: float = 300, **options) -> str:
         """What a command prints there."""
         words = [*self.enter, *map(str, command)]
         return subprocess.run(words, check=True, capture_output=True, text=True, timeout=timeout, **options).stdout
@@ -148,7 +148,7 @@ class Slurm:
         words = self("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: str, *states: str, timeout: float = 60) -> dict[str, str]:
+    def wait(self, number: str, *states: str, timeout: float = 300) -> dict[str, str]:
         """The job when it is in one of these states; one that is queued again waits for 2 s, not for 2 minutes.
 
         Raises:

@@ -31,7 +31,7 @@ def test_a_killed_runs_planning_process_ends():
     plan = psutil.Process(int(run.stdout))
     try:
         assert "--plan" in plan.cmdline()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while plan.is_running() and plan.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
             assert plan.cpu_times().user < 15, "it plans on"  # its imports take a third of that, the plan much more
@@ -62,7 +62,7 @@ def test_a_run_is_planned_beside_it_unless_the_flag_leaves_it_out(device, monkey
             assert process is None and not started
     with own_plan.beside(parse(["--plan-gpu", "B200"]), device) as process:
         assert process.poll() is None
-    assert process.wait(10) < 0
+    assert process.wait(300) < 0
 
 
 def sleeping(seconds: int) -> subprocess.Popen:

@@ -144,10 +144,11 @@ def test_checkpointing_executes_more_flops_and_holds_less(planned):
     assert plans["checkpointed"]["memory_gib"]["total"] < plans["stage 3"]["memory_gib"]["total"]
 
 
+@pytest.mark.slow
 def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     flags = (
         "--demo --plan --json --plan-gpus 16 --plan-gpu B200 --gpu-hour-usd 4 --batch-size auto --sequence-length 512"
-        " --plan-seconds 4"
+        " --plan-seconds 30"
     )
     capacity = tmp_path / "rates.json"
     capacity.write_text(json.dumps({"memory_gib": 2.0}))
@@ -174,7 +175,7 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
     capacity.write_text(json.dumps({"memory_gib": 1.5}))
     flags = words("--demo --plan --json --no-compile --plan-gpus 1 --plan-gpu H200 --batch-size 64 --no-fused-loss")
     flags += ["--plan-rates", capacity, "--plan-seconds"]
-    plan = json.loads(python(*flags, 3).stdout)
+    plan = json.loads(python(*flags, 30).stdout)
     assert not plan["fits"]
     assert "--fused-loss" in plan["fits_with"]["flags"]
     changed = json.loads(python(*flags, 0, *words(plan["fits_with"]["flags"])).stdout)

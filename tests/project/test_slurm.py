@@ -81,7 +81,7 @@ def submit(slurm, project):
 
 def wait_for_ranks(project: pathlib.Path) -> None:
     """Until the ranks of both nodes are there and listen."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not (project / "calls.jsonl").exists() or len(calls_of(project)) < 2:
         assert time.monotonic() < until
         time.sleep(0.1)

@@ -246,7 +246,7 @@ def browse(path: pathlib.Path, *flags: str) -> tuple[str, str]:
         "--window-size=1240,2000",
     ]
     command += ["--enable-logging=stderr", f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=3000"]
-    done = subprocess.run([*command, *flags, path.as_uri()], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *flags, path.as_uri()], capture_output=True, text=True, timeout=600)
     return done.stdout, "\n".join(re.findall(r"CONSOLE.*", done.stderr))
 
 

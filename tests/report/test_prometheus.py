@@ -224,7 +224,7 @@ def test_who_scrapes_is_awaited_unless_it_has_gone(ending, exit_code, ago, waits
     if waits:
         with pytest.raises(WaitError) as waited:
             ending.end(exit_code)
-        assert waited.value.args[0] == pytest.approx(waits, abs=1)
+        assert waits / 2 < waited.value.args[0] <= waits  # some of it is over already
     else:
         ending.end(exit_code)
     line = f"metrics    until Prometheus has read the end, {waits} s at most\n" if waits > 15 else ""
@@ -260,7 +260,7 @@ def test_the_end_is_over_as_soon_as_it_was_read_by_all_who_scrape(tmp_path, monk
         assert 'training_state{run="r",training_state="done"} 1.0' in fetch(url, reader)
         assert ending.is_alive()
     fetch(url, second)
-    ending.join(30)
+    ending.join(300)
     assert not ending.is_alive()
 
 

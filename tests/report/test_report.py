@@ -380,7 +380,7 @@ def test_a_clock_that_went_back_between_two_starts_takes_no_time_away(device):
         state.elapsed_before = 0.0
         before = state.elapsed
         state.take(saved | {"started": started, "elapsed": elapsed})
-        assert state.elapsed - before == pytest.approx(least, abs=1)
+        assert state.elapsed - before == pytest.approx(least, abs=20)
 
 
 def test_a_run_that_resumes_but_does_not_save_on_its_way_is_told_how_often_it_should():

@@ -230,7 +230,7 @@ def test_the_stall_of_the_loop_is_said(run, capsys):
 
 def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch):
     save, say, skipped = store.dcp.save, store.say, threading.Event()
-    monkeypatch.setattr(store.dcp, "save", lambda *args, **to: skipped.wait(60) and save(*args, **to))
+    monkeypatch.setattr(store.dcp, "save", lambda *args, **to: skipped.wait(300) and save(*args, **to))
     monkeypatch.setattr(store, "say", lambda text: skipped.set() if text.startswith("skipped") else say(text))
     run("r", "--checkpoint-interval", 2, "--keep-checkpoints", 9)
     assert names(tmp_path / "r") == checkpoint_names(2, 6)
@@ -809,8 +809,19 @@ def test_a_stop_that_could_not_be_saved_is_a_failure(run, capsys, tmp_path):
 
 
 def test_a_slow_disk_skips_checkpoints_and_says_so(run, monkeypatch, tmp_path, capsys):
-    save = store.dcp.save
-    monkeypatch.setattr(store.dcp, "save", lambda *args, **options: (time.sleep(1), save(*args, **options)))
+    save, say, last_skipped = store.dcp.save, store.say, threading.Event()
+
+    def save_slowly(*args, **options):
+        assert last_skipped.wait(300)
+        return save(*args, **options)
+
+    def say_and_note(text):
+        say(text)
+        if text.startswith(f"skipped    checkpoint at step {STEPS - 1}"):
+            last_skipped.set()
+
+    monkeypatch.setattr(store.dcp, "save", save_slowly)
+    monkeypatch.setattr(store, "say", say_and_note)
     assert run("r", "--checkpoint-interval", 1) == 0
     assert "skipped    checkpoint at step 2" in capsys.readouterr().out
     assert names(tmp_path / "r") == checkpoint_names(1, STEPS)
@@ -1074,32 +1085,35 @@ def test_an_export_that_fails_is_one_line_and_leaves_nothing_behind(refused, tmp
 # Signals, kills, other numbers of ranks: the program under torchrun
 
 
-def listen(training: bool) -> None:
+def listen(training: bool, reports) -> None:
     stop = StopRequest()
     stop.can_save = training
-    print("ready", flush=True)
-    time.sleep(60)
+    reports.send("listens")
+    while not stop.name:
+        time.sleep(0.01)
+    time.sleep(2 * StopRequest.SAME_REQUEST)  # what comes now is another request
+    reports.send("asked")
+    time.sleep(1000)
 
 
 @pytest.mark.parametrize("number", StopRequest.SIGNALS)
 def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, monkeypatch):
     monkeypatch.setattr(StopRequest, "SAME_REQUEST", 0.2)
-    for training, signals in ((False, 1), (True, 2)):
-        child = multiprocessing.get_context("fork").Process(target=listen, args=(training,))
+    for training, waits_for in ((False, ["listens"]), (True, ["listens", "asked"])):
+        reports, sender = multiprocessing.Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(target=listen, args=(training, sender))
         child.start()
-        time.sleep(0.5)
-        for _ in range(signals):
-            assert child.is_alive()
+        for report in waits_for:
+            assert reports.recv() == report and child.is_alive()
             os.kill(child.pid, number)
-            time.sleep(0.5)
-        child.join(10)
+        child.join(300)
         assert child.exitcode == StopRequest.EXIT_CODE
 
 
 SIGNAL_STEPS = 100_000  # never reached
 
 
-def wait_until(condition, process, seconds: float = 100) -> None:
+def wait_until(condition, process, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -1136,7 +1150,7 @@ def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tm
     process = launch([*torchrun_command(4), PROGRAM, *common, "--num-steps", SIGNAL_STEPS])
     wait_until(lambda: steps_done(folder) >= 3, process)
     ranks_of(process)[2].send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=600)
     stopped = steps_done(folder)
     assert process.returncode != 0
     assert "by a signal to another rank after step" in output
@@ -1149,7 +1163,7 @@ def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tm
     process = launch([*torchrun_command(2, "--max-restarts=1"), PROGRAM, *common, *more])
     wait_until(lambda: names(folder)[-1:] > checkpoint_names(stopped), process)
     ranks_of(process)[1].kill()
-    output, errors = process.communicate(timeout=100)
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert output.count("resumed    ") == 2
 
@@ -1174,7 +1188,7 @@ def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
     process = launch([sys.executable, PROGRAM, *flags, *places])
     wait_until(lambda: steps_done(tmp_path / "r") >= 3, process)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=600)
     assert (process.returncode, without_repeated_flags(errors)) == (143, "")
     assert f"stopped    by {number.name} after step" in output
     assert names(tmp_path / "r") == checkpoint_names(steps_done(tmp_path / "r"))
