@@ -1,8 +1,9 @@
 """The documents: links lead somewhere, snippets print what is shown, and every command and flag is one that exists.
 
 Python and bash blocks are run. One that cannot run here, where is no GPU and no hub, or takes longer than a test may,
-has `<!-- not run: reason -->` right before it. Bash blocks run in a copy of the project's folder in which the run
-`outputs/demo` is done; the block without a language right behind one is what it prints, lines left out, figures aside.
+has `<!-- not run: reason -->` right before it; with the reason `needs the package NAME` it is run where that is
+installed. Bash blocks run in a copy of the project's folder in which the run `outputs/demo` is done; the block without
+a language right behind one is what it prints, lines left out, figures aside.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import transformers
@@ -132,6 +134,12 @@ def snippets_of(document: pathlib.Path, language: str = "python") -> Iterator[Sn
         )
 
 
+def reason_to_skip(snippet: Snippet) -> str:
+    """Why a snippet does not run here: what its document says, unless that is a package which is installed."""
+    package = re.fullmatch(r"needs the package (\w+)", snippet.not_run)
+    return "" if package and find_spec(package[1]) else snippet.not_run
+
+
 SNIPPETS = [snippet for document in DOCUMENTS for snippet in snippets_of(document)]
 SHELL = [snippet for document in DOCUMENTS for snippet in snippets_of(document, "bash")]
 MARK = "----- the next snippet -----"
@@ -155,12 +163,12 @@ def run(command: list, folder: pathlib.Path) -> str:
 
 def outputs_of(snippets: list[Snippet], folder: pathlib.Path) -> dict[Snippet, str]:
     """What a document's snippets print: those that are saved on their own, the others one behind the other."""
-    together = [snippet for snippet in snippets if not (snippet.not_run or snippet.file)]
+    together = [snippet for snippet in snippets if not (reason_to_skip(snippet) or snippet.file)]
     (folder / "snippets.py").write_text(f"\nprint({MARK!r})\n".join(snippet.code for snippet in together))
     outputs = run([sys.executable, "snippets.py"], folder).split(f"{MARK}\n") if together else []
     printed = dict(zip(together, outputs, strict=True))
     for snippet in snippets:
-        if snippet.file and not snippet.not_run:
+        if snippet.file and not reason_to_skip(snippet):
             (folder / snippet.file).write_text(snippet.code)
             torchrun, processes, *words = snippet.command.split()
             assert torchrun == "torchrun"
@@ -178,8 +186,8 @@ def printed(root):
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: f"{snippet.document.name}:{snippet.line}")
 def test_a_snippet_runs_and_prints_what_is_shown(printed, snippet):
-    if snippet.not_run:
-        pytest.skip(snippet.not_run)
+    if reason := reason_to_skip(snippet):
+        pytest.skip(reason)
     if "FlopCounterMode" in snippet.code and transformers.__version__ < "5.18":
         pytest.skip("transformers 5.17 has a product for rotary angles, which torch's counter counts")
     output = printed(snippet.document)[snippet].strip()
