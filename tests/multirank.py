@@ -207,6 +207,13 @@ def program(*argv: str) -> None:
     train_fsdp.main(parse_args([*argv]))
 
 
+def impatient(environment: dict, *argv: str) -> None:
+    """The program as a rank of another world, which says at once that it waits for the store of its job."""
+    os.environ |= environment
+    world.STORE_PATIENCE = 0.1
+    program(*argv)
+
+
 def measured(slow: int | None, *argv: str) -> None:
     """The program with --measure, in a hurry; the rank `slow` does all work twice."""
     from harness.plan import measure

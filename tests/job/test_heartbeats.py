@@ -15,7 +15,7 @@ import types
 import multirank
 import psutil
 import pytest
-from conftest import PROGRAM, ROOT, forking, slow_case, start, torchrun_command, words
+from conftest import PROGRAM, ROOT, forked, forking, slow_case, start, torchrun_command, words
 
 from harness.job import endings, heartbeats
 from harness.report import waiting
@@ -241,13 +241,10 @@ def test_a_rank_whose_launcher_died_in_its_first_seconds_leaves(store):
 
 def refused(rank: int, address: str, port: int) -> str:
     """What a rank says that looks for the store of its job there."""
-    env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    code = "import sys, train_fsdp; from harness.flags.parser import parse_args; from harness.job import world\n"
-    code += "world.STORE_PATIENCE = 0.1\n"
-    code += "train_fsdp.main(parse_args(sys.argv[1:]))"
-    process = start([sys.executable, "-W", "ignore", "-c", code, "--demo", "--timeout-minutes", "0.05"], **env)
-    assert process.returncode == 1
-    return process.stderr
+    names = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    with pytest.raises(RuntimeError, match="exit code 1") as ended:
+        forked(1, multirank.impatient, names, "--demo", "--timeout-minutes", "0.05")
+    return "".join(line for line in str(ended.value).splitlines(True) if line.startswith("train_fsdp.py: "))
 
 
 def test_a_store_that_cannot_be_reached_is_named():

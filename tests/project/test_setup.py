@@ -38,6 +38,37 @@ def test_the_oldest_versions_are_the_others_but_for_torch_and_transformers():
     }
 
 
+def test_what_only_tests_use_is_pinned_and_changes_no_version_that_a_run_has():
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    assert "--constraint requirements.txt" in lines
+    pinned = dict(line.split("==") for line in lines if line and not line.startswith(("#", "--")))
+    assert {"matplotlib", "peft"} <= pinned.keys() and not pinned.keys() & pins("requirements.txt").keys()
+
+
+STEPS_OF_CI = ["setup.sh", "-m pytest", "requirements-dev.txt", "-m slow"]
+
+
+@pytest.mark.parametrize(
+    "failing, code, done",
+    [("nothing", 0, STEPS_OF_CI), ("requirements-dev.txt", 0, STEPS_OF_CI), ("-m slow", 7, STEPS_OF_CI)]
+    + [("-m pytest", 7, STEPS_OF_CI[:2]), ("setup.sh", 7, STEPS_OF_CI[:1])],
+)
+def test_ci_runs_both_tiers_and_fails_with_either_but_not_for_want_of_a_network(tmp_path, failing, code, done):
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    for name in ("setup.sh", ".venv/bin/python"):
+        stand_in = f'#!/bin/sh\necho "$0 $*" | tee -a steps | grep -q -e "{failing} *$" && exit 7 || exit 0\n'
+        (tmp_path / name).write_text(stand_in)
+        (tmp_path / name).chmod(0o755)
+    process = start([tmp_path / ".ci" / "run"])
+    steps = (tmp_path / "steps").read_text().splitlines()
+    assert process.returncode == code
+    assert len(steps) == len(done)
+    assert all(step.rstrip().endswith(expected) for step, expected in zip(steps, done, strict=True))
+    assert ("not installed" in process.stderr) == (failing == "requirements-dev.txt")
+
+
 def test_setup_installs_the_list_that_is_named_into_the_folder_that_is_named_once(tmp_path):
     (tmp_path / "python").write_text(PYTHON)
     (tmp_path / "python").chmod(0o755)
