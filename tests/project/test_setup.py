@@ -50,8 +50,13 @@ STEPS_OF_CI = ["setup.sh", "-m pytest", "requirements-dev.txt", "-m slow"]
 
 @pytest.mark.parametrize(
     "failing, code, done",
-    [("nothing", 0, STEPS_OF_CI), ("requirements-dev.txt", 0, STEPS_OF_CI), ("-m slow", 7, STEPS_OF_CI)]
-    + [("-m pytest", 7, STEPS_OF_CI[:2]), ("setup.sh", 7, STEPS_OF_CI[:1])],
+    [
+        ("nothing", 0, STEPS_OF_CI),
+        ("requirements-dev.txt", 0, STEPS_OF_CI),
+        ("-m slow", 7, STEPS_OF_CI),
+        ("-m pytest", 7, STEPS_OF_CI[:2]),
+        ("setup.sh", 7, STEPS_OF_CI[:1]),
+    ],
 )
 def test_ci_runs_both_tiers_and_fails_with_either_but_not_for_want_of_a_network(tmp_path, failing, code, done):
     (tmp_path / ".ci").mkdir()
