@@ -9,13 +9,15 @@ import functools
 import io
 import itertools
 import json
+import pathlib
 import re
 import shutil
 import sys
+import tempfile
 import types
 
 import pytest
-from conftest import ROOT, parse, start, words
+from conftest import ROOT, forked, parse, start, words
 from test_tracker import PEAKS
 
 import train_fsdp
@@ -245,7 +247,21 @@ DEMO = "--plan --demo --no-compile --plan-gpu H200 --sequence-length 512 --gpu-h
 
 def plan(flags: str) -> str:
     """What a plan prints, by a clock on which each configuration takes a second, however busy the machine is."""
-    now, predict = [0.0], planning.predict
+    said, _ = plan_and_count(flags)
+    return said
+
+
+def plan_and_count(flags: str) -> tuple[str, int]:
+    """(what a plan prints, how many configurations it planned), in a process of its own: it makes a process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "planned.json"
+        forked(1, plan_by_a_clock, flags, file)
+        said, planned = json.loads(file.read_text())
+        return said, planned
+
+
+def plan_by_a_clock(flags: str, file: pathlib.Path) -> None:
+    now, predict = [0], planning.predict
 
     def in_a_second(*args) -> Prediction:
         now[0] += 1
@@ -255,7 +271,7 @@ def plan(flags: str) -> str:
         patch.setattr(searching, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
         patch.setattr(planning, "predict", in_a_second)
         planning.plan(parse([*words(flags)]), train_fsdp.RECIPE)
-    return said.getvalue()
+    file.write_text(json.dumps([said.getvalue(), now[0]]))
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +291,8 @@ def test_the_advised_command_does_what_the_plan_says_of_it(small):
         if "fastest" not in row:
             continue
         best, argv = row["fastest"], row["fastest"]["command"].split("train_fsdp.py ")[1].split()
-        asked = parse_args([*argv, *words(f"--plan --json --plan-seconds 0 --plan-gpu H200 --plan-gpus {row['gpus']}")])
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            planning.plan(asked, train_fsdp.RECIPE)
-        again = json.loads(said.getvalue())
+        asked = f"--plan --json --plan-seconds 0 --plan-gpu H200 --plan-gpus {row['gpus']}"
+        again = json.loads(plan(" ".join([*argv, asked])))
         assert again["memory_gib"]["reserved"] == pytest.approx(best["reserved_gib"])
         assert again["tokens_per_sec"] == pytest.approx(best["tokens_per_sec"])
         assert best["fits"] and row["fits_with"]["flags"]
@@ -292,10 +306,9 @@ def test_a_plan_as_text_names_the_faster_flags_that_it_found():
 
 
 def test_a_plan_that_is_not_to_search_plans_once(monkeypatch):
-    planned, predict = [], planning.predict
-    monkeypatch.setattr(planning, "predict", lambda *args: planned.append(args[0]) or predict(*args))
-    found = json.loads(plan(DEMO + "--plan-gpus 2 --json --plan-seconds 0"))
-    assert len(planned) == 1
+    said, planned = plan_and_count(DEMO + "--plan-gpus 2 --json --plan-seconds 0")
+    found = json.loads(said)
+    assert planned == 1
     assert found["verdict"] == "fits" and not {"fastest", "largest_batch_size"} & found.keys()
     monkeypatch.setattr(own_plan.subprocess, "Popen", lambda command, **_: command)
     monkeypatch.setattr(own_plan.dist, "get_world_size", lambda: 2)

@@ -92,6 +92,7 @@ def test_planned_traffic_is_that_of_a_real_step(planned, measured, ranks, name):
     assert sizes == pytest.approx({kind: size for kind, (_, size) in real.items()}, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTED)
 def test_planned_collectives_are_those_counted_in_real_ranks(planned, observed, name):
     from test_parallel import get
