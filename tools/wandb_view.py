@@ -43,7 +43,7 @@ def build(entity: str, project: str):
         entity=entity,
         project=project,
         name="train_fsdp",
-        sections=[workspaces.Section(name=title, panels=of, is_open=True) for title, of in panels.items()],
+        sections=[workspaces.Section(name=name, panels=shown, is_open=True) for name, shown in panels.items()],
         runset_settings=workspaces.RunsetSettings(pinned_columns=["run:displayName", *columns]),
     )
 

@@ -1,6 +1,6 @@
 """Private names of optional packages that this program needs: torchao and datasets. Each stands with why no
-public name does the same; tests/base/test_internals.py compares NAMES with the installed packages. No package is imported
-before it is used. Independent of what they are used for."""
+public name does the same; tests/base/test_internals.py compares NAMES with the installed packages. No package is
+imported before it is used. Independent of what they are used for."""
 
 import torch
 

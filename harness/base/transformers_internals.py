@@ -1,6 +1,6 @@
 """Private names of transformers that this program needs, each with what it stands for and why no public name does the
-same. tests/base/test_internals.py compares NAMES with the installed transformers and says which of them a new version no
-longer has. Independent of what they are used for."""
+same. tests/base/test_internals.py compares NAMES with the installed transformers and says which of them a new version
+no longer has. Independent of what they are used for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Driver: what NVIDIA's driver says of this process's GPU, by its library NVML: NVLink, who else holds memory, why the
-clocks are low. Called by `preflight` and `figures`. Where there is no such driver, or the package nvidia-ml-py is not
-installed, or where it does not answer, it says nothing. Independent of what is made of it."""
+"""Driver: what NVIDIA's driver reports of this process's GPU, by its library NVML: NVLink, which other processes hold
+memory, why the clocks are low. Called by `preflight` and `figures`. Without the driver, without the package
+nvidia-ml-py, and for questions that the driver does not answer, the report is empty. Independent of what is made of
+it."""
 
 import ctypes
 import functools
@@ -10,18 +11,20 @@ from typing import Any
 
 import torch
 
-# NVML's bits of nvmlClocksEventReasons that slow a GPU down; a GPU at its power cap works as it was built to
+# NVML's bits of nvmlClocksEventReasons that slow a GPU down; its power cap is no such reason: it is how GPUs are built
 SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
+ANY_SLOWDOWN = 0x08 | 0x20 | 0x40 | 0x80
 
 
 def ask(question: Callable[[], Any], otherwise: Any = None) -> Any:
-    """What the driver answers, else `otherwise`. Drivers, their library and its package come in any versions together:
-    a name may be missing, a library not load, a question not be supported. A diagnosis never ends a run."""
+    """What the driver answers, or `otherwise`. Drivers, their library and its package come in any combination of
+    versions: a name may be missing, the library may not load, a question may not be supported. A diagnosis never ends a
+    run."""
     try:
         return question()
     except Exception:
@@ -30,7 +33,7 @@ def ask(question: Callable[[], Any], otherwise: Any = None) -> Any:
 
 @functools.cache
 def find():
-    """(pynvml, the handle of this process's GPU), or None: ROCm, WSL, a part of a GPU (MIG), no package."""
+    """(pynvml, the handle of this process's GPU), or None: ROCm, WSL, a part of a GPU (MIG), no package, a CPU."""
 
     def connect():
         import pynvml
@@ -42,35 +45,50 @@ def find():
 
 
 def describe() -> dict:
-    """The driver's version, this GPU's number in the node (`index`), those of the GPUs that it has NVLink to (`links`),
-    the NVLink domain of several nodes that it is in (`fabric`), and (pid, bytes) of the other processes that hold
-    memory on it, empty where the container hides who that is; `{}` without a driver. Keys are absent where the driver
-    does not answer."""
-    if not (found := find()):
+    """The GPU as the driver knows it; `{}` without a driver. A key is absent where the driver does not answer.
+
+    driver: its version.
+    index: the GPU's number in the node.
+    links: the numbers of the GPUs that it has NVLink to.
+    fabric: the NVLink domain over several nodes that it is in, empty where it is in none.
+    holders: (pid, bytes) of the other processes that hold memory on it, empty where the container hides them.
+    """
+    connection = find()
+    if connection is None:
         return {}
-    nvml, gpu = found
+    nvml, gpu = connection
 
     def linked() -> list[int]:
         own = nvml.nvmlDeviceGetIndex(gpu)
-        others = {n: nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount()) if n != own}
-        status = {n: nvml.nvmlDeviceGetP2PStatus(gpu, o, nvml.NVML_P2P_CAPS_INDEX_NVLINK) for n, o in others.items()}
-        return [n for n in others if status[n] == nvml.NVML_P2P_STATUS_OK]
+        numbers = []
+        for number in range(nvml.nvmlDeviceGetCount()):
+            if number == own:
+                continue
+            other = nvml.nvmlDeviceGetHandleByIndex(number)
+            status = nvml.nvmlDeviceGetP2PStatus(gpu, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            if status == nvml.NVML_P2P_STATUS_OK:
+                numbers.append(number)
+        return numbers
 
     def fabric() -> str:
         info = nvml.c_nvmlGpuFabricInfo_v2_t()
         nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
         uuid = bytes(info.clusterUuid).hex()
-        return f"{uuid}/{info.cliqueId}" if info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and int(uuid, 16) else ""
+        if info.state != nvml.NVML_GPU_FABRIC_STATE_COMPLETED or int(uuid, 16) == 0:
+            return ""
+        return f"{uuid}/{info.cliqueId}"
 
     def holders() -> list[tuple[int, int]]:
         processes = {
             process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
         }
-        own = processes.pop(os.getpid(), None)
-        return [*processes.items()] if own is not None else []
+        if os.getpid() not in processes:  # a container: these are pids of the host
+            return []
+        del processes[os.getpid()]
+        return list(processes.items())
 
     questions = {
-        "driver": lambda: nvml.nvmlSystemGetDriverVersion(),
+        "driver": lambda: nvml.nvmlSystemGetDriverVersion(),  # looked up within `ask`: a version may lack the name
         "index": lambda: nvml.nvmlDeviceGetIndex(gpu),
         "links": linked,
         "fabric": fabric,
@@ -81,12 +99,14 @@ def describe() -> dict:
 
 
 def slowdown() -> int:
-    """Why this GPU's clocks are low now, as bits of SLOWDOWNS; 0 where they are not or nobody knows."""
-    if not (found := find()):
+    """Why this GPU's clocks are low now, as bits of SLOWDOWNS; 0 where they are not low or the driver does not say."""
+    connection = find()
+    if connection is None:
         return 0
-    nvml, gpu = found
-    return ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & sum(SLOWDOWNS), 0)
+    nvml, gpu = connection
+    return ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & ANY_SLOWDOWN, 0)
 
 
 def name_slowdown(bits: int) -> str:
+    """Bits of SLOWDOWNS in words."""
     return ", ".join(name for bit, name in SLOWDOWNS.items() if bits & bit)

@@ -19,12 +19,13 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A number in metrics.jsonl. What is left out is not shown there."""
+    """A number in metrics.jsonl, and where it is shown: nowhere but in metrics.jsonl, the trackers and Prometheus where
+    an optional field is left out."""
 
     key: str  # in metrics.jsonl; in Prometheus behind `training_`
     name: str | None  # in wandb and tensorboard, group/name; None: it is their axis
     unit: str
-    words: str  # what it is, in a short sentence without a capital and a full stop
+    words: str  # its meaning, in a short sentence without a capital and a full stop
     label: str = ""  # on the page; by default the key with blanks
     written: str | None = None  # format of a tile on the page and of a column where runs stand side by side
     chart: Chart | None = None
@@ -233,7 +234,7 @@ FIGURES = (  # tiles, charts and tables have this order
     ),
 )
 BY_KEY = {figure.key: figure for figure in FIGURES}
-NOTES = ("final", "samples", "changed")  # keys of a line that are no figures
+NOTES = ("final", "samples", "changed")  # keys of a line that are not figures
 
 
 def figures_in(line: dict) -> dict[str, float]:

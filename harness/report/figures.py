@@ -15,18 +15,20 @@ from harness.state.train_state import TrainState
 
 
 def check_that_figures_will_exist(settings: Settings, device: torch.device, peak_tflops: float | None) -> None:
-    """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is that of
-    the device, if it is known."""
+    """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is the
+    device's, None where it is not known."""
     if settings.min_mfu and not peak_tflops:
         raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
-    of_memory = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
-    if device.type != "cuda" and (given := [flag for flag, value in of_memory.items() if value]):
-        raise UserError(f"{given[0]}: memory is measured on a GPU only; leave it out")
+    memory_flags = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
+    for flag, value in memory_flags.items():
+        if value and device.type != "cuda":
+            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out")
 
 
 def check_gates(settings: Settings, metrics: dict) -> None:
     """Raises UserError with exit code 3 when a figure missed its gate."""
-    missed, reserved = [], metrics.get("peak_memory_reserved", 0.0)
+    missed = []
+    reserved = metrics.get("peak_memory_reserved", 0.0)
     mfu = metrics.get("mfu_percent", 0.0)  # a resumed run may end within its warmup
     if settings.min_mfu and mfu < settings.min_mfu:
         missed.append(f"--min-mfu {settings.min_mfu:g}: the MFU was {mfu:.2f} %")
@@ -36,7 +38,7 @@ def check_gates(settings: Settings, metrics: dict) -> None:
         raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
 
 
-ABSENT = -math.inf  # what a rank did not measure: less than any figure, so that the largest is one if there is one
+ABSENT = -math.inf  # a figure that a rank did not measure: less than any other in a maximum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,9 +27,11 @@ from harness.report.summary import describe_held_out, describe_unsaved
 from harness.report.trackers import Trackers
 from harness.state.train_state import TrainState
 
+NO_BREAK_SPACE = "\u00a0"
+
 
 class Report:
-    """What a run says of itself, on rank 0: config.json, metrics.jsonl, the trackers, the console."""
+    """The log of a run, which rank 0 writes: config.json, metrics.jsonl, the trackers, the console."""
 
     def __init__(
         self,
@@ -37,11 +39,15 @@ class Report:
         endpoint: Endpoint,
         folder: pathlib.Path,
         state: TrainState,
-        changed: str = "",  # which flags are not those of the checkpoint that it goes on from, in words
+        changed: str = "",  # which flags are not those of the checkpoint that it resumes from, in words
     ):
-        self.num_steps, self.file, self.failed, self.excluded = settings.num_steps, None, False, state.tracker.excluded
-        self.endpoint, self.closing, self.closed = endpoint, threading.Lock(), False
-        self.settings, self.advised = settings, False
+        self.settings, self.num_steps = settings, settings.num_steps
+        self.endpoint = endpoint
+        self.excluded = state.tracker.excluded
+        self.file: MetricsFile | None = None  # on rank 0 only
+        self.failed = False  # whether lines of metrics.jsonl wait for the disk
+        self.advised = False  # whether the advice on saving was given, if any
+        self.closing, self.closed = threading.Lock(), False
         if dist.get_rank() == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -53,23 +59,26 @@ class Report:
                 endpoint.identify(run)
             except OSError as error:
                 raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
-        self.folder, self.place, self.moved, self.page = folder, place_of(folder), False, None
-        self.step, self.changed = state.step, changed  # of the last line; flags that are not the checkpoint's
+        self.folder, self.place = folder, place_of(folder)
+        self.moved = False  # whether the folder is elsewhere now
+        self.page: pathlib.Path | None = None  # once it is written
+        self.step = state.step  # of the last line
+        self.changed = changed
         places = {"run": str(folder)}
         if self.file:
             self.trackers = Trackers(settings, folder, state, json.loads(json.dumps(run)))
             places |= self.trackers.places() | watching(settings, folder)
             endings.LISTENERS.append(self.interrupt)
         say(columns(places) + "\n")
-        shown = self.file and terminal.is_terminal(sys.stderr)
-        self.bar = terminal.step_bar(self.num_steps, state.step, shown=bool(shown))
+        shown = self.file is not None and terminal.is_terminal(sys.stderr)
+        self.bar = terminal.step_bar(self.num_steps, state.step, shown=shown)
 
         self.compiles_since = time.perf_counter() if settings.compile else None
         if self.compiles_since:
             say("compile    the layers, within the first step; of a large model that takes minutes")
 
     def count_step(self) -> None:
-        """One step is done; of a compiled model the first one says how long that took."""
+        """Counts a finished step; after the first one of a compiled model it says how long compiling took."""
         self.bar.update()
         self.endpoint.steps += 1
         if self.compiles_since:
@@ -80,40 +89,55 @@ class Report:
         if not self.file:
             return
         step = metrics["step"]
-        more = {"samples": stories} if stories else {}
+        notes = {}
+        if stories:
+            notes["samples"] = stories
         if self.changed:  # at the first line of this start
-            more, self.changed = more | {"changed": self.changed}, ""
-        self.write(metrics, **more)
-        with self.excluded() if stories or self.trackers.failed else contextlib.nullcontext():  # these take seconds
+            notes["changed"] = self.changed
+            self.changed = ""
+        self.write(metrics, **notes)
+        takes_seconds = stories or self.trackers.failed
+        with self.excluded() if takes_seconds else contextlib.nullcontext():
             self.trackers.log(metrics, stories or [])
             if not (self.failed or self.moved):
                 self.trackers.mend()
-        loss, held_out = f"loss {metrics['loss']:.4f}", describe_held_out(metrics)
+        self.show(metrics, speed)
+        if "step_time_ms" in metrics and not self.advised:
+            self.advised = True
+            warning = describe_unsaved(self.settings, self.num_steps - step, metrics["step_time_ms"])
+            if warning:
+                terminal.tell(f"train_fsdp.py: warning: {warning}")
+
+    def show(self, metrics: dict, speed: str) -> None:
+        """The line of the console, and the figures in the bar."""
+        step, loss = metrics["step"], f"loss {metrics['loss']:.4f}"
         speeds = [figure for figure in speed.split("  ") if figure]
         mfu = [figure for figure in speeds if figure.startswith("MFU")]
         self.bar.set_postfix_str(", ".join([loss, *(mfu or speeds[:1])]), refresh=False)
         parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *speeds]
         if "step_time_ms" in metrics:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
+        held_out = describe_held_out(metrics)
+        if held_out:
+            parts.append(held_out)
         name = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  "
-        figures = [figure.replace(" ", "\u00a0") for figure in (*parts, held_out) if figure]  # lines break between them
-        say(terminal.wrap(name + "  ".join(figures), indent=len(name)).replace("\u00a0", " "))
-        if "step_time_ms" in metrics and not self.advised:
-            self.advised = True
-            if warning := describe_unsaved(self.settings, self.num_steps - step, metrics["step_time_ms"]):
-                terminal.tell(f"train_fsdp.py: warning: {warning}")
+        line = name + "  ".join(part.replace(" ", NO_BREAK_SPACE) for part in parts)  # to break between parts only
+        say(terminal.wrap(line, indent=len(name)).replace(NO_BREAK_SPACE, " "))
 
     def sync(self) -> None:
-        """Makes the lines so far durable, those included that could not be written at their time; an OSError where that
-        fails."""
+        """Makes all lines so far durable, those included that could not be written at their time.
+
+        Raises:
+            OSError: they are not.
+        """
         self.file.sync()
 
-    def write(self, metrics: dict, **more) -> None:
-        """A line of metrics.jsonl, with `more` in it, and the figures to the Prometheus endpoint."""
+    def write(self, metrics: dict, **notes) -> None:
+        """A line of metrics.jsonl, with `notes` in it, and the figures to the Prometheus endpoint."""
         self.endpoint.show(metrics)
         self.step = metrics["step"]
-        self.file.add(metrics | more)
-        self.write_waiting(durable=bool(more))
+        self.file.add(metrics | notes)
+        self.write_waiting(durable=bool(notes))
         moved = place_of(self.folder) != self.place
         if moved and not self.moved:
             say(f"failed     {self.folder} was moved away; move it back: nothing is lost, checkpoints wait for it")
@@ -127,8 +151,8 @@ class Report:
                 os.fsync(self.file.file.fileno())
         except OSError as error:
             if not self.failed:
-                what = f"metrics.jsonl, from step {self.step} on: {error.strerror}"
-                say(f"failed     {what}; its lines wait in memory, the run goes on")
+                reason = f"metrics.jsonl, from step {self.step} on: {error.strerror}"
+                say(f"failed     {reason}; its lines wait in memory, the run goes on")
             self.failed = True
             return
         if self.failed:
@@ -138,7 +162,10 @@ class Report:
     def end(self, metrics: dict | None, stories: list[dict[str, str]] | None = None) -> None:
         """Writes the run's last line, unless it was stopped before its end."""
         if self.file and metrics:
-            self.write(metrics, final=True, **{"samples": stories} if stories else {})
+            notes = {"final": True}
+            if stories:
+                notes["samples"] = stories
+            self.write(metrics, **notes)
             self.settle()
             self.trackers.summarize(metrics)
         self.close()
@@ -152,15 +179,15 @@ class Report:
         raise UserError(f"--output-dir: {self.folder / 'metrics.jsonl'} could not be written, {lost}", 1)
 
     def settle(self) -> None:
-        """Whatever waits for a disk is tried once more."""
+        """Tries once more to write what waits for a disk."""
         if self.failed:
             self.write_waiting()
         if not (self.failed or self.moved):
             self.trackers.settle()
 
     def close(self, interrupted: bool = False) -> None:
-        """Gives back the terminal and the file, and leaves the page, however the run ended. Where the loop goes on in
-        another thread until the process is gone, `interrupted`, the files stay open."""
+        """Removes the bar, closes the file and writes the page, however the run ended. With `interrupted` the loop runs
+        on in another thread until the process is gone: the bar and the file stay open."""
         with self.closing:
             if self.closed:
                 return
@@ -176,14 +203,14 @@ class Report:
             self.page = write_page(self.folder)
 
     def interrupt(self, exit_code: int) -> None:
-        """Leaves the page where the process ends before the loop."""
+        """Writes the page where the process ends before the loop."""
         self.close(interrupted=True)
         if exit_code == terminal.INTERRUPTED and self.page:
             terminal.tell(columns({"report": str(self.page)}))
 
 
 def write_page(folder: pathlib.Path) -> pathlib.Path | None:
-    """Makes report.html of the run's files; that it cannot be written costs no run its success."""
+    """Makes report.html of the run's files. Where that fails a line says so, and the run succeeds all the same."""
     try:
         return page.write_report([folder], folder / "report.html")
     except Exception as error:  # whatever it is, the run has its result

@@ -1,6 +1,6 @@
-"""Endpoint: what Prometheus reads of a run, from before its data are read until its end was seen. Opened by the script
-on rank 0, given figures by the report, told of the end by `endings`. It does not know how a figure comes about or who
-is alerted by it."""
+"""Endpoint: what Prometheus scrapes of a run, from before its data are read until its end was scraped. The script opens
+it on rank 0, the report gives it figures, `endings` calls it at the end. Independent of how a figure is computed and of
+the alerts."""
 
 import contextlib
 import pathlib
@@ -20,7 +20,7 @@ from harness.flags.settings import Settings
 from harness.job import endings, heartbeats
 from harness.report.figure_list import BY_KEY
 
-OF_THE_RUN = {  # figures that are no keys of metrics.jsonl, as HELP tells what they are
+HELP_OF_RUN = {  # HELP of the figures that are not keys of metrics.jsonl
     "num_steps": "optimizer steps that the run is to take, by --num-steps",
     "log_interval_steps": "optimizer steps from one log line to the next, by --log-interval",
     "timeout_seconds": "time after which a stalled run ends itself, by --timeout-minutes",
@@ -29,29 +29,34 @@ OF_THE_RUN = {  # figures that are no keys of metrics.jsonl, as HELP tells what 
     "starts": "starts of the run, this one included",
     "world_size": "number of ranks",
 }
-STATES = ("running", "done", "stopped", "failed")
-PATIENCE = {0: 60.0, 143: 20.0, 130: 2.0}  # seconds by exit code; after SIGTERM a scheduler kills 30 s later
-FAILED_PATIENCE = 4.0  # seconds; every rank of a failed job is down within 10
-GONE_AFTER = 150.0  # seconds without a scrape; Prometheus comes every 60 unless told otherwise
-SCRAPER = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"  # a header of Prometheus and its kin
+RUNNING = "running"
+STATES = (RUNNING, "done", "stopped", "failed")
+# seconds that the end waits for the last scrape, by exit code; after SIGTERM a scheduler kills 30 s later
+LAST_SCRAPE_SECONDS = {0: 60.0, 143: 20.0, 130: 2.0}
+FAILED_SECONDS = 4.0  # of any other exit code; every rank of a failed job is down within 10
+MIN_ANNOUNCED_SECONDS = 20.0  # a shorter wait is not worth a line on the console
+GONE_SECONDS = 150.0  # without a scrape, after which no more is expected; Prometheus scrapes every 60 by default
+SCRAPER_HEADER = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"  # of Prometheus and programs compatible with it
 
 
 class Endpoint:
     """The metrics of one run, each with the label `run`; a collector of `prometheus_client`.
 
-    Without a port it takes what it is told and shows it to nobody.
+    Without a port it takes the figures and serves them to nobody.
     """
 
     def __init__(self, settings: Settings, folder: pathlib.Path):
-        self.settings, self.run, self.state, self.steps = settings, folder.name, STATES[0], 0
+        self.settings, self.run = settings, folder.name
+        self.state = RUNNING
+        self.steps = 0  # that this process took
         self.figures: dict[str, float] = {}
         self.labels: dict[str, str] = {}
-        self.visitors: set[tuple[str, str]] = set()  # (address, program) of whoever looked
+        self.visitors: set[tuple[str, str]] = set()  # (address, program) of every client
         self.scrapers: dict[tuple[str, str], float] = {}  # when the last scrape of each regular visitor began
         self.scraped = threading.Condition()
 
     def open(self) -> None:
-        """Listens, if a port is wanted.
+        """Listens, if --metrics-port is given.
 
         Raises:
             UserError: `prometheus_client` is not installed, or nothing can listen there.
@@ -86,8 +91,8 @@ class Endpoint:
         endings.LISTENERS.append(self.end)
 
     def watch(self, server: WSGIServer) -> None:
-        """Remembers who scrapes; a scrape counts when its answer was sent. Whoever comes for the first time and does
-        not say that it is a scraper may be a person."""
+        """Remembers the scrapers; a scrape counts when its answer was sent. A client that comes for the first time and
+        does not send the header of a scraper may be a person."""
         answer = server.get_app()
 
         def application(environ, start_response) -> Iterator[bytes]:
@@ -95,42 +100,42 @@ class Endpoint:
             yield from answer(environ, start_response)
             visitor = environ["REMOTE_ADDR"], environ.get("HTTP_USER_AGENT", "")
             with self.scraped:
-                if SCRAPER in environ or visitor in self.visitors:
+                if SCRAPER_HEADER in environ or visitor in self.visitors:
                     self.scrapers[visitor] = began
                 self.visitors.add(visitor)
                 self.scraped.notify_all()
 
         server.set_app(application)
-        server.handle_error = lambda *_: None  # somebody hung up
+        server.handle_error = lambda *_: None  # a client hung up
 
     def identify(self, run: dict) -> None:
-        """What stands in config.json about this start, once it is known."""
+        """Shows the run and this start as config.json has them."""
         self.show({"starts": len(run["starts"]), "world_size": run["world_size"]})
         labels = {"model": self.settings.model, "dataset": self.settings.dataset, "torch": run["versions"]["torch"]}
         labels |= {key: run[key] for key in ("run_id", "commit", "gpu", "world_size")}
         self.labels = {key: str(value or "") for key, value in labels.items()}
 
     def show(self, metrics: dict[str, float]) -> None:
-        """The figures of a log line, or other ones."""
-        self.figures = self.figures | metrics  # a new one, as the old one may be being read
+        """Takes the figures of a log line, or others."""
+        self.figures = self.figures | metrics  # a new dictionary: a scrape may be reading the old one
 
     def collect(self) -> Iterator:
-        """The metrics as they are now, whatever was logged when."""
+        """The metrics as they are now; a figure is that of the last log line that had it."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, StateSetMetricFamily
 
         def labelled(family, value, **labels: str):
             family.add_metric([self.run, *labels.values()], value)
             return family
 
-        state, here, labels = self.state, heartbeats.HERE, ["run"]
+        state, phase_now, labels = self.state, heartbeats.HERE, ["run"]
         of_states = StateSetMetricFamily("training_state", "running, done, stopped or failed", labels=labels)
         yield labelled(of_states, {name: name == state for name in STATES})
         done = CounterMetricFamily("training_steps", "optimizer steps since this process began", labels=labels)
         yield labelled(done, self.steps)
-        if state == STATES[0]:
-            what = "time that rank 0 has been in this part of a step, or of what surrounds the steps"
-            phase = GaugeMetricFamily("training_phase_seconds", what, labels=["run", "phase"])
-            yield labelled(phase, time.monotonic() - here.since, phase=here.phase)
+        if state == RUNNING:
+            words = "time that rank 0 has been in this part of a step, or of what surrounds the steps"
+            phase = GaugeMetricFamily("training_phase_seconds", words, labels=["run", "phase"])
+            yield labelled(phase, time.monotonic() - phase_now.since, phase=phase_now.phase)
         if self.labels:
             info = GaugeMetricFamily("training_info", "what runs; always 1", labels=["run", *self.labels])
             yield labelled(info, 1, **self.labels)
@@ -138,18 +143,18 @@ class Endpoint:
             yield labelled(GaugeMetricFamily(f"training_{key}", describe(key), labels=labels), value)
 
     def end(self, exit_code: int) -> None:
-        """Shows how the run ended until everybody who scrapes it has read that, for `PATIENCE` seconds at most. Who has
-        not come for `GONE_AFTER` seconds is not awaited."""
+        """Shows how the run ended until every scraper has read that, `LAST_SCRAPE_SECONDS` at most. A scraper that has
+        not come for `GONE_SECONDS` is not waited for."""
         self.state = endings.state_of(exit_code)
         ended = time.monotonic()
-        patience = PATIENCE.get(exit_code, FAILED_PATIENCE)
+        longest = LAST_SCRAPE_SECONDS.get(exit_code, FAILED_SECONDS)
         with self.scraped:
-            awaited = [who for who, last in self.scrapers.items() if ended - last < GONE_AFTER]
-            if awaited and patience >= 20:
-                with contextlib.suppress(OSError):  # nobody is there to read it
-                    print(f"metrics    until Prometheus has read the end, {patience:.0f} s at most", flush=True)
-            while any(self.scrapers[who] < ended for who in awaited):
-                left = ended + patience - time.monotonic()
+            expected = [scraper for scraper, last in self.scrapers.items() if ended - last < GONE_SECONDS]
+            if expected and longest >= MIN_ANNOUNCED_SECONDS:
+                with contextlib.suppress(OSError):  # nobody reads the console any more
+                    print(f"metrics    until Prometheus has read the end, {longest:.0f} s at most", flush=True)
+            while any(self.scrapers[scraper] < ended for scraper in expected):
+                left = ended + longest - time.monotonic()
                 if left <= 0:
                     return
                 self.scraped.wait(left)
@@ -160,4 +165,4 @@ def describe(key: str) -> str:
     if key in BY_KEY:
         figure = BY_KEY[key]
         return f"{figure.words}, {figure.unit}" if figure.unit else figure.words
-    return OF_THE_RUN.get(key, key)
+    return HELP_OF_RUN.get(key, key)

@@ -26,24 +26,28 @@ from harness.report.trackers import Trackers
 from harness.state.train_state import TrainState
 
 SAVE_MINUTES = 15  # between two checkpoints, as advised to a run that saves none
+MAX_EXPONENT = 700  # the exponential of more than 709 overflows a float
 
 
 @contextlib.contextmanager
 def only_json_on_stdout(settings: Settings):
-    """With --json every other line goes to stderr; gives the real stdout."""
+    """With --json every other line goes to stderr; yields the real stdout."""
     stdout = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr) if settings.json else contextlib.nullcontext():
+    if not settings.json:
+        yield stdout
+        return
+    with contextlib.redirect_stdout(sys.stderr):
         yield stdout
 
 
 def say_evaluation(settings: Settings, loss: float, tokens: int, step: int | None, stdout) -> None:
     """The line of an evaluation without training, and with --json its object on stdout."""
-    what = f"step {step:,} of {settings.resume}" if step is not None else settings.model
-    found = f"{describe_held_out({'eval_loss': loss})}, {tokens:,} tokens"
-    say(columns({"evaluated": f"{what} on {settings.dataset}: {found}"}))
+    weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
+    result = f"{describe_held_out({'eval_loss': loss})}, {tokens:,} tokens"
+    say(columns({"evaluated": f"{weights} on {settings.dataset}: {result}"}))
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": settings.dataset, "tokens": tokens}
-        figures |= {"eval_loss": loss, "perplexity": math.exp(min(loss, 700))}
+        figures |= {"eval_loss": loss, "perplexity": perplexity(loss)}
         print(json.dumps(as_json(figures), allow_nan=False), file=stdout, flush=True)
 
 
@@ -51,14 +55,25 @@ def describe_stories(stories: list[dict[str, str]]) -> str:
     return "\n\n".join(story["text"] for story in stories)
 
 
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, MAX_EXPONENT))
+
+
 def describe_held_out(metrics: dict) -> str:
+    """The held-out loss of a log line; empty where it has none."""
     loss = metrics.get("eval_loss")
-    return "" if loss is None else f"held-out loss {loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})"
+    if loss is None:
+        return ""
+    return f"held-out loss {loss:.4f} (perplexity {perplexity(loss):,.2f})"
 
 
 def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> dict:
-    """The last line of a run that took all its steps, written, for the trackers too, if a kill came between it and the
-    last checkpoint."""
+    """The last line of a run that took all its steps. Where a kill came between the last checkpoint and that line, it
+    is written now, to the trackers too.
+
+    Raises:
+        UserError: metrics.jsonl cannot be written.
+    """
     path = folder / "metrics.jsonl"
     try:
         lines = read_metrics(path)
@@ -72,28 +87,10 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
 
 
 def summarize(metrics: dict, folder: pathlib.Path, state: TrainState) -> str:
-    """The last words: what the averages after warmup are, and how long after the run's first start."""
-    elapsed, origin = tqdm.format_interval(state.elapsed), state.branched_from or {"step": 0, "tokens": 0}
-    steps, tokens = metrics["step"] - origin["step"], metrics["tokens_seen"] - origin["tokens"]
-    trained = f"{counted(steps, 'step')}, {tokens:,} tokens in {elapsed}"
-    if state.elapsed_before and "trained_seconds" in metrics:
-        spent = tqdm.format_interval(metrics["trained_seconds"])
-        trained = f"{counted(steps, 'step')}, {tokens:,} tokens in {spent} of training, {elapsed} since the first start"
-    if state.branched_from:
-        trained += f" after step {origin['step']:,} of {pathlib.Path(origin['folder']).name}"
-    done = f"{trained}, loss {metrics['loss']:.4f}"
-    done = ", ".join(filter(None, [done, describe_held_out(metrics)]))
-    measured = {
-        "tokens_per_sec": "{tokens_per_sec:,.0f} tok/s, {tokens_per_sec_per_gpu:,.0f} a rank",
-        "step_time_ms": ", {step_time_ms:,.1f} ms a step",
-        "actual_tflops_per_sec": ", {actual_tflops_per_sec} TFLOPS",
-        "mfu_percent": " of {theoretical_tflops_total}, MFU {mfu_percent:.2f} %",
-        "goodput_percent": ", goodput {goodput_percent:.1f} %",
-    }
-    shown = metrics | {key: significant(value) for key, value in metrics.items() if "_tflops" in key}
-    speed = "".join(text.format_map(shown) for key, text in measured.items() if key in metrics)
-    lines = {"done": done, "speed": speed or "not measured: no step after the --perf-warmup-steps"}
-    memory = [f"{key[12:]} {value:.2f} GiB" for key, value in metrics.items() if key.startswith("peak_memory_")]
+    """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them."""
+    lines = {"done": describe_training(metrics, state), "speed": describe_speed(metrics)}
+    prefix = "peak_memory_"
+    memory = [f"{key.removeprefix(prefix)} {gib:.2f} GiB" for key, gib in metrics.items() if key.startswith(prefix)]
     if memory:
         lines["memory"] = ", ".join(memory)
     if "predicted_step_time_ms" in metrics:
@@ -103,12 +100,55 @@ def summarize(metrics: dict, folder: pathlib.Path, state: TrainState) -> str:
     return "\n" + columns(lines, wrap=True) + "\n" + columns({"files": str(folder)})
 
 
+def describe_training(metrics: dict, state: TrainState) -> str:
+    """Steps, tokens, time and losses; of a run that branched from another without the other's steps and tokens."""
+    steps, tokens = metrics["step"], metrics["tokens_seen"]
+    if state.branched_from:
+        steps -= state.branched_from["step"]
+        tokens -= state.branched_from["tokens"]
+    words = f"{counted(steps, 'step')}, {tokens:,} tokens in "
+    elapsed = tqdm.format_interval(state.elapsed)
+    if state.elapsed_before and "trained_seconds" in metrics:
+        words += f"{tqdm.format_interval(metrics['trained_seconds'])} of training, {elapsed} since the first start"
+    else:
+        words += elapsed
+    if state.branched_from:
+        words += f" after step {state.branched_from['step']:,} of {pathlib.Path(state.branched_from['folder']).name}"
+    words += f", loss {metrics['loss']:.4f}"
+    held_out = describe_held_out(metrics)
+    if held_out:
+        words += f", {held_out}"
+    return words
+
+
+def describe_speed(metrics: dict) -> str:
+    """The averages after warmup, as far as they were measured."""
+    if "tokens_per_sec" not in metrics:
+        return "not measured: no step after the --perf-warmup-steps"
+    words = f"{metrics['tokens_per_sec']:,.0f} tok/s, {metrics['tokens_per_sec_per_gpu']:,.0f} a rank"
+    words += f", {metrics['step_time_ms']:,.1f} ms a step"
+    if "actual_tflops_per_sec" in metrics:
+        words += f", {significant(metrics['actual_tflops_per_sec'])} TFLOPS"
+    if "mfu_percent" in metrics:
+        words += f" of {significant(metrics['theoretical_tflops_total'])}, MFU {metrics['mfu_percent']:.2f} %"
+    if "goodput_percent" in metrics:
+        words += f", goodput {metrics['goodput_percent']:.1f} %"
+    return words
+
+
 def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: pathlib.Path | None) -> str:
-    """What can be done with what this run left, as commands to paste. `prompt` is what a story may
-    begin with, empty where there is no tokenizer, `shown` the page of the run, if it has one."""
+    """What can be done with what this run left, as commands to paste.
+
+    Args:
+        prompt: what a story may begin with, empty where there is no tokenizer.
+        shown: the page of the run, None where it was not written.
+    """
     launcher, lines = terminal.launcher(), {}
     saved = newest(folder) is not None
-    source = {"resume": folder} if saved else {"init": "pretrained", "model": settings.export or ""}
+    if saved:
+        source = {"resume": folder}
+    else:
+        source = {"init": "pretrained", "model": settings.export or ""}
     if prompt and (saved or settings.export):
         lines["sample"] = to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)
     if saved and settings.eval_interval:  # otherwise no text was held out
@@ -122,18 +162,19 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
         lines["go on"] = to_paste(launcher, given, **source, num_steps=2 * settings.num_steps)
     elif not settings.export:
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
-    return "\n" + columns(lines | ({"report": str(shown)} if shown else {}))
+    if shown:
+        lines["report"] = str(shown)
+    return "\n" + columns(lines)
 
 
 def describe_unsaved(settings: Settings, steps_left: int, step_ms: float) -> str:
-    """What a run without --checkpoint-interval should know that --resume auto starts again after a kill; empty where it
-    saves on its way."""
+    """A warning for a run with --resume auto that saves nothing before its end, so that a restart after a kill repeats
+    everything; empty for any other. `step_ms` is milliseconds of a step."""
     if settings.resume != "auto" or settings.checkpoint_interval:
         return ""
     interval = max(1, round(60_000 * SAVE_MINUTES / step_ms))
-    what = "--resume auto: without --checkpoint-interval nothing is saved before the end"
+    warning = "--resume auto: without --checkpoint-interval nothing is saved before the end"
     if interval >= steps_left:
-        return f"{what}, within {math.ceil(steps_left * step_ms / 60_000)} min"
-    return (
-        f"{what}; --checkpoint-interval {interval} saves about every {SAVE_MINUTES} minutes at {step_ms:,.0f} ms a step"
-    )
+        return f"{warning}, within {math.ceil(steps_left * step_ms / 60_000)} min"
+    advice = f"--checkpoint-interval {interval} saves about every {SAVE_MINUTES} minutes at {step_ms:,.0f} ms a step"
+    return f"{warning}; {advice}"

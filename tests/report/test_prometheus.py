@@ -232,7 +232,7 @@ def test_who_scrapes_is_awaited_unless_it_has_gone(ending, exit_code, ago, waits
 
 
 def test_nobody_is_awaited_for_longer_than_the_patience(tmp_path, monkeypatch):
-    monkeypatch.setitem(prometheus_module.PATIENCE, 130, 0.3)
+    monkeypatch.setitem(prometheus_module.LAST_SCRAPE_SECONDS, 130, 0.3)
     served = Endpoint(parse(["--metrics-port", 28500]), tmp_path / "r")
     scraped(served, 1)
     began = time.monotonic()
