@@ -145,10 +145,7 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
     """
     launcher, lines = terminal.launcher(), {}
     saved = newest(folder) is not None
-    if saved:
-        source = {"resume": folder}
-    else:
-        source = {"init": "pretrained", "model": settings.export or ""}
+    source = {"resume": folder} if saved else {"init": "pretrained", "model": settings.export or ""}
     if prompt and (saved or settings.export):
         lines["sample"] = to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)
     if saved and settings.eval_interval:  # otherwise no text was held out
