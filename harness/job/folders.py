@@ -1,5 +1,5 @@
-"""Run folders: which folder a run has, that it can be written, that nobody else is in it, how a file in it is replaced.
-Called by the script before anything is loaded, and by `report`. What lies in the folder it asks `saved`."""
+"""Run folders: which folder a run has, that it can be written, that no other run is in it, how its files are replaced.
+Called by the script before anything is loaded, and by `report`."""
 
 import contextlib
 import fcntl
@@ -20,25 +20,40 @@ SECONDS_BETWEEN_TRIES = 0.5
 
 
 def name_of(settings: Settings) -> str:
-    """The name of the run's folder."""
-    stamp = time.strftime("-%Y%m%d-%H%M%S") if settings.resume == "none" else ""
-    model = os.path.expanduser(settings.model)  # a folder such as . or .. has its name elsewhere
-    name = settings.run_name or pathlib.Path(os.path.realpath(model) if os.path.isdir(model) else model).name + stamp
+    """The name of the run's folder: --run-name, else the model's name, for a new run with the time.
+
+    Raises:
+        UserError: a folder cannot have that name.
+    """
+    model = os.path.expanduser(settings.model)
+    if os.path.isdir(model):
+        model = os.path.realpath(model)  # a folder such as . or .. has another name
+    name = settings.run_name or pathlib.Path(model).name
+    if not settings.run_name and settings.resume == "none":
+        name += time.strftime("-%Y%m%d-%H%M%S")
     if problem := not_a_folder_name(name):
         raise UserError(f"--run-name: the name {name!r}, from --model, is {problem}; give one")
     return name
 
 
 def choose_folder(settings: Settings) -> pathlib.Path:
-    """The run's folder, made and this process's own from here on: it can be written, and it holds no run unless that
-    one is resumed."""
-    named, path = settings.resume not in ("none", "auto"), pathlib.Path(settings.resume).expanduser()
-    own = next((p for p in (path, *path.parents[:2]) if named and (p / "checkpoints").is_dir()), None)  # PATH's run
+    """Makes and locks the run's folder, and returns it.
+
+    Raises:
+        UserError: it cannot be written, another process is in it, or it holds a run that is not resumed.
+    """
+    resumed = folder_of_resumed_run(settings)
     name = name_of(settings)
     outputs = pathlib.Path(settings.output_dir).expanduser()
-    folder = own if own and not settings.run_name else outputs / name
-    check_place(settings, folder, None if folder == own else outputs)
-    goes_on = own if own and folder.resolve() == own.resolve() else None
+    if resumed and not settings.run_name:
+        folder = resumed
+        check_place(settings, folder, None)
+    else:
+        folder = outputs / name
+        check_place(settings, folder, None if folder == resumed else outputs)
+    goes_on = None
+    if resumed and folder.resolve() == resumed.resolve():
+        goes_on = resumed
     refuse_run(settings, folder, goes_on)
     check_writable(f"--output-dir {settings.output_dir}", folder)
     if settings.export:
@@ -49,9 +64,20 @@ def choose_folder(settings: Settings) -> pathlib.Path:
     return folder
 
 
+def folder_of_resumed_run(settings: Settings) -> pathlib.Path | None:
+    """The folder of the run that --resume PATH is in, or names; None without a PATH."""
+    if settings.resume in ("none", "auto"):
+        return None
+    path = pathlib.Path(settings.resume).expanduser()
+    for folder in (path, *path.parents[:2]):
+        if (folder / "checkpoints").is_dir():
+            return folder
+    return None
+
+
 def refuse_run(settings: Settings, folder: pathlib.Path, goes_on: pathlib.Path | None) -> None:
-    """Raises a UserError where `folder` holds a run that would be lost. `goes_on` is the folder if the run of
-    --resume PATH is in it."""
+    """Raises a UserError where `folder` holds a run that would be lost. `goes_on` is the folder where it holds the run
+    of --resume PATH."""
     path, newest = pathlib.Path(settings.resume).expanduser(), saved.newest(folder)
     name, metrics = folder.name, folder / "metrics.jsonl"
     if goes_on and path != goes_on and newest and saved.step_of(newest) > saved.step_saved(path):
@@ -69,9 +95,12 @@ def refuse_run(settings: Settings, folder: pathlib.Path, goes_on: pathlib.Path |
 
 
 def take_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
-    """Makes a run's folder and locks it. With `alone`, for a name that nobody gave, it is a new one: where another
-    start of the same second has the name, a number goes behind it. If nothing is written in it, it goes at the end."""
-    first, number = folder, 1
+    """Makes a run's folder and locks it; it is removed at the end if nothing was written into it.
+
+    With `alone`, for a name that the user did not give, it is always a new folder: where another start of the same
+    second has that name, a number is appended.
+    """
+    named, number = folder, 1
     while True:
         new = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
@@ -82,7 +111,7 @@ def take_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
             if not alone:
                 break
             number += 1
-            folder = first.with_name(f"{first.name}-{number}")
+            folder = named.with_name(f"{named.name}-{number}")
         except OSError as error:
             raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
     lock_folder(folder)
@@ -90,7 +119,8 @@ def take_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
 
 
 def discard(new: list[pathlib.Path]) -> None:
-    """Removes a run's folder, and those above it that were made for it, if nothing was written in it but its lock."""
+    """Removes a run's folder, and its parents that were made with it, if it holds nothing but its lock. `new` has the
+    folder first."""
     with contextlib.suppress(OSError):
         if [path.name for path in new[0].iterdir()] == [".lock"]:
             (new[0] / ".lock").unlink()
@@ -114,19 +144,21 @@ def check_place(settings: Settings, folder: pathlib.Path, outputs: pathlib.Path 
 
 
 def refuse_in_the_way(folder: pathlib.Path) -> None:
-    """Raises a UserError for what is no folder where a checkpoint, or all of them, are to be: no save could succeed."""
+    """Raises a UserError for a file or a link in the place of a checkpoint or of all of them: no save could succeed."""
     if os.path.lexists(folder / "checkpoints") and not os.path.isdir(folder / "checkpoints"):
         raise UserError(f"--run-name {folder.name}: {folder / 'checkpoints'} is no folder; remove it")
     for path in saved.by_name(folder):
         if path.is_symlink() or not path.is_dir():
-            what = f"{path} is {'a link' if path.is_symlink() else 'no folder'}, where a checkpoint is to be"
-            raise UserError(f"--run-name {folder.name}: {what}; move it away")
+            kind = "a link" if path.is_symlink() else "no folder"
+            problem = f"{path} is {kind}, where a checkpoint is to be"
+            raise UserError(f"--run-name {folder.name}: {problem}; move it away")
 
 
 def check_writable(flag: str, path: pathlib.Path) -> None:
-    """Raises a UserError now if a folder at `path` could not be made and written later."""
+    """Raises a UserError if a folder at `path` could not be made and written later."""
     try:
-        tempfile.TemporaryFile(dir=next(parent for parent in (path, *path.parents) if parent.exists())).close()
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise UserError(f"{flag}: cannot be written ({error.strerror})") from error
 
@@ -187,7 +219,7 @@ def describe_holders(descriptor: int) -> str:
 
 
 def refuse_links(folder: pathlib.Path) -> None:
-    """Raises a UserError for a link by which something that a run writes would come to lie outside its folder."""
+    """Raises a UserError for a link through which a run would write outside its folder."""
     inside = os.path.realpath(folder)
     for path in (*folder.iterdir(), *folder.glob("profile/*")):
         if path.is_symlink() and not pathlib.Path(os.path.realpath(path)).is_relative_to(inside):
@@ -196,7 +228,8 @@ def refuse_links(folder: pathlib.Path) -> None:
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:
-    """Writes `text` into a new file that, synced, takes the name `path`: whole or not at all, and through no link."""
+    """Writes `text` into a new file that, once synced, takes the name `path`: all of it or nothing, and through no
+    link."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.unlink(missing_ok=True)
     try:

@@ -1,6 +1,6 @@
-"""Heartbeats: where every rank of the job is, told through the job's store every few seconds, and the one line that
-names the rank for which the others wait, from before they have met. Started by the script; whoever does something long
-says so by `at`. Independent of what is trained."""
+"""Heartbeats: every rank writes its phase into the job's store every few seconds; when the job stalls, one line names
+the rank for which the others wait, even before the ranks have met. Started by the script; code enters a phase by `at`.
+Independent of what is trained."""
 
 import contextlib
 import dataclasses
@@ -22,24 +22,24 @@ from harness.base import console, torch_internals
 from harness.job import endings, terminal
 
 BEAT = 2.0  # seconds between two beats
-SILENT = 3  # beats that did not come: stopped, killed or cut off
-STORE_PATIENCE = 10.0  # seconds
+SILENT = 3  # missing beats after which a rank counts as stopped, killed or cut off
+STORE_PATIENCE = 10.0  # seconds until the store must have answered
 
-# (host, pid) of each rank; until all have met of this one alone, and ("", 0) of one that nobody has seen
+# (host, pid) of each rank, ("", 0) of one that was never seen; of this rank alone until heartbeats have begun
 RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]
-ABSENT: dict = {"beat": 0}
+ABSENT: dict = {"beat": 0}  # the beat of a rank that has not come to the store
 
 
 @dataclasses.dataclass
 class Here:
-    """Where this process is. Every rank comes through the same phases in the same order: `moves` counts them."""
+    """Where this process is. Every rank enters the same phases in the same order: `moves` counts them."""
 
     phase: str = "start"
     step: int = 0
     moves: int = 0
     since: float = dataclasses.field(default_factory=time.monotonic)
-    writing: str = ""  # the part of a checkpoint that its thread is at, while others may wait for it
-    folder: pathlib.Path | None = None  # of the run, for what is written when it stalls
+    writing: str = ""  # the part of a checkpoint that a thread writes now, for which other ranks may wait
+    folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
     store: dist.Store | None = None  # of the job
 
 
@@ -47,43 +47,51 @@ HERE = Here()
 
 
 def at(phase: str, step: int | None = None) -> None:
-    """Says that this rank enters a phase; every rank calls this."""
+    """Records that this rank enters a phase; every rank calls this."""
     endings.hold()
-    HERE.phase, HERE.step, HERE.since = phase, HERE.step if step is None else step, time.monotonic()
+    HERE.phase = phase
+    if step is not None:
+        HERE.step = step
+    HERE.since = time.monotonic()
     HERE.moves += 1
 
 
 class Heartbeats(threading.Thread):
-    """Beats, watches that this rank gets on, and ends it with a line when it does not for `seconds`.
+    """A thread that writes this rank's beats, and ends a stalled job: when this rank enters no new phase for `seconds`,
+    one line names the rank for which it waits.
 
-    It starts before the ranks have met: one that never comes to the job's store is named too. A rank that was itself
-    stopped for a while does not count that as waiting. In the preparation ranks wait for one that reads and tokenizes,
-    however long it takes; only one that falls silent ends the job.
+    It starts before the ranks have met, so that a rank that never comes to the job's store is named too. Time for which
+    this process was itself stopped does not count as waiting. During the preparation ranks wait without limit for the
+    one that reads and tokenizes; only a rank that stops beating ends the job.
     """
 
     def __init__(self, seconds: float, store: dist.Store):
         super().__init__(daemon=True)
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.seconds, self.met = seconds, False
-        self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # of a thousand ranks 250 a second
-        self.silence = max(SILENT * self.interval, min(30.0, seconds / 2))  # a rank may be long in a call of C code
-        self.beat, self.asking, self.lock, self.place = 0, None, threading.Lock(), RANKS[0]
-        HERE.store, self.store = store, store.clone()  # a connection of its own: others may block
+        self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # at most 250 beats a second in the whole job
+        self.silence = max(SILENT * self.interval, min(30.0, seconds / 2))  # a call into C can hold the GIL that long
+        self.beat = 0  # number of the last one
+        self.asking: threading.Thread | None = None  # waits for an answer of the store
+        self.lock = threading.Lock()
+        self.place = RANKS[0]
+        HERE.store = store
+        self.store = store.clone()  # a connection of its own, as a call on the other one may block
         self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
-        with contextlib.suppress(RuntimeError):  # no answer: the thread asks again
+        with contextlib.suppress(RuntimeError):  # no answer: the thread tries again
             self.tell()
         self.start()
 
     def meet(self) -> None:
-        """Every rank calls this when they have met: from then on each knows where the others are."""
+        """Gathers host and pid of all ranks; every rank calls this once all have joined the process group."""
         everyone = [self.place] * self.world
         dist.all_gather_object(everyone, self.place)
         RANKS[:] = everyone
         self.met = True
 
     def ask(self, operation: Callable, *args):
-        """What an operation of the store returns; a RuntimeError when there is no answer, for which some of them would
-        wait for ever."""
+        """What an operation of the store returns; a RuntimeError when the store does not answer in time. A thread makes
+        the call, as some operations have no timeout."""
         answer: list = []
 
         def run():
@@ -100,20 +108,35 @@ class Heartbeats(threading.Thread):
         return answer[0]
 
     def tell(self) -> None:
+        """Writes the next beat into the store; a RuntimeError when the store does not answer."""
         self.beat += 1
-        beat = {"beat": self.beat, "phase": HERE.phase, "step": HERE.step, "moves": HERE.moves, "time": time.time()}
-        beat |= {"seconds": time.monotonic() - HERE.since, "writing": HERE.writing, "place": self.place}
+        beat = {
+            "beat": self.beat,
+            "phase": HERE.phase,
+            "step": HERE.step,
+            "moves": HERE.moves,
+            "time": time.time(),
+            "seconds": time.monotonic() - HERE.since,
+            "writing": HERE.writing,
+            "place": self.place,
+        }
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
 
     def read(self) -> list[dict]:
-        """The newest beat of each rank; of one that has not come to the store yet, `ABSENT`."""
+        """The newest beat of each rank; `ABSENT` of a rank that has not come to the store."""
         keys = [f"heartbeat/{rank}" for rank in range(self.world)]
-        there = keys if self.met else [key for key in keys if self.ask(self.store.check, [key])]
-        known = dict(zip(there, map(json.loads, self.ask(self.store.multi_get, there)), strict=True))
-        beats = [known.get(key, ABSENT) for key in keys]
+        present = keys
         if not self.met:
-            beside = ranks_beside()
-            RANKS[:] = [tuple(beat.get("place") or beside.get(rank, ("", 0))) for rank, beat in enumerate(beats)]
+            present = [key for key in keys if self.ask(self.store.check, [key])]
+        texts = self.ask(self.store.multi_get, present)
+        beat_of = {key: json.loads(text) for key, text in zip(present, texts, strict=True)}
+        beats = [beat_of.get(key, ABSENT) for key in keys]
+        if not self.met:
+            beside, places = ranks_beside(), []
+            for rank, beat in enumerate(beats):
+                place = beat.get("place") or beside.get(rank, ("", 0))
+                places.append(tuple(place))
+            RANKS[:] = places
         return beats
 
     def run(self) -> None:
@@ -121,7 +144,7 @@ class Heartbeats(threading.Thread):
         while True:
             time.sleep(self.interval)
             slept, now = time.monotonic() - now, time.monotonic()
-            if endings.ENDING:  # what this rank still waits for, such as an upload, has its own patience
+            if endings.ENDING:  # what this rank still waits for, such as an upload, has a timeout of its own
                 return
             if HERE.moves != moves:
                 moves, waited, before = HERE.moves, 0.0, None
@@ -146,12 +169,13 @@ class Heartbeats(threading.Thread):
         return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
 
     def neighbours(self) -> range:
-        """The ranks that this rank's launcher started, this one too."""
+        """The ranks that this rank's launcher started, this one included; empty without a launcher."""
         first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
         return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
 
     def judge(self, before: list[dict], now: list[dict]) -> tuple[list[int], str]:
-        """The ranks that do not come and where they are, in words; empty if it is too early to say."""
+        """The ranks for which the others wait, and in words where they are, by two readings of all beats; ([], "")
+        while it is too early to know."""
         if absent := [rank for rank in range(self.world) if now[rank] == ABSENT]:
             return absent, "never seen; stopped or killed before the ranks met, or not started"
         if silent := [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]:
@@ -172,40 +196,47 @@ class Heartbeats(threading.Thread):
         return writing or behind, where
 
     def describe(self, ranks: list[int], what: str) -> str:
-        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        who = f"all {self.world} ranks" if len(ranks) == self.world > 1 else self.name_of(ranks[0]) + others
-        return f"{who} did not come within {self.seconds / 60:g} minutes: {what}"
+        names = self.name_of(ranks[0])
+        if len(ranks) == self.world > 1:
+            names = f"all {self.world} ranks"
+        elif len(ranks) > 1:
+            names += f" and {len(ranks) - 1} more"
+        return f"{names} did not come within {self.seconds / 60:g} minutes: {what}"
 
     def end(self, problem: str, ranks: Collection[int] = (), stopped: bool = False) -> None:
-        """Ends this rank, after `ranks`, for which it waited, so that a launcher names them as the first. One rank says
-        why, and goes also where nobody reads what it prints; what may help goes into the run's folder."""
+        """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one stood.
+
+        It ends later than `ranks`, for which it waited, so that the launcher names those first. With `stopped` they
+        cannot end themselves, and those on this node are killed.
+        """
         try:
-            says = self.ask(speaks_first, self.store)
+            speaks = self.ask(speaks_first, self.store)
         except RuntimeError:
-            says = os.environ.get("LOCAL_RANK", "0") == "0"
-        line = f"train_fsdp.py: error: --timeout-minutes: {problem}\n"
-        if says:
-            console.record_error(line.rstrip())
-        if says:  # in a thread, as a pipe that nobody empties would hold this one up
-            threading.Thread(target=lambda: terminal.tell(line.rstrip()), daemon=True).start()
-        with contextlib.suppress(OSError):
-            if HERE.folder:
+            speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        line = f"train_fsdp.py: error: --timeout-minutes: {problem}"
+        if speaks:
+            console.record_error(line)
+            # in a thread, as a pipe that nobody empties would block this one
+            threading.Thread(target=terminal.tell, args=(line,), daemon=True).start()
+        if HERE.folder:
+            with contextlib.suppress(OSError):
                 with open(HERE.folder / f"stalled-rank-{self.rank}.txt", "w") as file:
-                    file.write(line)
+                    file.write(f"{line}\n")
                     faulthandler.dump_traceback(file)
                 dump_flight_recorder(HERE.folder, self.rank)
-        HERE.phase = "failure"  # from here on the launcher's SIGTERM, as another rank has ended, says nothing new
+        HERE.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
         if self.rank not in ranks:
-            for rank in {*ranks} & {*self.neighbours()} if stopped else ():  # it cannot end itself
-                with contextlib.suppress(OSError):
-                    os.kill(RANKS[rank][1], signal.SIGKILL)
+            if stopped:
+                for rank in {*ranks} & {*self.neighbours()}:
+                    with contextlib.suppress(OSError):
+                        os.kill(RANKS[rank][1], signal.SIGKILL)
             time.sleep(2 * self.interval)
         time.sleep(0.5)
         endings.announce(1, patience=5)
         os._exit(1)
 
     def explain(self, error: BaseException) -> str:
-        """Who is gone, after a collective broke; empty for any other error, or if all are there."""
+        """After a collective broke, the rank that is gone, in words; empty for any other error, or if no rank is."""
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             return ""
         try:
@@ -215,7 +246,8 @@ class Heartbeats(threading.Thread):
                 time.sleep(0.1)
                 missing = [rank for rank in self.neighbours() if not alive(RANKS[rank][1])]
             now = self.read()
-            missing = missing or [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]
+            if not missing:
+                missing = [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]
         except RuntimeError as error:
             return f"{self.name_of(self.rank)} lost the others, and {gone(error)}"
         if not missing:
@@ -227,36 +259,40 @@ class Heartbeats(threading.Thread):
 
 
 def speaks_first(store: dist.Store | None) -> bool:
-    """Whether this rank is the first of all that says why the job ends, and so the only one. Without a store it is."""
+    """Whether this rank is the first to ask, and so the one that prints why the job ends; always without a store."""
     return store is None or store.add("train_fsdp/failed", 1) == 1
 
 
 def ranks_beside() -> dict[int, tuple[str, int]]:
-    """(host, pid) of the ranks that this one's launcher started, by their environment: they may be loading torch."""
-    found = {}
+    """(host, pid) of the ranks that this one's launcher started, by their environment: they may still load torch."""
+    places = {}
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(os.getppid()).children():
             with contextlib.suppress(psutil.Error, KeyError):
-                found[int(child.environ()["RANK"])] = socket.gethostname(), child.pid
-    return found
+                places[int(child.environ()["RANK"])] = socket.gethostname(), child.pid
+    return places
 
 
 def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    """Whether a process runs; a zombie does not."""
+    try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
+    except psutil.NoSuchProcess:
+        return False
 
 
 def gone(error: RuntimeError) -> str:
+    """What a store that does not answer means, as the end of a line."""
     return f"there is {error}: rank 0, the launcher beside it, their node, or the way to it is gone"
 
 
 def store_address() -> str:
+    """Host and port of the job's store, as the launcher set them."""
     return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', 0)}"
 
 
 def record_into(folder: pathlib.Path) -> None:
-    """Where what helps to find the cause of a stall is written, NCCL's own record of its collectives too."""
+    """Sets the run's folder, where a stall leaves its traces, NCCL's own record of its collectives too."""
     HERE.folder = folder
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # of this torch, and of older ones
         os.environ.setdefault(name, str(folder.resolve() / "nccl_trace_rank_"))

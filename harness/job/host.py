@@ -1,5 +1,5 @@
 """Host: the cores and the memory that this machine, or the container on it, has for its ranks. Called by the script
-before torch is imported, and before anything large is made. It does not know what is computed."""
+before torch is imported and before anything large is allocated. Independent of what is computed."""
 
 import contextlib
 import dataclasses
@@ -21,11 +21,13 @@ SOCKET_NAME = len("/pymp-01234567/listener-01234567")  # that multiprocessing ap
 
 
 def ranks_here() -> int:
+    """The number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def limits(name: str, path: str | None = None) -> list[list[str]]:
-    """The words in the file `name` of this process's cgroup (version 2) and of those around it; `path` names it."""
+    """The words in the file `name` of this process's cgroup (version 2), and of each cgroup that contains it. `path` is
+    that of the cgroup, by default this process's."""
     if path is None:
         own = pathlib.Path("/proc/self/cgroup")
         lines = own.read_text().splitlines() if own.exists() else []
@@ -36,30 +38,30 @@ def limits(name: str, path: str | None = None) -> list[list[str]]:
 
 
 def cores() -> int:
-    """The cores that this process may use: by its affinity and by the quotas of its cgroups."""
+    """The cores that this process may use, by its affinity and by the quotas of its cgroups; at least 1."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [int(quota) / int(period) for quota, period in limits("cpu.max") if quota != "max"]
     return max(1, int(min([count, *quotas])))
 
 
 def memory() -> int:
-    """Bytes that the processes of this host can hold: of RAM and swap, or what its cgroups allow if that is less."""
+    """Bytes that the processes of this host can hold: RAM and swap, or what the cgroups allow where that is less."""
     allowed = [int(words[0]) for words in limits("memory.max") if words[0] != "max"]
     return min([psutil.virtual_memory().total + psutil.swap_memory().total, *allowed])
 
 
 SPIN_COUNT = 1_000_000  # about 10 ms; libgomp's own default is 300,000 (libgomp/env.c)
-LOOK = 0.1  # seconds over which the use of the cores is read, 20 clock ticks on two cores
+SECONDS_OF_LOAD = 0.1  # over which the use of the cores is read: 20 clock ticks on two cores
 
 
-def busy_cores(seconds: float = LOOK) -> float:
-    """How many of the cores of this process's affinity mask others used during the next `seconds`."""
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+def busy_cores(seconds: float = SECONDS_OF_LOAD) -> float:
+    """How many cores of this process's affinity mask are in use during the next `seconds`, while it sleeps."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     before = psutil.cpu_times(percpu=True)
     time.sleep(seconds)
     after = psutil.cpu_times(percpu=True)
     busy = 0.0
-    for core in mine:
+    for core in allowed:
         passed = sum(after[core]) - sum(before[core])
         if passed > 0:
             busy += 1 - (idle_time(after[core]) - idle_time(before[core])) / passed
@@ -67,37 +69,41 @@ def busy_cores(seconds: float = LOOK) -> float:
 
 
 def idle_time(times) -> float:
-    """Seconds; Linux counts those that wait for a disk apart."""
+    """Seconds that a core was idle; Linux counts the time that it waits for a disk apart."""
     return times.idle + getattr(times, "iowait", 0.0)
 
 
 def may_spin(threads: int, streaming: bool) -> bool:
     """Whether the threads of all ranks here can wait for each other without taking a core from anybody: there is a
     core for each, and for the process of each rank that reads a stream, and others leave those cores free."""
-    ranks, there = ranks_here(), cores()
-    needed = ranks * (threads + streaming)
-    if threads == 1 or needed > there:
+    ranks, available = ranks_here(), cores()
+    processes_a_rank = threads + 1 if streaming else threads
+    needed = ranks * processes_a_rank
+    if threads == 1 or needed > available:
         return False
-    starting = ranks - 1  # the other ranks, which load Python at this moment, a core each at most
-    return needed + busy_cores() - starting < there + 0.5
+    starting = ranks - 1  # the other ranks load Python now, and use a core each at most
+    return needed + busy_cores() - starting < available + 0.5
 
 
 def set_threads(settings: Settings) -> None:
-    """Where the CPU computes: one thread a core, the cores divided among the ranks here. Threads that wait for each
-    other hold their cores for a while where those are free (`may_spin`), and sleep at once where they are not: beside
-    a busy process a waiting thread takes the core of the one that it waits for. docs/PERFORMANCE.md has the figures.
-    Called before torch is imported; what is set already stays.
+    """Sets the number of threads, and how they wait, where the CPU computes. Called before torch is imported.
 
-    torchrun and accelerate set one thread a rank where nothing is set, which is known from what they started with."""
+    One thread a core, the cores divided among the ranks of this host. Threads that wait for each other keep their cores
+    for a while where those are free (`may_spin`). Otherwise they sleep at once: beside a busy process a waiting thread
+    takes the core of the thread that it waits for. docs/PERFORMANCE.md has the figures.
+
+    What the user has set stays. torchrun and accelerate set OMP_NUM_THREADS=1 where it was unset: their own environment
+    tells which.
+    """
     on_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "all") and any(map(os.path.exists, GPU_DRIVERS))
     if on_gpu and not settings.cpu_offload:
         return
-    given = "OMP_NUM_THREADS" in os.environ
-    started_with = pathlib.Path(f"/proc/{os.getppid()}/environ")
-    if given and "TORCHELASTIC_RUN_ID" in os.environ and started_with.exists():
-        with contextlib.suppress(OSError):  # it has died since
-            given = b"OMP_NUM_THREADS=" in started_with.read_bytes()
-    if not given:
+    is_given = "OMP_NUM_THREADS" in os.environ
+    launcher_environment = pathlib.Path(f"/proc/{os.getppid()}/environ")
+    if is_given and "TORCHELASTIC_RUN_ID" in os.environ and launcher_environment.exists():
+        with contextlib.suppress(OSError):  # the launcher has died since
+            is_given = b"OMP_NUM_THREADS=" in launcher_environment.read_bytes()
+    if not is_given:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // ranks_here()))
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return
@@ -109,19 +115,19 @@ def set_threads(settings: Settings) -> None:
 
 
 def raise_file_limit() -> int:
-    """Lets this process and its data workers open as many files as the system allows it; returns how many."""
+    """Raises this process's limit of open files to its hard limit, for data workers too; returns the limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # macOS calls its limit infinite and allows less
+    with contextlib.suppress(OSError, ValueError):  # macOS calls the hard limit infinite and allows less
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def shorten_sockets() -> None:
-    """Lets data workers reach their rank where TMPDIR is so long that no socket's address holds a path in it: their
-    sockets lie in /tmp then, all other files stay where TMPDIR says.
+    """Puts the sockets of data workers into /tmp where TMPDIR is longer than a socket's address can be; other temporary
+    files stay in TMPDIR.
 
     Raises:
-        UserError: nobody may write in /tmp.
+        UserError: /tmp cannot be written.
     """
     from harness.base.errors import UserError
 
@@ -130,7 +136,7 @@ def shorten_sockets() -> None:
         return
     try:
         tempfile.tempdir = "/tmp"
-        multiprocessing.util.get_temp_dir()  # it keeps the first answer, for the processes that it starts too
+        multiprocessing.util.get_temp_dir()  # keeps its first answer, which the processes that it starts get too
     except OSError as error:
         problem = f"its path of {len(os.fsencode(folder))} bytes is too long for the sockets of data workers"
         advice = "give a TMPDIR of 70 bytes at most, or --num-workers 0"
@@ -141,7 +147,7 @@ def shorten_sockets() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterBytes:
-    """Bytes that one parameter of a model takes."""
+    """Bytes that one parameter of a model takes, by what is kept of it."""
 
     weight: int
     states: int  # of the optimizer, in memory
@@ -149,7 +155,7 @@ class ParameterBytes:
 
     @property
     def at_rest(self) -> int:
-        """In memory, with its gradient and its optimizer states."""
+        """In memory: the parameter, its gradient and its optimizer states."""
         return 2 * self.weight + self.states
 
     @property
@@ -158,14 +164,14 @@ class ParameterBytes:
 
 
 def check_memory(settings: Settings, parameters: int, each: ParameterBytes, shards: int) -> None:
-    """Raises a UserError where parameters, gradients and optimizer states alone, of the ranks here, are more than this
-    host can hold: a lower bound of what training takes. `shards` is how many ranks share one replica."""
+    """Raises a UserError where the parameters, gradients and optimizer states of the ranks here, a lower bound of what
+    training takes, are more than this host can hold. `shards` is the number of ranks that share one replica."""
     from harness.base.devices import GIB
     from harness.base.errors import UserError
 
-    need, there = parameters * each.at_rest * ranks_here() / shards, memory()
-    if need > there:
+    need, available = parameters * each.at_rest * ranks_here() / shards, memory()
+    if need > available:
         what = f"{parameters:,} parameters x {each.at_rest} bytes with their gradients and optimizer states"
         advice = "try --demo, or look for GPUs that hold it by --plan"
-        have = f"training on the host takes {need / GIB:,.1f} GiB and more ({what}), it has {there / GIB:,.1f}"
+        have = f"training on the host takes {need / GIB:,.1f} GiB and more ({what}), it has {available / GIB:,.1f}"
         raise UserError(f"--model {settings.model}: {have}; {advice}")

@@ -1,12 +1,12 @@
-"""Preflight: what is looked at once before a run trains, on all ranks together: their versions and GPUs, what others
-hold of these, the links and nodes that a shard group spans, threads, shared memory, the disk. Called by the script.
-Each finding is a line with what to do: an error where the run cannot end well, else a warning. It does not know the
-loop."""
+"""Preflight: the checks before a run trains, of all ranks together: their versions and GPUs, memory that others hold,
+the links and nodes of a shard group, threads, shared memory, the disk. Called by the script. Each finding is a
+line with what to do: an error where the run cannot succeed, else a warning. Independent of the training loop."""
 
 import collections
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import pathlib
 import shutil
@@ -35,21 +35,23 @@ SHARED_MEMORY = "/dev/shm"
 # Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes
 # (NVIDIA/nccl#342), one for each of two channels (NVIDIA/nccl#1518).
 NCCL_SHARED = 2 * 9_637_888
-PREFETCH = {False: 2, True: 16}  # batches that a data worker reads ahead, without and with --streaming
-IN_USE = 2  # batches that the training holds beside them
-TAKEN = GIB  # bytes of a GPU that others may hold before it is said
-FEW_FILES = 1024  # open at a time; the soft limit of most systems, whose hard limit is far above it
-FULL = 0.6  # share of a GPU's memory that weights, gradients and optimizer may take before activations
-NAMES = 4  # ranks that a line names
+PREFETCHED_BATCHES = 2  # that a data worker reads ahead
+PREFETCHED_BATCHES_STREAMING = 16
+BATCHES_IN_USE = 2  # that the training holds beside them
+FOREIGN_MEMORY = GIB  # bytes of a GPU that other processes may hold without a warning
+MIN_OPEN_FILES = 1024  # the soft limit of most systems, whose hard limit is far higher
+MAX_SHARE_AT_REST = 0.6  # of a GPU's memory, for weights, gradients and optimizer; activations need the rest
+MAX_NAMES = 4  # ranks that a line names
+PAGE = 4096  # bytes
 
 
-# ---- What a rank says of itself --------------------------------------------------------------------------------------
+# ---- What a rank reports of itself -----------------------------------------------------------------------------------
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """This rank's machine and GPU, below 1 kB when pickled: a thousand ranks each hold all of them."""
-    boot, cuda = pathlib.Path("/proc/sys/kernel/random/boot_id"), device.type == "cuda"
-    node = socket.gethostname(), boot.read_text()[:8] if boot.exists() else ""
+    """This rank's machine and GPU, below 1 kB when pickled, as each of a thousand ranks gets those of all."""
+    boot_id = pathlib.Path("/proc/sys/kernel/random/boot_id")  # two hosts may have the same name
+    node = socket.gethostname(), boot_id.read_text()[:8] if boot_id.exists() else ""
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     about = {
         "node": node,
@@ -63,19 +65,19 @@ def describe(device: torch.device) -> dict[str, Any]:
         "host_memory": host.memory(),
         "resident": psutil.Process().memory_info().rss,
     }
-    if cuda:
+    if device.type == "cuda":
         properties, known = torch.cuda.get_device_properties(device), driver.describe()
         about["versions"] |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
         if "driver" in known:
             about["versions"]["driver"] = known.pop("driver")
         holders = known.pop("holders", [])
-        about |= {"taken": taken(holders), "holders": [pid for pid, _ in holders][:NAMES]} | known
+        about |= {"taken": taken(holders), "holders": [pid for pid, _ in holders][:MAX_NAMES]} | known
         about |= {"gpu": properties.name, "memory": properties.total_memory}
     return about
 
 
 def checksum() -> str:
-    """Of this program's own files."""
+    """Checksum of this program's own files, to tell whether all ranks run the same."""
     digest = hashlib.sha256()
     for path in (ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))):
         digest.update(path.read_bytes())
@@ -83,46 +85,58 @@ def checksum() -> str:
 
 
 def free_bytes(path: str | pathlib.Path) -> int | None:
-    """Of the file system of a path, or of what is there of it; None where nobody knows."""
-    path = pathlib.Path(path).absolute()
-    place = next((place for place in (path, *path.parents) if place.exists()), path)
+    """Free bytes of the file system in which a path is, or would be; None where that is not known."""
     try:
-        return shutil.disk_usage(place).free
+        return shutil.disk_usage(existing_part(pathlib.Path(path))).free
     except OSError:
         return None
 
 
+def existing_part(path: pathlib.Path) -> pathlib.Path:
+    """A path, or the nearest of its parents that exists."""
+    path = path.absolute()
+    for part in (path, *path.parents):
+        if part.exists():
+            return part
+    return path
+
+
 def taken(holders: list[tuple[int, int]]) -> int:
     """Bytes of this process's GPU that other processes hold: by the driver, else what is neither free nor torch's nor
-    what a context and the first communicator take."""
+    taken by a context and the first communicator."""
     if holders and all(size for _, size in holders):
         return sum(size for _, size in holders)
     free, total = torch.cuda.mem_get_info()
-    own = torch.cuda.memory_reserved() + (CONTEXT_GIB + NCCL_GIB * (dist.get_world_size() > 1)) * GIB
+    overhead = CONTEXT_GIB if dist.get_world_size() == 1 else CONTEXT_GIB + NCCL_GIB
+    own = torch.cuda.memory_reserved() + overhead * GIB
     return max(0, int(total - free - own))
 
 
-# ---- The checks: each yields lines, from what all ranks said ---------------------------------------------------------
+# ---- The checks: each yields lines, by what all ranks reported -------------------------------------------------------
 
 
 def names(ranks: Iterable[int], described: list[dict]) -> str:
-    """`rank 3 (node-b, pid 411)`, of many the first ones."""
+    """`rank 3 (node-b, pid 411)`; of many ranks the first ones, and how many more there are."""
     ranks = [*ranks]
-    first = [f"rank {rank} ({described[rank]['node'][0]}, pid {described[rank]['pid']})" for rank in ranks[:NAMES]]
-    more = f" and {len(ranks) - NAMES} more" if len(ranks) > NAMES else ""
-    return ", ".join(first) + more
+    first = [f"rank {rank} ({described[rank]['node'][0]}, pid {described[rank]['pid']})" for rank in ranks[:MAX_NAMES]]
+    text = ", ".join(first)
+    if len(ranks) > MAX_NAMES:
+        text += f" and {len(ranks) - MAX_NAMES} more"
+    return text
 
 
 def amount(size: float) -> str:
+    """Bytes as GB or MB."""
     return f"{size / 1e9:,.3g} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"
 
 
 def gib(size: float) -> str:
+    """Bytes as GiB or MiB."""
     return f"{size / GIB:,.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:,.3g} MiB"
 
 
 def group(values: Iterable) -> list[tuple[Any, list[int]]]:
-    """(value, its ranks), what most ranks have first."""
+    """(value, the ranks that have it) for each value, the most frequent first."""
     ranks = collections.defaultdict(list)
     for rank, value in enumerate(values):
         ranks[value].append(rank)
@@ -130,6 +144,7 @@ def group(values: Iterable) -> list[tuple[Any, list[int]]]:
 
 
 def check_versions(described: list[dict]) -> Iterator[str]:
+    """Ranks whose program, packages or driver are of another version than most ranks'."""
     for name in dict.fromkeys(name for about in described for name in about["versions"]):
         (usual, most), *others = group(about["versions"].get(name) for about in described)
         for version, ranks in others:
@@ -152,80 +167,89 @@ def check_gpus(described: list[dict]) -> Iterator[str]:
 
 
 def check_taken(described: list[dict]) -> Iterator[str]:
-    """Memory that others hold: a line for each of the fullest GPUs."""
-    full = [rank for rank, about in enumerate(described) if about.get("taken", 0) > TAKEN]
+    """Memory that other processes hold: a line for each of the fullest GPUs."""
+    full = [rank for rank, about in enumerate(described) if about.get("taken", 0) > FOREIGN_MEMORY]
     full.sort(key=lambda rank: -described[rank]["taken"])
-    for place, rank in enumerate(full[:NAMES], 1):
-        about, others = described[rank], len(full) - NAMES
+    for place, rank in enumerate(full[:MAX_NAMES], 1):
+        about, others = described[rank], len(full) - MAX_NAMES
         pids = ", ".join(map(str, about["holders"]))
-        who = f"pid {pids}" if pids else "nvidia-smi on that node may say who"
-        has = f"{about['taken'] / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others"
-        more = f"; {others} more GPUs are like that" if place == NAMES and others > 0 else ""
-        advice = f"end them, or leave this GPU out by CUDA_VISIBLE_DEVICES{more}"
-        yield f"{names([rank], described)}: {has} ({who}); {advice}"
+        holders = f"pid {pids}" if pids else "nvidia-smi on that node may say who"
+        held = f"{about['taken'] / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others"
+        advice = "end them, or leave this GPU out by CUDA_VISIBLE_DEVICES"
+        if place == MAX_NAMES and others > 0:
+            advice += f"; {others} more GPUs are like that"
+        yield f"{names([rank], described)}: {held} ({holders}); {advice}"
 
 
 def check_threads(settings: Settings, described: list[dict], computes: bool) -> Iterator[str]:
-    """`computes`: the CPU does the training, or the optimizer's part of it. One thread a rank is the least there is and
-    no mistake; on a GPU a rank needs a core, and one for each data worker."""
-    found: dict[str, list[int]] = {}  # the first rank of each node, by what is said of it
+    """Nodes with more threads or processes than cores. `computes`: the CPU does the training, or the optimizer's part
+    of it; one thread a rank is always allowed. On a GPU a rank needs a core, and one for each data worker."""
+    first_ranks: dict[str, list[int]] = {}  # of the nodes with a problem, by the problem in words
     for _, ranks in group((about["node"], about["affinity"]) for about in described):
         cores, workers = described[ranks[0]]["cores"], settings.num_workers
         threads = sum(described[rank]["threads"] for rank in ranks)
         if computes and threads > max(cores, len(ranks)):
-            what = (
-                f"{counted(len(ranks), 'rank')} with {threads} threads on {counted(cores, 'core')}, which wait for each"
-            )
-            advice = f"other; leave OMP_NUM_THREADS unset, or set it to {max(1, cores // len(ranks))}"
-            found.setdefault(f"{what} {advice}", []).append(ranks[0])
+            what = f"{counted(len(ranks), 'rank')} with {threads} threads on {counted(cores, 'core')}"
+            advice = f"leave OMP_NUM_THREADS unset, or set it to {max(1, cores // len(ranks))}"
+            problem = f"{what}, which wait for each other; {advice}"
+            first_ranks.setdefault(problem, []).append(ranks[0])
         elif not computes and len(ranks) * (1 + workers) > cores:
             what = f"{counted(len(ranks), 'rank')} and {len(ranks) * workers} data workers on {counted(cores, 'core')}"
-            found.setdefault(f"{what}; give the job more of them, or fewer --num-workers", []).append(ranks[0])
-    for what, firsts in found.items():
-        yield f"{names(firsts, described)}: {what}"
+            problem = f"{what}; give the job more of them, or fewer --num-workers"
+            first_ranks.setdefault(problem, []).append(ranks[0])
+    for problem, ranks in first_ranks.items():
+        yield f"{names(ranks, described)}: {problem}"
 
 
 def check_files(described: list[dict]) -> Iterator[str]:
-    """Of the rank that may open the fewest files at a time, where that is less than most systems allow."""
+    """The rank that may open the fewest files at a time, where that is less than most systems allow."""
     least, rank = min((about["files"], rank) for rank, about in enumerate(described))
-    if least < FEW_FILES:
+    if least < MIN_OPEN_FILES:
         what = f"{names([rank], described)}: {least} open files are allowed, which data workers and shards may exceed"
         yield f"{what}; raise the hard limit (ulimit -Hn, docker run --ulimit nofile=65536)"
 
 
 def batch_bytes(settings: Settings) -> int:
-    """Of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
-    tensors, tokens = 2 + settings.document_mask, settings.batch_size * settings.sequence_length
-    return tensors * -(-8 * tokens // 4096) * 4096
+    """Bytes of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
+    tensors = 3 if settings.document_mask else 2
+    tokens = settings.batch_size * settings.sequence_length
+    pages = math.ceil(8 * tokens / PAGE)
+    return tensors * pages * PAGE
 
 
 def check_shared_memory(settings: Settings, described: list[dict]) -> Iterator[str]:
-    """Of the node that has least for what it needs. Raises UserError where data workers cannot pass on what they read
-    ahead: they would die of SIGBUS."""
+    """The node that has the least shared memory for its needs.
+
+    Raises:
+        UserError: the batches that data workers read ahead have no room; the workers would die of SIGBUS.
+    """
     workers, nodes = settings.num_workers, []
+    prefetched = PREFETCHED_BATCHES_STREAMING if settings.streaming else PREFETCHED_BATCHES
     for _, ranks in group(about["node"] for about in described):
-        about, batches = described[ranks[0]], len(ranks) * (workers * PREFETCH[settings.streaming] + IN_USE)
+        about, batches = described[ranks[0]], len(ranks) * (workers * prefetched + BATCHES_IN_USE)
         data = batches * batch_bytes(settings) if workers else 0
         nccl = len(ranks) * NCCL_SHARED if "gpu" in about and len(ranks) > 1 else 0
         if about["shared"] is not None:
             nodes.append((about["shared"] - data - nccl, len(ranks), about, data, nccl))
-    short = sorted((node for node in nodes if node[0] < 0), key=lambda node: node[0])
-    for _, count, about, data, nccl in short[:1]:
-        where = f"{SHARED_MEMORY} of {about['node'][0]}"
-        if len(short) > 1:
-            where += f" and {len(short) - 1} more nodes"
-        where, more = f"{where}: {amount(about['shared'])} free", "give the container more (docker run --shm-size=1g)"
-        if data > about["shared"]:
-            need = f"what {count * workers} data workers read ahead takes {amount(data)}"
-            raise UserError(f"--num-workers {workers}: {where}, {need}; {more}, or --num-workers 0", 1)
-        need = f"{amount(data)} for data workers and {amount(nccl)} for NCCL where GPUs have no other way"
-        yield f"{where}, {counted(count, 'rank')} may need {need}; {more}"
+    short = [node for node in nodes if node[0] < 0]
+    if not short:
+        return
+    _, count, about, data, nccl = min(short, key=lambda node: node[0])
+    where = f"{SHARED_MEMORY} of {about['node'][0]}"
+    if len(short) > 1:
+        where += f" and {len(short) - 1} more nodes"
+    where, advice = f"{where}: {amount(about['shared'])} free", "give the container more (docker run --shm-size=1g)"
+    if data > about["shared"]:
+        need = f"what {count * workers} data workers read ahead takes {amount(data)}"
+        raise UserError(f"--num-workers {workers}: {where}, {need}; {advice}, or --num-workers 0", 1)
+    need = f"{amount(data)} for data workers and {amount(nccl)} for NCCL where GPUs have no other way"
+    yield f"{where}, {counted(count, 'rank')} may need {need}; {advice}"
 
 
 def check_staging(settings: Settings, staged: float, at_rest: float, described: list[dict]) -> Iterator[str]:
-    """Of the node that lacks most for the copies from which its ranks save beside the training: `staged` bytes a rank,
-    beside what they hold now and the `at_rest` that each will hold of model and optimizer. There is no copy without
-    --checkpoint-interval: all other saves are waited for."""
+    """The node that lacks most host memory for the copies from which its ranks save in the background: `staged` bytes a
+    rank, beside what the ranks hold now and the `at_rest` bytes that each will hold of model and optimizer. Without
+    --checkpoint-interval there is no copy, as the run waits for all other saves."""
     if not settings.saves_beside():
         return
     nodes = []
@@ -246,8 +270,8 @@ def check_staging(settings: Settings, staged: float, at_rest: float, described: 
 
 
 def check_nodes(settings: Settings, parameters: int, each: ParameterBytes, described: list[dict]) -> Iterator[str]:
-    """A shard group across nodes, where the GPUs of one node would hold a replica. Whether replicas are faster depends
-    on the network: a plan says it."""
+    """A shard group across nodes where the GPUs of one node would hold a replica. Whether replicas are faster depends
+    on the network, which a plan takes into account."""
     nodes = collections.Counter(about["node"] for about in described)
     world, per_node = len(described), min(nodes.values())
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
@@ -256,7 +280,7 @@ def check_nodes(settings: Settings, parameters: int, each: ParameterBytes, descr
         return
     at_rest = each.at_rest * parameters / per_node
     memory = min(about.get("memory", 0) for about in described)
-    if memory and not settings.cpu_offload and at_rest > FULL * memory:
+    if memory and not settings.cpu_offload and at_rest > MAX_SHARE_AT_REST * memory:
         return
     what = f"a shard group spans {shards // per_node} nodes, and one node would hold a replica ({gib(at_rest)} a rank)"
     hybrid = {"plan": True, "plan_gpus": world, "gpus_per_node": per_node, "dp_replicate_size": len(nodes)}
@@ -264,7 +288,7 @@ def check_nodes(settings: Settings, parameters: int, each: ParameterBytes, descr
 
 
 def check_links(described: list[dict], shards: int) -> Iterator[str]:
-    """A shard group that holds GPUs with NVLink to each other, and others that they reach only through the host."""
+    """A shard group of which some GPUs have NVLink to each other, and reach the others only through the host."""
     if any("links" not in about for about in described):
         return
     places = {(about["node"], about["index"]): rank for rank, about in enumerate(described)}
@@ -272,7 +296,8 @@ def check_links(described: list[dict], shards: int) -> Iterator[str]:
     islands = {rank: {rank} for rank in range(len(described))}  # connected by NVLink
     for rank, about in enumerate(described):
         others = [places[about["node"], index] for index in about["links"] if (about["node"], index) in places]
-        others += [fabrics.setdefault(about["fabric"], rank)] if about.get("fabric") else []
+        if about.get("fabric"):  # its first rank stands for all of it
+            others.append(fabrics.setdefault(about["fabric"], rank))
         for other in others:
             if islands[other] is not islands[rank]:
                 islands[rank] |= islands[other]
@@ -283,8 +308,9 @@ def check_links(described: list[dict], shards: int) -> Iterator[str]:
         parts = sorted({tuple(sorted(islands[rank] & {*node})) for rank in node})
         if all(islands[rank] >= {*inside} for rank in inside) or all(len(part) == 1 for part in parts):
             continue
-        size, orders = min(len(part) for part in parts), (parts, [node])
-        linked, now = (",".join(str(described[rank]["index"]) for part in o for rank in part) for o in orders)
+        size = min(len(part) for part in parts)
+        linked = gpu_list([rank for part in parts for rank in part], described)
+        now = gpu_list(node, described)
         advice = []
         if shards > size:
             advice.append(f"--dp-replicate-size {len(described) // size}")
@@ -292,25 +318,36 @@ def check_links(described: list[dict], shards: int) -> Iterator[str]:
             advice.append(f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={linked}")
         spans = " | ".join("+".join(map(str, part)) for part in parts)
         what = f"the shard group of {names([first], described)} leaves NVLink, which connects ranks {spans}"
-        yield f"{what}; with {' and '.join(advice)} a group stays on it" if advice else what
+        if advice:
+            what += f"; with {' and '.join(advice)} a group stays on it"
+        yield what
         return
+
+
+def gpu_list(ranks: Iterable[int], described: list[dict]) -> str:
+    """The numbers of these ranks' GPUs in their node, as CUDA_VISIBLE_DEVICES takes them."""
+    return ",".join(str(described[rank]["index"]) for rank in ranks)
 
 
 # ---- The disk --------------------------------------------------------------------------------------------------------
 
 
 def check_disk(settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path) -> Iterator[str]:
-    """Raises UserError where not even one of the checkpoints, or not the export, has room beside what is there."""
+    """A disk without room for the checkpoints that are kept, for the last state, or for one that a signal asks for.
+
+    Raises:
+        UserError: not even one checkpoint has room, or the export has none.
+    """
     checkpoint, free, keep = parameters * each.in_checkpoint, free_bytes(folder), settings.keep_checkpoints
-    there = len(saved.complete(folder))
+    complete = len(saved.complete(folder))
     weights = parameters * each.weight if settings.export else 0
     target = pathlib.Path(settings.export or folder).expanduser()
-    same = weights and device_of(target) == device_of(folder)
+    same = weights > 0 and device_of(target) == device_of(folder)
     size = f"a checkpoint takes {amount(checkpoint)} ({parameters:,} parameters)"
     if free is not None:
         free += left_over_bytes(folder)
         have = f"{folder} has {amount(free)} free"
-        wanted = max(0, keep + 1 - there) * checkpoint + (weights if same else 0)
+        wanted = max(0, keep + 1 - complete) * checkpoint + (weights if same else 0)
         if (settings.checkpoint_interval or settings.final_checkpoint) and checkpoint > free:
             raise UserError(f"--output-dir: {size}, {have}; name another disk, or make room", 1)
         if settings.checkpoint_interval and wanted > free:
@@ -329,7 +366,7 @@ def check_disk(settings: Settings, parameters: int, each: ParameterBytes, folder
 
 
 def has_no_room_for_last(settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path) -> bool:
-    """Whether the state after the last step, which nobody asked for by a flag, has no room beside the export."""
+    """Whether the state after the last step, which no flag asked for, has no room beside the export."""
     if settings.checkpoint_interval or settings.final_checkpoint is not None or not settings.keeps_last():
         return False
     need, free = parameters * each.in_checkpoint, free_bytes(folder)
@@ -339,13 +376,13 @@ def has_no_room_for_last(settings: Settings, parameters: int, each: ParameterByt
 
 
 def left_over_bytes(folder: pathlib.Path) -> int:
-    """Of what a killed save left, which goes before the first one."""
-    return sum(file.stat().st_size for half in saved.leftovers(folder) for file in half.glob("*"))
+    """Bytes of what a killed save left, which is removed before the first save."""
+    return sum(file.stat().st_size for leftover in saved.leftovers(folder) for file in leftover.glob("*"))
 
 
 def device_of(path: pathlib.Path) -> int:
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
+    """The number of the disk in which a path is, or would be."""
+    return existing_part(path).stat().st_dev
 
 
 # ---- All of them -----------------------------------------------------------------------------------------------------
@@ -360,10 +397,18 @@ def check(
     folder: pathlib.Path,
     step: int,
 ) -> Settings:
-    """Looks at everything once, before the model is made; every rank calls this. Rank 0 judges and warns; its UserError
-    is every rank's. `parameters` is how many the model has, and `each` what one takes; `step` is that of the checkpoint
-    from which the run goes on: a run that is done saves nothing. Returns the settings with what the disk, or a host's
-    memory, has no room for."""
+    """Runs all checks once, before the model is made; every rank calls this, rank 0 judges and warns.
+
+    Args:
+        parameters: of the model.
+        each: bytes that one of them takes.
+        step: of the checkpoint from which the run goes on; a run that is done saves nothing.
+
+    Returns the settings, with what a disk or a host's memory has no room for.
+
+    Raises:
+        UserError: the run cannot succeed; on every rank.
+    """
     if settings.num_workers:
         host.shorten_sockets()
     described = of_all_ranks(describe(device))

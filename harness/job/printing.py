@@ -1,4 +1,4 @@
-"""Printing: the lines of rank 0."""
+"""Printing: lines on stdout, by rank 0 alone."""
 
 import re
 import sys
@@ -17,12 +17,14 @@ def say(*message) -> None:
 
 
 def say_story(story: str) -> None:
-    """A text that the model wrote, broken at words to the width of the terminal."""
-    story = re.sub(r"\n(\s*\n)+", "\n\n", story)  # an early one can be mostly blank lines
+    """Prints a text that the model wrote, broken at words to the width of the terminal."""
+    story = re.sub(r"\n(\s*\n)+", "\n\n", story)  # early in training most lines can be blank
     say(terminal.wrap(story, columns=terminal.width() or terminal.PIPED))
 
 
 def columns(lines: dict[str, str], wrap: bool = False) -> str:
-    """A line for each name; with `wrap` broken at words to the width of a terminal."""
+    """A line for each name, with its text in a second column; with `wrap` broken at words to a terminal's width."""
     texts = [f"{name:10} {text}" for name, text in lines.items()]
-    return "\n".join(terminal.wrap(text, 11) if wrap else text for text in texts)
+    if wrap:
+        texts = [terminal.wrap(text, 11) for text in texts]
+    return "\n".join(texts)

@@ -1,6 +1,6 @@
-"""Terminal: what a run shows and how it fits the screen: its first line, before torch is there, words wrapped to the
-width, the bar below the log lines, what Ctrl-C leaves behind. Called by the script and by whatever prints. It imports
-nothing heavy and does not know what is trained."""
+"""Terminal: the first line of a run, before torch is loaded, words wrapped to the width of the screen, the bar below
+the log lines, and the last lines after Ctrl-C. Called by the script and by whatever prints. Imports nothing heavy;
+independent of what is trained."""
 
 import contextlib
 import os
@@ -20,37 +20,47 @@ from harness.job import endings
 
 PIPED = 120  # columns of a story where there is no terminal
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
-CLEAR = "\r\x1b[K"  # takes away the bar on this line
+CLEAR = "\r\x1b[K"  # erases the bar on this line
 INTERRUPTED = 128 + signal.SIGINT
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOPPED = 143
-LAUNCHER = os.getppid()  # of a rank; another process becomes its parent when this one dies
-LAUNCHED: list[str] = []  # its command line, for when it is gone
+LAUNCHER = os.getppid()  # pid of torchrun or accelerate; another process becomes the parent when it dies
+LAUNCHED: list[str] = []  # the command line of that process, for when it is gone
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the job; known before its processes have met."""
+    """Whether this process is rank 0, by its environment: known before the ranks have met."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_terminal(stream) -> bool:
+    """Whether a stream goes to a terminal that can erase a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def width() -> int | None:
-    """Columns of the terminal that stdout goes to; None where it is none."""
-    with contextlib.suppress(OSError, ValueError):
-        return os.get_terminal_size(sys.stdout.fileno()).columns if is_terminal(sys.stdout) else None
+    """Columns of the terminal that stdout goes to; None where it goes elsewhere."""
+    try:
+        if is_terminal(sys.stdout):
+            return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):  # it is closed
+        pass
+    return None
 
 
 def begin(settings) -> None:
-    """The first line, while torch is loaded, and one line for a Ctrl-C until `StopRequest` listens for it."""
-    signal.signal(signal.SIGINT, lambda *_: leave(is_first_rank() and describe_interrupt(settings, 0, "", None)))
+    """Prints the first line, before torch is loaded, and lets signals end the process with one line until `StopRequest`
+    reads them."""
     trains = not (settings.plan or settings.measure) and settings.num_steps
 
-    def stop(number: int, _) -> None:
-        leave(is_first_rank() and trains and describe_stop(signal.Signals(number).name, None), STOPPED)
+    def interrupt(number: int, frame) -> None:
+        leave(describe_interrupt(settings, 0, "", None) if is_first_rank() else "")
 
+    def stop(number: int, frame) -> None:
+        speaks = is_first_rank() and trains
+        leave(describe_stop(signal.Signals(number).name, None) if speaks else "", STOPPED)
+
+    signal.signal(signal.SIGINT, interrupt)
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
     what = f"{settings.model} on {settings.dataset}, {settings.num_steps:,} steps"
@@ -64,8 +74,8 @@ def begin(settings) -> None:
         LAUNCHED[:] = psutil.Process(LAUNCHER).cmdline()
 
 
-def leave(text: str | bool, exit_code: int = INTERRUPTED) -> None:
-    """Ends this process at once, as Ctrl-C does, after a text if there is one, from any thread."""
+def leave(text: str, exit_code: int = INTERRUPTED) -> None:
+    """Ends this process at once, from any thread, after a text if there is one."""
     if text:
         tell(text)
     endings.announce(exit_code, patience=3)
@@ -73,14 +83,15 @@ def leave(text: str | bool, exit_code: int = INTERRUPTED) -> None:
 
 
 def tell(text: str) -> None:
-    """Writes lines to stderr in the place of a bar that may be there, from any thread."""
-    line = f"{CLEAR if is_terminal(sys.stderr) else ''}{text}\n"
+    """Writes lines to stderr, from any thread; a bar on the last line is erased."""
+    before = CLEAR if is_terminal(sys.stderr) else ""
+    line = f"{before}{text}\n"
     console.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
 
 
 def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
-    """The text, its lines broken at spaces to the width of the terminal; as it is where there is none. `indent` is that
-    of the lines that a break makes. What is longer than a line, such as an address, stays whole."""
+    """The text with its lines broken at spaces to `columns`, by default the width of the terminal; unchanged without a
+    terminal. `indent` is that of the lines after a break. A word longer than a line, such as a URL, stays whole."""
     columns = columns or width()
     if not columns:
         return text
@@ -90,9 +101,11 @@ def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
 
 
 def progress(items: Iterable, total: int, what: str) -> Iterable:
-    """The items; while they take longer than a second a bar of rank 0's terminal says how many are done."""
-    shown = what and is_first_rank() and is_terminal(sys.stderr)
-    return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True) if shown else items
+    """The items; where they take longer than a second, a bar on rank 0's terminal shows how many are done. `what` names
+    them; without it there is no bar."""
+    if not (what and is_first_rank() and is_terminal(sys.stderr)):
+        return items
+    return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True)
 
 
 def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
@@ -104,29 +117,32 @@ def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
 
 
 def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
-    """What Ctrl-C leaves behind: where the run was, what is saved, and the command that goes on."""
+    """The last lines after Ctrl-C: where the run was, what is saved, and the command that goes on."""
     if settings.plan or settings.measure or not settings.num_steps:
         return "stopped    by Ctrl-C"
     where = f"in {phase} of step {step:,} of {settings.num_steps:,}" if step else "before the first step"
-    lines = [f"stopped    by Ctrl-C {where}"]
-    interval = settings.checkpoint_interval
+    stopped = f"stopped    by Ctrl-C {where}"
     if newest := saved.newest(folder):
-        lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
-    elif step:
-        how = f" yet, the first after step {interval:,}" if interval >= step else ""
-        lines.append(f"saved      nothing{how if interval else ': --checkpoint-interval N saves every N steps'}")
-    return "\n".join(lines)
+        return f"{stopped}\nsaved      {newest}\ngo on      {command(settings, folder)}"
+    if not step:
+        return stopped
+    nothing, interval = "saved      nothing", settings.checkpoint_interval
+    if not interval:
+        nothing += ": --checkpoint-interval N saves every N steps"
+    elif interval >= step:
+        nothing += f" yet, the first after step {interval:,}"
+    return f"{stopped}\n{nothing}"
 
 
 def describe_stop(name: str, folder: pathlib.Path | None) -> str:
-    """What a signal, or whatever `name` says, ends that cannot save."""
+    """The line of a run that `name`, a signal or the loss of its launcher, ends where it cannot save."""
     newest = saved.newest(folder)
     kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
     return f"train_fsdp.py: {name} outside training, nothing to save{kept}"
 
 
 def command(settings, folder: pathlib.Path) -> str:
-    """The command of this run, to be pasted, that goes on with it from its newest checkpoint."""
+    """The command, for the shell, that goes on with this run from its newest checkpoint."""
     flags = flags_of_run(settings, folder)
     if folder.parent == pathlib.Path(settings.output_dir).expanduser():
         return to_paste(launcher(), flags, resume="auto", run_name=folder.name)
@@ -144,9 +160,10 @@ def launcher() -> str:
     words, script = [sys.executable], sys.argv[0]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 1)}"]
-        with contextlib.suppress(psutil.Error, ValueError):
+        with contextlib.suppress(psutil.Error, ValueError):  # it is gone, or was started by another name
             launched = LAUNCHED or psutil.Process(os.getppid()).cmdline()
-            words = launched[: [os.path.basename(word) for word in launched].index(os.path.basename(script))]
+            names = [os.path.basename(word) for word in launched]
+            words = launched[: names.index(os.path.basename(script))]
             if len(words) > 1 and os.path.basename(words[1]) in ("torchrun", "accelerate"):
                 del words[0]  # they are scripts, and find their interpreter
     folder = os.getcwd() + os.sep

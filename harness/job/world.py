@@ -1,4 +1,4 @@
-"""The world: its ranks meet in a store, train, and leave; one of them says why it failed."""
+"""The world: its ranks meet in a store, train, and leave; one of them prints why the job failed."""
 
 import contextlib
 import os
@@ -16,28 +16,37 @@ from harness.base.errors import UserError
 from harness.base.text import first_line
 from harness.job import endings, heartbeats, terminal
 
-STORE_PATIENCE = 15  # seconds until something is said of a store that does not answer
-AFTER_HEARTBEATS = timedelta(minutes=1)  # until collectives give up, when --timeout-minutes has passed
+STORE_PATIENCE = 15  # seconds until a line about a store that does not answer
+AFTER_HEARTBEATS = timedelta(minutes=1)  # that collectives wait longer than --timeout-minutes
 
 
 def open_store(timeout_minutes: float = 10) -> dist.Store:
-    """The job's store, where its ranks find each other: that of torchrun or of rank 0, or of a world of one its own."""
+    """The job's store, in which its ranks find each other: torchrun's or rank 0's, or in a world of one its own.
+
+    Raises:
+        UserError: the store is not reached; restarts that torchrun promises cannot work.
+    """
     env = os.environ
     if "RANK" not in env:
         return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     check_restarts(env)
-    address, port, timeout = env["MASTER_ADDR"], int(env["MASTER_PORT"]), timedelta(minutes=timeout_minutes)
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     reach_store(address, port, timeout_minutes)
-    serves = not of_launcher(env) and env["RANK"] == "0"
-    options = {"is_master": serves, "timeout": timeout, "wait_for_workers": False}
     try:
-        store = dist.TCPStore(address, port, int(env["WORLD_SIZE"]), **options)
+        store = dist.TCPStore(
+            address,
+            port,
+            int(env["WORLD_SIZE"]),
+            is_master=not of_launcher(env) and env["RANK"] == "0",
+            timeout=timedelta(minutes=timeout_minutes),
+            wait_for_workers=False,
+        )
     except RuntimeError as error:
         where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
         raise UserError(f"{where}: rank 0's store does not answer ({first_line(error)})", 1) from None
     if of_launcher(env) and env["GROUP_WORLD_SIZE"] == "1":
-        # torchrun's store outlives a restart with the dead ranks' addresses in it (pytorch issue 135712); the count
-        # tells restarts apart on one node only, see docs/CHECKPOINTS.md for more
+        # torchrun's store outlives a restart and keeps the dead ranks' addresses (pytorch issue 135712). The count
+        # tells restarts apart on one node only, see docs/CHECKPOINTS.md
         store = dist.PrefixStore(f"restart-{env['TORCHELASTIC_RESTART_COUNT']}", store)
     return store
 
@@ -50,11 +59,15 @@ def of_launcher(env: Mapping[str, str]) -> bool:
 def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None) -> torch.device:
     """Joins the world that torchrun or accelerate made, or makes a world of one; returns this rank's device.
 
-    Collectives give up a minute after `timeout_minutes`, when the heartbeats should have said who did not come.
+    Collectives give up a minute after `timeout_minutes`: by then the heartbeats have named the rank that did not come.
+
+    Raises:
+        UserError: there is no GPU for this rank, or the store is not reached.
     """
-    env, cuda, gpus = os.environ, torch.cuda.is_available(), torch.cuda.device_count()
-    device = torch.device("cuda", int(env.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    env, cuda = os.environ, torch.cuda.is_available()
+    device = torch.device("cpu")
     if cuda:
+        device, gpus = torch.device("cuda", int(env.get("LOCAL_RANK", 0))), torch.cuda.device_count()
         if device.index >= gpus:
             raise UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
         torch.cuda.set_device(device)
@@ -90,8 +103,8 @@ def new_group() -> dist.ProcessGroup:
 
 
 def check_restarts(env: Mapping[str, str]) -> None:
-    """Raises a UserError where torchrun promises restarts that cannot work: on several nodes its own store, which it
-    shares with the ranks, keeps the addresses of dead ones, and nothing tells one restart from another."""
+    """Raises a UserError for --max-restarts on several nodes with torchrun's own store: the store keeps the addresses
+    of dead ranks, and nothing tells one restart from another."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if of_launcher(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
         needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
@@ -99,14 +112,15 @@ def check_restarts(env: Mapping[str, str]) -> None:
 
 
 def reach_store(address: str, port: int, timeout_minutes: float) -> None:
-    """Waits until the job's store answers, where torch would warn for minutes without saying what to look at.
+    """Waits until the job's store answers; after 15 s without an answer one line names what this rank waits for. torch
+    would warn for minutes and name no cause.
 
     Raises:
-        UserError: the address cannot be resolved, rank 0 is not reached under it, its port is taken, or nobody
-            answers for `timeout_minutes`. After 15 s without an answer one line says what is waited for.
+        UserError: the address cannot be resolved, rank 0 is not reached under it, its port is taken, or the store does
+            not answer for `timeout_minutes`.
     """
     where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
-    start, own_store, said = time.monotonic(), None, False
+    start, own_store, has_warned = time.monotonic(), None, False
     if int(os.environ["RANK"]) == 0 and not of_launcher(os.environ):
         try:
             own_store = socket.create_server(("", port))  # where torch is going to listen
@@ -119,35 +133,35 @@ def reach_store(address: str, port: int, timeout_minutes: float) -> None:
         except OSError as error:
             waited = time.monotonic() - start
             if waited > STORE_PATIENCE and (own_store or isinstance(error, socket.gaierror)):
-                what = "rank 0 is not reached at its own address" if own_store else "no such host"
-                raise UserError(f"{where}: {what} ({error.strerror or error}); name the host of rank 0", 1) from None
+                problem = "rank 0 is not reached at its own address" if own_store else "no such host"
+                raise UserError(f"{where}: {problem} ({error.strerror or error}); name the host of rank 0", 1) from None
             if waited > STORE_PATIENCE and of_launcher(os.environ) and isinstance(error, ConnectionRefusedError):
                 raise UserError(f"{where}: torchrun is gone, and its store with it; start it again", 1) from None
             if waited > 60 * timeout_minutes:
                 raise UserError(f"{where}: rank 0's store does not answer ({error.strerror or error})", 1) from None
-            if waited > STORE_PATIENCE and not said:
+            if waited > STORE_PATIENCE and not has_warned:
                 terminal.tell(f"train_fsdp.py: waiting for rank 0 at {where} ({error.strerror or error})")
-                said = True
+                has_warned = True
             time.sleep(0.5)
     if own_store:
         own_store.close()
 
 
 def stop_processes(stop=None) -> None:
-    """Leaves the world; a gloo rank that leaves before the others are done can abort them, hence the barrier. `stop` is
-    a `StopRequest`."""
+    """Leaves the world, after a barrier: a gloo rank that leaves before the others are done can abort them. `stop` is
+    the run's `StopRequest`."""
     heartbeats.at("end")
     if stop and stop.round:
         stop.round.wait()
     dist.barrier()
     dist.destroy_process_group()
     if stop:
-        stop.leaving = True  # torchrun sends SIGTERM to the ranks that leave a moment after the first
+        stop.leaving = True  # torchrun sends SIGTERM to ranks that leave a moment after the first one
 
 
 def leave(exit_code: int) -> None:
-    """Ends this rank, whose work is done and written, without the interpreter's clean-up: a library's thread that is
-    not joined would make it an abort."""
+    """Ends this rank, whose work is done and written, without the interpreter's clean-up, in which the thread of a
+    library can abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     endings.announce(exit_code)
@@ -155,20 +169,22 @@ def leave(exit_code: int) -> None:
 
 
 def fail(message: str, exit_code: int, patience: float = 3, as_json: bool = False) -> None:
-    """Ends this rank. Of all ranks one prints its message, rank 0 if it fails too within `patience` seconds, so that
-    one mistake is one line; the others' errors are most often an echo, a collective that broke as one rank had left.
-    With `as_json` it is an object on stdout too, for whoever reads one there."""
-    first, happened = terminal.is_first_rank(), time.time()
+    """Ends this rank after its message, which one rank of all prints, with `as_json` also as an object on stdout.
+
+    It is rank 0 that prints, if it fails within `patience` seconds too. The errors of other ranks are most often
+    echoes: collectives that broke as one rank had left.
+    """
+    speaks, happened = terminal.is_first_rank(), time.time()
     heartbeats.HERE.phase = "failure"
-    if not first:
-        time.sleep(patience)  # what rank 0 found as well it says by now; then the launcher ends this rank here
-    with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it, or with the launcher
-        first = heartbeats.speaks_first(heartbeats.HERE.store)
+    if not speaks:
+        time.sleep(patience)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
+    with contextlib.suppress(RuntimeError):  # the store is gone, with the rank or the launcher that served it
+        speaks = heartbeats.speaks_first(heartbeats.HERE.store)
     sys.stdout.flush()
-    if first:
+    if speaks:
         console.record_error(message, happened)
         terminal.tell(message)
         if as_json:
             console.tell_json(message)
     endings.announce(exit_code, patience=5)
-    os._exit(exit_code)  # no clean-up: it would wait for ranks and workers that do not answer any more
+    os._exit(exit_code)  # no clean-up, which would wait for ranks and workers that answer no more

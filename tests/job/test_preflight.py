@@ -179,7 +179,7 @@ def test_what_data_workers_read_ahead_is_what_they_take_of_shared_memory():
     loader = torch.utils.data.DataLoader(Windows(), 4, num_workers=1, collate_fn=collate)
     batches = iter(loader)
     in_use = next(batches)
-    expected = (preflight.PREFETCH[False] + 1) * preflight.batch_bytes(settings)
+    expected = (preflight.PREFETCHED_BATCHES + 1) * preflight.batch_bytes(settings)
     pids = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
     deadline, found = time.monotonic() + 300, 0
     while found < 0.99 * expected and time.monotonic() < deadline:  # the worker is still reading ahead
