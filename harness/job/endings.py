@@ -1,5 +1,5 @@
 """Endings: trackers, the endpoint and the page learn how a run ends. Called by whatever ends this process. Imports
-nothing heavy; independent of who listens."""
+nothing heavy; independent of its listeners."""
 
 import contextlib
 import math

@@ -196,7 +196,7 @@ def lock_folder(folder: pathlib.Path) -> int:
 def is_of_this_folder(descriptor: int, lock: pathlib.Path) -> bool:
     """Whether the open file that is locked is this folder's lock and no other's. One that is another folder's too, of
     which `cp -rl` made this one, is removed here."""
-    if not lock.exists():  # who had it before has removed it
+    if not lock.exists():  # the process that held it before has removed it
         return False
     status = os.stat(lock)
     if not os.path.samestat(os.fstat(descriptor), status):

@@ -74,8 +74,8 @@ def idle_time(times) -> float:
 
 
 def may_spin(threads: int, streaming: bool) -> bool:
-    """Whether the threads of all ranks here can wait for each other without taking a core from anybody: there is a
-    core for each, and for the process of each rank that reads a stream, and others leave those cores free."""
+    """Whether the threads of all ranks here may keep their cores while they wait for each other: there is a core for
+    each thread, and for each process that reads a stream, and other processes leave those cores free."""
     ranks, available = ranks_here(), cores()
     processes_a_rank = threads + 1 if streaming else threads
     needed = ranks * processes_a_rank
