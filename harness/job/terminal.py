@@ -121,17 +121,17 @@ def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | N
     if settings.plan or settings.measure or not settings.num_steps:
         return "stopped    by Ctrl-C"
     where = f"in {phase} of step {step:,} of {settings.num_steps:,}" if step else "before the first step"
-    stopped = f"stopped    by Ctrl-C {where}"
-    if newest := saved.newest(folder):
-        return f"{stopped}\nsaved      {newest}\ngo on      {command(settings, folder)}"
-    if not step:
-        return stopped
-    nothing, interval = "saved      nothing", settings.checkpoint_interval
-    if not interval:
-        nothing += ": --checkpoint-interval N saves every N steps"
-    elif interval >= step:
-        nothing += f" yet, the first after step {interval:,}"
-    return f"{stopped}\n{nothing}"
+    lines = [f"stopped    by Ctrl-C {where}"]
+    newest, interval = saved.newest(folder), settings.checkpoint_interval
+    if newest:
+        lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
+    elif step and not interval:
+        lines.append("saved      nothing: --checkpoint-interval N saves every N steps")
+    elif step and interval >= step:
+        lines.append(f"saved      nothing yet, the first after step {interval:,}")
+    elif step:
+        lines.append("saved      nothing")
+    return "\n".join(lines)
 
 
 def describe_stop(name: str, folder: pathlib.Path | None) -> str:
