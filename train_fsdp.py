@@ -396,7 +396,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if settings.min_mfu and not flops_per_token:
         raise UserError(f"--min-mfu: {flops_in_words}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
-    state = TrainState(model, optimizer, scheduler, tracker)
+    state = TrainState(model, optimizer, scheduler, tracker=tracker)
     if checkpoint:
         load_state(state, checkpoint, manifest, folder)
     say(describe_setup(settings, model, mesh, train_set, flops_in_words, peak, verified))

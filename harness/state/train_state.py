@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -25,27 +25,80 @@ PROCESS_STARTED = psutil.Process().create_time()
 CLOCK = time.time() - time.monotonic()
 
 
+# ---- Fields of the manifest ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ManifestEntry:
+    """How a field of `TrainState` is written into a checkpoint's manifest and restored from it."""
+
+    key: str | None  # None: the field's name
+    taken_by_branch: bool
+    write: Callable[["TrainState"], Any] | None
+    restore: Callable[["TrainState", Any, dict], None] | None
+
+
+def in_manifest(
+    default=dataclasses.MISSING,
+    *,
+    default_factory=dataclasses.MISSING,
+    key: str | None = None,
+    taken_by_branch: bool = False,
+    write: Callable[["TrainState"], Any] | None = None,
+    restore: Callable[["TrainState", Any, dict], None] | None = None,
+):
+    """A field of `TrainState` that survives a restart. Nothing else has to know it.
+
+    Args:
+        default, default_factory: its value in a fresh run, and in a checkpoint that is older than the field.
+        key: its key in the manifest; by default the field's name.
+        taken_by_branch: whether a run that goes on from another run's checkpoint takes it over. Otherwise that run
+            begins it anew, as it does its clock and averages.
+        write: returns what JSON holds of it; by default the field's value. It has to be the same on every rank, as rank
+            0 writes the manifest, and to hold on another number of ranks.
+        restore: gets the state, what `write` returned, and the whole manifest; by default the field is set.
+    """
+    entry = ManifestEntry(key, taken_by_branch, write, restore)
+    return dataclasses.field(default=default, default_factory=default_factory, metadata={"manifest": entry})
+
+
+def restore_elapsed(state: "TrainState", elapsed: float, manifest: dict) -> None:
+    since_start = PROCESS_STARTED - state.started  # by clocks that may have been set, or be another machine's
+    state.elapsed_before = max(since_start, elapsed)
+
+
+def restore_totals(state: "TrainState", totals: dict, manifest: dict) -> None:
+    """Averages over all steps, which another number of ranks begins anew."""
+    if state.tracker and manifest["world_size"] == dist.get_world_size():
+        state.tracker.total |= totals
+
+
 @dataclasses.dataclass
 class TrainState:
-    """Everything that must survive a restart. The data position is `samples`, as the order of the data is fixed; in a
-    stream `position` is the last place before it where reading can begin."""
+    """Everything that must survive a restart: tensors in the shards, every field that is `in_manifest` there. Only the
+    model is needed for an export. The data position is `samples`, as the order of the data is fixed; in a stream
+    `position` is the last place before it where reading can begin."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None = None  # these three are not there for an export
+    optimizer: torch.optim.Optimizer | None = None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-    tracker: Any = None  # utils.PerformanceTracker
-    step: int = 0
-    samples: int = 0  # global, consumed so far
-    position: tuple[int, int, int] | None = None  # as StreamedDataset.chunks has it
-    tokens: int = 0  # global
-    started: float = PROCESS_STARTED  # of the first process
-    elapsed_before: float = 0.0  # seconds from there to the start of this process
-    productive_before: float = 0.0  # `productive_seconds` of the processes before
-    run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
-    branched_from: dict | None = None  # as `saved.find_origin` has it, where the run began with another's checkpoint
-
-    POSITION = ("step", "samples", "position", "tokens")
-    NUMBERS = (*POSITION, "started", "run_id", "branched_from")
+    _: dataclasses.KW_ONLY
+    step: int = in_manifest(0, taken_by_branch=True)
+    samples: int = in_manifest(0, taken_by_branch=True)  # global, consumed so far
+    position: tuple[int, int, int] | None = in_manifest(None, taken_by_branch=True)  # as StreamedDataset.chunks has it
+    tokens: int = in_manifest(0, taken_by_branch=True)  # global
+    started: float = in_manifest(PROCESS_STARTED)  # when the first process of the run started, seconds since the epoch
+    run_id: str = in_manifest(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
+    # as `saved.find_origin` returns it, of a run that branched off
+    branched_from: dict | None = in_manifest(None)  # noqa: RUF009 - it returns a field, as dataclasses.field does
+    # seconds from the start of the first process to that of this one
+    elapsed_before: float = in_manifest(0.0, key="elapsed", write=lambda state: state.elapsed, restore=restore_elapsed)
+    # a utils.PerformanceTracker
+    tracker: Any = in_manifest(  # noqa: RUF009 - as above
+        None, write=lambda state: dict(state.tracker.total), restore=restore_totals
+    )
+    # productive_seconds() of the processes before this one
+    productive_before: float = in_manifest(0.0, key="productive", write=lambda state: state.productive_seconds())
 
     def count(self, samples: int, tokens: int) -> None:
         """One more step of a global batch of `samples` with `tokens`."""
@@ -55,32 +108,38 @@ class TrainState:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the first process of the run started; never less than was said before."""
+        """Seconds since the first process of the run started; never less than at an earlier save."""
         return self.elapsed_before + CLOCK + time.monotonic() - PROCESS_STARTED
 
     def productive_seconds(self) -> float:
         """What the steps so far take at their usual speed, that of the median window, and at most what they took."""
         windows, tracker = self.tracker.windows, self.tracker
         usual = statistics.median_low([seconds / steps for steps, seconds in windows] or [0.0])
-        measured = sum(s if s < 2 * n * usual else n * usual for n, s in windows)  # else it stood still
-        return self.productive_before + measured + min(usual * tracker.warmup_steps, tracker.warmup_seconds)
+        productive = []
+        for steps, seconds in windows:
+            training_paused = seconds >= 2 * steps * usual
+            productive.append(steps * usual if training_paused else seconds)
+        return self.productive_before + sum(productive) + min(usual * tracker.warmup_steps, tracker.warmup_seconds)
 
     def numbers(self) -> dict:
-        """What goes into the manifest."""
-        own = {name: getattr(self, name) for name in self.NUMBERS} | {"elapsed": self.elapsed}
-        return own | {"tracker": dict(self.tracker.total), "productive": self.productive_seconds()}
+        """The fields that go into the manifest, by their keys."""
+        numbers = {}
+        for field, entry in manifest_fields():
+            numbers[entry.key or field.name] = entry.write(self) if entry.write else getattr(self, field.name)
+        return numbers
 
     def finite(self) -> bool:
         """Whether every parameter and optimizer state is finite, on all ranks."""
         tensors = [local_part(unwrapped(parameter)) for parameter in self.model.parameters()]
-        tensors += [getattr(local, "scale", local) for _, _, local in self.optimizer_states()]  # scale: of 8-bit states
+        for _, _, local in self.optimizer_states():
+            tensors.append(local.scale if hasattr(local, "scale") else local)  # an 8-bit state has codes and scales
         largest = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], math.inf)
         broken = largest.isfinite().logical_not().int().to(tensors[0].device)
         dist.all_reduce(broken)
         return not broken.item()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What goes into the shards, under names that no number of ranks changes; loading writes into these tensors.
+        """What goes into the shards, by names that are the same on any number of ranks; loading writes into them.
 
         An 8-bit optimizer state is saved twice: in fp32 for any other sharding, and its codes and scales, which are
         exact, for the same one.
@@ -92,7 +151,8 @@ class TrainState:
                 mesh = state.device_mesh
                 shard = f"{mesh.get_local_rank('shard')}of{mesh['shard'].size()}"
                 tensors[name] = like(state, local.dequantize())
-                tensors |= {f"{name}.{part}.{shard}": getattr(local, part) for part in ("codes", "scale")}
+                tensors[f"{name}.codes.{shard}"] = local.codes
+                tensors[f"{name}.scale.{shard}"] = local.scale
         rng = f"rng.{dist.get_rank()}of{dist.get_world_size()}"
         tensors[f"{rng}.cpu"] = torch.get_rng_state()
         if torch.cuda.is_available():
@@ -100,54 +160,66 @@ class TrainState:
         return tensors
 
     def optimizer_states(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, state, this rank's part of it)."""
-        for name, parameter in self.model.named_parameters() if self.optimizer else ():
+        """(name, state, this rank's part of it); none without an optimizer."""
+        if self.optimizer is None:
+            return
+        for name, parameter in self.model.named_parameters():
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer.{name}.{key}", state, local_part(state)
 
-    def load(self, path: pathlib.Path, numbers: dict, origin: dict | None = None, run_id: str | None = None) -> None:
-        """Takes over a checkpoint that was saved on any number of ranks, in any stage. With `origin` it is another
-        run's, and this one gets `run_id`, if it has one, and begins its own clock and averages."""
+    def load(self, path: pathlib.Path, manifest: dict, origin: dict | None = None, run_id: str | None = None) -> None:
+        """Restores a checkpoint that was saved on any number of ranks, in any stage. With `origin` it is another run's:
+        this one branches off, gets `run_id`, if it has one, and begins its own clock and averages."""
+        self.load_tensors(path)
+        if origin:
+            self.branched_from = origin
+            self.run_id = run_id or self.run_id
+        self.take(manifest, branch=bool(origin))
+
+    def load_tensors(self, path: pathlib.Path) -> None:
+        """Loads the shards into the tensors of this state. Raises a UserError where they cannot be read."""
         reader, tensors = SafeReader(path), self.tensors()
-        own = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
+        of_one_layout = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
         try:
             index = reader.read_metadata()
             reader.read_metadata = lambda: index  # a rank where DCP's own look failed would load alone
-            saved = index.state_dict_metadata
-            tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not own.search(name)}
+            for name in list(tensors):
+                if of_one_layout.search(name) and name not in index.state_dict_metadata:
+                    del tensors[name]
             dcp.load(tensors, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
         for name, _, local in self.optimizer_states():
-            if hasattr(local, "codes") and not any(other.startswith(f"{name}.codes.") for other in tensors):
+            codes_loaded = any(other.startswith(f"{name}.codes.") for other in tensors)
+            if hasattr(local, "codes") and not codes_loaded:
                 local.copy_(tensors[name].to_local())
         for name, tensor in tensors.items():
-            if name.startswith("rng."):
-                (torch.cuda if name.endswith("cuda") else torch).set_rng_state(tensor.cpu())
-        if origin:
-            self.branched_from, self.run_id = origin, run_id or self.run_id
-            self.take_position(numbers)
-        else:
-            self.take(numbers)
+            if name.startswith("rng.") and name.endswith(".cuda"):
+                torch.cuda.set_rng_state(tensor.cpu())
+            elif name.startswith("rng."):
+                torch.set_rng_state(tensor.cpu())
 
-    def take(self, numbers: dict) -> None:
-        """Takes over what a manifest has."""
-        self.take_position(numbers)
-        self.started, self.run_id, self.branched_from = (numbers.get(name) for name in self.NUMBERS[-3:])
-        since_then = PROCESS_STARTED - self.started  # by clocks that may have been set, or be another machine's
-        self.elapsed_before = max(since_then, numbers.get("elapsed", 0.0))
-        if self.tracker:
-            self.productive_before = numbers.get("productive", 0.0)
-            if numbers["world_size"] == dist.get_world_size():
-                self.tracker.total |= numbers["tracker"]
-
-    def take_position(self, numbers: dict) -> None:
-        """Takes over where a manifest's run was."""
-        for name in self.POSITION:
-            setattr(self, name, numbers[name])
+    def take(self, manifest: dict, branch: bool = False) -> None:
+        """Restores the fields of a manifest; for a branch, the manifest of another run, only those that it takes over.
+        A field that the manifest lacks gets its default."""
+        for field, entry in manifest_fields():
+            if branch and not entry.taken_by_branch:
+                continue
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            value = manifest.get(entry.key or field.name, default)
+            if entry.restore:
+                entry.restore(self, value, manifest)
+            else:
+                setattr(self, field.name, value)
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
             self.scheduler.step()
+
+
+def manifest_fields() -> list[tuple[dataclasses.Field, ManifestEntry]]:
+    """The fields of `TrainState` that a manifest holds, in their order."""
+    fields = dataclasses.fields(TrainState)
+    return [(field, field.metadata["manifest"]) for field in fields if "manifest" in field.metadata]
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,6 +231,6 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 def persistent_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, a tied one once."""
-    kept = model.state_dict().keys()  # leaves out the buffers that are not persistent
+    persistent = model.state_dict().keys()  # leaves out the buffers that are not persistent
     named = (*model.named_parameters(), *model.named_buffers())
-    return {name: unwrapped(tensor) for name, tensor in named if name in kept}
+    return {name: unwrapped(tensor) for name, tensor in named if name in persistent}

@@ -75,7 +75,7 @@ def build(device, tmp_path_factory, on_cpu_without_inductor):
         optimizer = train_fsdp.build_optimizer(settings, model)
         data = sample_order.SyntheticDataset(config.vocab_size, length)
         tracker = utils.PerformanceTracker(0, 1, 0)
-        state = TrainState(model, optimizer, None, tracker)
+        state = TrainState(model, optimizer, tracker=tracker)
         batches = train_fsdp.training_batches(settings, data, state, device)
         return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches, tracker)
 
@@ -207,7 +207,7 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
     only seen to end."""
     batch = "16" if CUDA else "2"  # a step takes longer than launching it
     settings, model, optimizer, step = build("--no-compile", "--batch-size", batch, "--checkpoint-interval", "1")
-    state = TrainState(model, optimizer, None, utils.PerformanceTracker())
+    state = TrainState(model, optimizer, tracker=utils.PerformanceTracker())
     saver = Checkpoints(settings, tmp_path, {}, device, lambda: None)
 
     def timed() -> float:

@@ -42,7 +42,7 @@ def trainer(device, tmp_path):
         data = sample_order.SyntheticDataset(config.vocab_size, args.sequence_length)
         data.end_of_text = END if args.document_mask else None
         tracker = utils.PerformanceTracker(0, 1, 0)
-        batches = train_fsdp.training_batches(args, data, TrainState(model, optimizer, None, tracker), device)
+        batches = train_fsdp.training_batches(args, data, TrainState(model, optimizer, tracker=tracker), device)
         return model, lambda: train_fsdp.train_step(args, model, optimizer, batches, tracker)
 
     return make

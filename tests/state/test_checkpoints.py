@@ -519,6 +519,60 @@ def test_starts_of_the_same_second_have_folders_of_their_own_and_a_failed_one_le
     assert [path.name for path in (tmp_path / "out").iterdir()] == [chosen[1]]
 
 
+STOP_AND_RESUME = """
+import sys
+import torch
+from harness.flags.parser import parse_args
+from harness.job.world import start_processes
+import train_fsdp
+
+class Stop:
+    can_save, name, steps = False, "SIGTERM", -1
+    def agreed(self):
+        self.steps -= 1
+        return self.steps == 0
+
+first, device = Stop(), start_processes()
+first.steps = 2
+for stop, resume in ((first, "none"), (Stop(), "auto")):
+    settings = parse_args([*sys.argv[1:], "--run-name", "r", "--resume", resume])
+    print("EXIT", train_fsdp.run(settings, device, stop), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_field_of_a_checkpoint_is_added_by_one_line(flags, tmp_path):
+    """In a copy of the program: a count of steps survives a restart."""
+    for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("harness", "assets"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "harness" / "state" / "train_state.py"
+    source, last_field, counts = file.read_text(), "    productive_before: float", "        self.step += 1\n"
+    assert source.count(last_field) == source.count(counts) == 1
+    source = source.replace(last_field, f"    steps_counted: int = in_manifest(100)\n{last_field}")
+    file.write_text(source.replace(counts, f"{counts}        self.steps_counted += 1\n"))
+
+    command = [sys.executable, "-c", STOP_AND_RESUME, *flags, "--final-checkpoint", "--output-dir", tmp_path / "out"]
+    process = start(command, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    assert re.findall(r"^EXIT (\d+)", process.stdout, re.MULTILINE) == ["143", "0"]
+    counted = {path.name: saved.read_manifest(path)["steps_counted"] for path in saved.complete(tmp_path / "out" / "r")}
+    assert counted == {"step-00000002": 102, f"step-{STEPS:08d}": 100 + STEPS}
+
+
+def test_a_field_that_an_older_checkpoint_lacks_has_its_default_and_a_branch_takes_over_the_position_alone(device):
+    state = TrainState(torch.nn.Linear(1, 1), step=3, samples=6, tokens=9, elapsed_before=5.0, run_id="a")
+    manifest = {name: getattr(state, name) for name in ("step", "samples", "tokens", "started", "run_id")}
+    older, branch = TrainState(torch.nn.Linear(1, 1), productive_before=7.0), TrainState(None, run_id="b")
+    older.take(manifest | {"world_size": 1, "tracker": {}})
+    assert (older.step, older.samples, older.tokens, older.run_id) == (3, 6, 9, "a")
+    assert (older.position, older.branched_from, older.productive_before) == (None, None, 0.0)
+    branch.take(manifest | {"elapsed": 1000.0}, branch=True)
+    assert (branch.step, branch.samples, branch.tokens) == (3, 6, 9)
+    assert (branch.run_id, branch.elapsed_before) == ("b", 0.0)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Another folder, another run
 
