@@ -14,24 +14,36 @@ from harness.state.shards import sha256
 
 
 def damage(path: pathlib.Path) -> tuple[dict, str]:
-    """(manifest, what is wrong with this checkpoint, empty if nothing). Every rank reads its share of the files."""
-    manifest, wrong = {}, ""
+    """(manifest, the damage in words, empty where the checkpoint is whole). Every rank reads its share of the files."""
+    manifest, problem = {}, ""
     try:
         manifest = saved.read_manifest(path)
-        for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
-            if pathlib.PurePath(name).name != name:
-                raise TypeError(f"{name} is outside the checkpoint")
-            if not wrong and (path / name).stat().st_size != size:
-                wrong = f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
-            if not wrong and sha256(path / name) != checksum:
-                wrong = f"{name} has changed"
+        problem = damage_of_files(path, list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()])
     except OSError as error:
-        wrong = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
+        problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
     except ValueError as error:
-        wrong = str(error)
+        problem = str(error)
     except (TypeError, KeyError, AttributeError):
-        wrong = f"{MANIFEST} cannot be read"
-    return manifest, next(filter(None, of_all_ranks(wrong)), "")
+        problem = f"{MANIFEST} cannot be read"
+    for problem_of_rank in of_all_ranks(problem):
+        if problem_of_rank:
+            return manifest, problem_of_rank
+    return manifest, ""
+
+
+def damage_of_files(path: pathlib.Path, files: list) -> str:
+    """The first file that is not as the manifest has it, in words; empty where there is none. `files` are pairs of a
+    name and its (size, checksum). A TypeError where a name leads out of the checkpoint."""
+    for name, _ in files:
+        if pathlib.PurePath(name).name != name:
+            raise TypeError(f"{name} is outside the checkpoint")
+    for name, (size, checksum) in files:
+        found_size = (path / name).stat().st_size
+        if found_size != size:
+            return f"{name} has {found_size:,} bytes instead of {size:,}"
+        if sha256(path / name) != checksum:
+            return f"{name} has changed"
+    return ""
 
 
 def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | tuple[None, None]:
@@ -42,26 +54,31 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
     if resume == "none":
         return None, None
     auto = resume == "auto"
-    paths = saved.by_name(folder)[::-1] if auto else [checkpoint_folder(resume)]
-    if not auto and (problem := no_checkpoint(resume)):
-        raise UserError(f"--resume {resume}: {problem}")
-    for path in of_all_ranks(paths)[0]:  # all look at the same ones, so that they stay together
-        manifest, wrong = damage(path)
-        if not wrong:
+    if auto:
+        paths = list(reversed(saved.by_name(folder)))
+    else:
+        paths = [checkpoint_folder(resume)]
+        problem = no_checkpoint(resume)
+        if problem:
+            raise UserError(f"--resume {resume}: {problem}")
+    paths_of_main = of_all_ranks(paths)[0]  # a rank that saw others would be alone in its next collective
+    for path in paths_of_main:
+        manifest, problem = damage(path)
+        if not problem:
             return path, manifest
         if not auto:
-            raise UserError(f"--resume {resume}: {path.name} is damaged ({wrong}); choose another, or auto")
-        say(f"skipped    {path.name} is damaged: {wrong}")
+            raise UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
+        say(f"skipped    {path.name} is damaged: {problem}")
     origin = of_all_ranks(saved.read_origin(folder))[0]
     return find_branch_point(folder, origin) if origin else (None, None)
 
 
 def find_branch_point(folder: pathlib.Path, origin: dict) -> tuple[pathlib.Path, dict]:
     """The checkpoint at which the run in `folder` branched off, and its manifest: a run that has saved nothing since
-    goes on from there, not from nothing."""
+    resumes there."""
     path = pathlib.Path(origin["checkpoint"])
-    manifest, wrong = damage(path)
-    if wrong or any(manifest[key] != origin[key] for key in ("run_id", "step")):
-        what = f"it branched off at {path}, saved nothing since, and that is not there any more"
-        raise UserError(f"--resume auto: {folder}: {what}; remove the folder, or choose another --run-name")
+    manifest, problem = damage(path)
+    if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
+        reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
+        raise UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
     return path, manifest

@@ -9,8 +9,9 @@ import torch.distributed.checkpoint as dcp
 from harness.base.saved import open_file
 from harness.base.text import first_line
 
-# What a checkpoint's own index may name when it is unpickled: plain records, nothing that runs. BytesStorageMetadata is
-# not among them: DCP would unpickle such an entry without restriction, and a state of tensors has none.
+# The classes that a checkpoint's index may name when it is unpickled: plain records, nothing that runs.
+# BytesStorageMetadata is not among them: DCP would unpickle such an entry without restriction, and a state of tensors
+# has none.
 INDEX_RECORDS = {
     "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
     "TensorStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
@@ -23,7 +24,8 @@ INDEX_RECORDS = {
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, whose index is a pickle; this one refuses any class that an index does not need."""
+    """DCP's reader, whose index is a pickle. This one refuses every class but INDEX_RECORDS, any file outside the
+    checkpoint, and what is no regular file."""
 
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
         class Records(pickle.Unpickler):
@@ -44,17 +46,18 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def checkpoint_error(error: BaseException) -> str:
-    """One line of what went wrong; DCP wraps it, by rank, into an exception that is no Exception."""
+    """The error in one line. DCP wraps it, by rank, into a CheckpointException, which is no Exception."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return first_line(error)
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer; of a write that failed it gives the disk's error, not the complaint of the archive left open."""
+    """DCP's writer. A write that fails raises the error of the disk, not the RuntimeError of the archive left open."""
 
     def __init__(self, folder: pathlib.Path):
-        super().__init__(folder, per_thread_copy_ahead=0)  # all is on the host: nothing to copy, no stream to wait for
+        # staged tensors are on the host: with 0 the writer neither copies nor waits for a stream
+        super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, *args, **kwargs):
         try:

@@ -45,8 +45,11 @@ class Checkpoints:
     ):
         self.settings, self.folder, self.device, self.sync_log = settings, folder / "checkpoints", device, sync_log
         self.place = place_of(folder)
-        self.run = identity | {"world_size": dist.get_world_size(), "flags": dataclasses.asdict(settings)}
-        self.run["folder"] = str(folder.resolve())
+        self.of_run = identity | {  # the part of every manifest that does not change during the run
+            "world_size": dist.get_world_size(),
+            "flags": dataclasses.asdict(settings),
+            "folder": str(folder.resolve()),
+        }
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
         self.stager = Stager(device)
         self.thread: threading.Thread | None = None
@@ -55,30 +58,34 @@ class Checkpoints:
             remove_leftovers(folder)
 
     def save(self, state: TrainState, wait: bool = False) -> None:
-        """Saves `state`; returns after the copy, or with `wait` when all is on disk. Every rank calls this."""
+        """Saves `state`. Returns after the copy to host memory, or with `wait` when all is on disk. Every rank calls
+        this. While the save before is still being written, nothing is saved."""
         start = time.perf_counter()
         wait = wait or not self.settings.saves_beside()
         if wait:
             self.finish()
-        busy = torch.tensor(int(self.thread is not None and self.thread.is_alive()), device=self.device)
-        dist.all_reduce(busy, dist.ReduceOp.MAX)
-        if busy.item():
+        is_writing = self.thread is not None and self.thread.is_alive()
+        anyone_writing = torch.tensor(int(is_writing), device=self.device)
+        dist.all_reduce(anyone_writing, dist.ReduceOp.MAX)
+        if anyone_writing.item():
             say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
             return
-        # what is waited for is written from where it is: there need be no memory for a copy of all
-        staged = state.tensors() if wait else self.stager.stage(state.tensors())
+        tensors = state.tensors()
+        if not wait:  # otherwise they do not change while they are written, and no memory is needed for a copy
+            tensors = self.stager.stage(tensors)
         wait_for_device()
         stall = None if wait else time.perf_counter() - start
-        self.thread = threading.Thread(target=self._write, args=(staged, state.numbers() | self.run, stall))
+        self.thread = threading.Thread(target=self._write, args=(tensors, state.numbers() | self.of_run, stall))
         self.thread.start()
         if wait:
             self.finish()
 
     def prepare(self, state: TrainState) -> None:
-        """Begins to pin the memory from which a later save is written beside the training; called after the first step.
-        Where each save is waited for, no memory is needed."""
-        left = self.settings.num_steps - state.step
-        if self.device.type == "cuda" and self.settings.saves_beside() and self.settings.checkpoint_interval < left:
+        """Begins to pin the memory from which later saves are written during training; called after the first step.
+        Where every save is waited for, none is needed."""
+        steps_left = self.settings.num_steps - state.step
+        saves_during_training = self.settings.saves_beside() and self.settings.checkpoint_interval < steps_left
+        if self.device.type == "cuda" and saves_during_training:
             self.stager.prepare(state.tensors())
 
     def finish(self) -> None:
@@ -87,19 +94,24 @@ class Checkpoints:
             self.thread.join()
 
     def _together(self, work: Callable[[], Any], main_only: bool = False) -> tuple:
-        """Does `work` on every rank or on rank 0, returns all results; if it fails on one rank, all raise its error."""
+        """Does `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks; where it fails on
+        one, all raise an OSError with its message."""
+        result, error = None, ""
         heartbeats.HERE.writing = work.__name__
         try:
-            mine = (None if main_only and dist.get_rank() else work(), None)
-        except (Exception, dcp.CheckpointException) as error:
-            mine = (None, checkpoint_error(error))
+            if not main_only or dist.get_rank() == 0:
+                result = work()
+        except (Exception, dcp.CheckpointException) as exception:
+            error = checkpoint_error(exception)
         heartbeats.HERE.writing = ""
-        results, errors = zip(*of_all_ranks(mine, self.group), strict=True)
-        for error in filter(None, errors):
-            raise OSError(error)
+        results, errors = zip(*of_all_ranks((result, error), self.group), strict=True)
+        for error in errors:
+            if error:
+                raise OSError(error)
         return results
 
-    def _write(self, staged: dict, manifest: dict, stall: float | None) -> None:
+    def _write(self, tensors: dict, manifest: dict, stall: float | None) -> None:
+        """Writes a checkpoint, in a thread: prepare, write, publish, each of which all ranks end together."""
         start, rank = time.perf_counter(), dist.get_rank()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a new thread has GPU 0
@@ -114,30 +126,35 @@ class Checkpoints:
             temporary.mkdir()
 
         def write():
-            dcp.save(staged, storage_writer=Writer(temporary), process_group=self.group)
-            mine = [*temporary.glob(f"__{rank}_*.distcp"), *[temporary / ".metadata"][rank:]]
-            return {path.name: [path.stat().st_size, sha256(path)] for path in mine}
+            dcp.save(tensors, storage_writer=Writer(temporary), process_group=self.group)
+            written = list(temporary.glob(f"__{rank}_*.distcp"))
+            if rank == 0:
+                written.append(temporary / ".metadata")
+            return {path.name: [path.stat().st_size, sha256(path)] for path in written}
 
         def publish():
-            for name, (size, _) in files.items():
+            for name, (size, _) in sorted(files.items()):
                 if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
-            self.sync_log()  # or a resumed run might lack the lines of the steps before it
-            contents = manifest | {"files": files}
+            self.sync_log()  # otherwise the log of a resumed run might lack the steps before it
+            contents = manifest | {"files": dict(sorted(files.items()))}
             (temporary / MANIFEST).write_text(json.dumps(contents | {"sha256": seal(contents)}, indent=1))
             sync(temporary / MANIFEST)
-            shutil.rmtree(final, ignore_errors=True)  # a damaged one of that name, or it would have been resumed from
+            shutil.rmtree(final, ignore_errors=True)  # damaged if it exists, or the run would have resumed from it
             sync(temporary)
             temporary.rename(final)
             sync(self.folder)
             older = [path for path in saved.complete(self.folder.parent) if path.name < final.name]
-            for path in older[: max(0, len(older) - self.settings.keep_checkpoints + 1)]:
+            surplus = len(older) + 1 - self.settings.keep_checkpoints
+            for path in older[: max(surplus, 0)]:
                 path.rename(path.with_name(f".{path.name}.deleting"))
             remove_leftovers(self.folder.parent)
 
         try:
             self._together(prepare, main_only=True)
-            files = dict(sorted(item for written in self._together(write) for item in written.items()))
+            files = {}  # name: [size, checksum], of all ranks
+            for files_of_rank in self._together(write):
+                files |= files_of_rank
             self._together(publish, main_only=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: another rank has died
             self.failures += 1
@@ -146,14 +163,14 @@ class Checkpoints:
             cause = first_line(error)
             say(f"failed     checkpoint {final.name}: {cause}; the run goes on, older checkpoints stay")
             return
-        size = sum(size for size, _ in files.values())
-        stood = "" if stall is None else f", the loop stood still for {stall:.3f} s"
-        say(f"saved      {final.name}, {size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s{stood}")
+        megabytes = sum(size for size, _ in files.values()) / 1e6
+        pause = "" if stall is None else f", the loop stood still for {stall:.3f} s"
+        say(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{pause}")
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Removes what was being written or deleted when a run was killed; what cannot be removed now, a later save or
-    start tries again."""
+    """Removes the files and folders that were being written or deleted when a run was killed. What cannot be removed
+    stays, until a later save or start tries again."""
     for leftover in saved.leftovers(folder):
         remove(leftover)
     with contextlib.suppress(OSError):
