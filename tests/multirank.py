@@ -216,11 +216,11 @@ def impatient(environment: dict, *argv: str) -> None:
 
 def measured(slow: int | None, *argv: str) -> None:
     """The program with --measure, in a hurry; the rank `slow` does all work twice."""
-    from harness.plan import measure
+    from harness.plan import calls, measure
 
-    measure.PATIENCE, run = 0.5, measure.Call.__call__
+    measure.PATIENCE, run = 0.5, calls.Call.__call__
     if slow is not None and os.environ["RANK"] == str(slow):
-        measure.Call.__call__ = lambda call: (run(call), run(call))
+        calls.Call.__call__ = lambda call: (run(call), run(call))
     program("--measure", *argv)
 
 

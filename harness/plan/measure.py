@@ -1,13 +1,11 @@
-"""Measuring: --measure: a device's own rates, by running what a step of this configuration runs, and a look at whether
-all ranks and links give what the others give. Called by the script. It does not know how a plan is made of it."""
+"""Measure: --measure: a device's own rates, by running what a step of this configuration runs, and whether all ranks
+and links are as fast as the others. Called by the script. Independent of how a plan is made of it."""
 
-import collections
 import dataclasses
 import datetime
 import functools
 import itertools
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -17,10 +15,8 @@ from collections.abc import Callable
 import psutil
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
@@ -36,168 +32,32 @@ from harness.job.world import open_store, start_processes, stop_processes
 from harness.model import collectives
 from harness.model.configs import load_config
 from harness.model.weights import layer_period
+from harness.plan.calls import make_call, time_call
 from harness.plan.gpus import LINK_SHARE, NETWORK_SHARE, name_of
-from harness.plan.operators import moved_bytes, tensors_in
-from harness.plan.rates import LIST, Operator, Rates, file_of, merge, predict_time, summarize
-from harness.plan.recorder import Layout, StepRecorder, at_depth, record_step
+from harness.plan.rates import LIST, Rates, file_of, merge, predict_time, sum_of, summarize
+from harness.plan.recorder import StepRecorder, at_depth, record_step
 
 PATIENCE = 20.0  # seconds for all operators of a step
-TOLERANCE = 0.1  # by which a rank may be slower than the median
-FAR_UNDER = 0.75  # of what a link should give
-LARGEST = 2**28  # bytes of the parameters that an optimizer is timed with
-MOST_COPIES = 2**28  # bytes of all copies of an operator's arguments
-BATCH = 3e-4  # seconds between two looks at the clock, at least
-
-
-def make_tensor(layout: Layout, bound: int, device: torch.device) -> torch.Tensor:
-    """Random numbers laid out like that: none negative, as squares have to be; of integers any below `bound`, so that
-    they are good as indices."""
-    size = 1 + sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
-    if layout.dtype.is_floating_point:
-        storage = torch.rand(max(size, 1), device=device).to(layout.dtype)
-    else:
-        bound = 2 if layout.dtype == torch.bool else bound
-        storage = torch.randint(0, bound, (max(size, 1),), device=device).to(layout.dtype)
-    return storage.as_strided(layout.shape, layout.stride)
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    return whole.clone().as_strided(tensor.size(), tensor.stride())
-
-
-def no_attention(query, key, value, *_, **__) -> tuple[torch.Tensor, ...]:
-    """In the place of attention's kernel in a compiled region, as that is timed by itself: memory, and no work."""
-    return torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-
-
-def no_attention_backward(_, query, key, value, *__, **___) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-class Call:
-    """An operator with random arguments, laid out as it was recorded with; of long lists of parameters the first.
-
-    In a step an operator's arguments are seldom in a cache, where a loop would find them, and its results go to memory
-    that was not in use a moment ago: so there are as many copies as fill `working_set` bytes.
-    """
-
-    def __init__(self, operator: Operator, call, args, kwargs, device: torch.device, working_set: float):
-        if operator.shape == LIST and operator.kind.startswith(("aten::_foreach", "aten::_fused")):
-            sizes = [math.prod(layout.shape) * layout.dtype.itemsize for layout in args[0]]
-            enough = sum(sum(sizes[:n]) < LARGEST for n in range(len(sizes)))
-            args = [arg[:enough] if isinstance(arg, list | tuple) else arg for arg in args]
-        self.call, self.nbytes, written = call, operator.nbytes, []
-        if operator.unit == "attention":
-            args, kwargs = self.choose_attention(call, args, kwargs)
-        elif isinstance(call, torch.fx.GraphModule):
-            for node in call.graph.nodes:
-                if "device" in node.kwargs:
-                    node.kwargs = node.kwargs | {"device": device}
-                if "scaled_dot_product" in str(node.target):
-                    node.target = no_attention_backward if "backward" in str(node.target) else no_attention
-            call.recompile()
-            self.call = torch.compile(call, dynamic=False)
-        else:
-            arguments = enumerate(call._schema.arguments)
-            written = [n for n, argument in arguments if argument.is_write and not argument.is_out]
-        sizes = [n for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Layout) for n in leaf.shape if n > 1]
-
-        def real(leaf):
-            if isinstance(leaf, Layout):
-                if "_grouped_mm" in operator.kind and not leaf.dtype.is_floating_point:  # where each expert's rows end
-                    rows = args[0].shape[1 if len(args[1].shape) == 2 else 0]  # of a weight's gradient, those summed
-                    ends = torch.arange(1, leaf.shape[0] + 1, device=device) * rows // leaf.shape[0]
-                    return ends.to(leaf.dtype)
-                return make_tensor(leaf, min(sizes, default=2), device)
-            return device if isinstance(leaf, torch.device) else leaf
-
-        first = tree_map(real, (tuple(args), kwargs))
-        self.before = [copy_of(tensor) for n in written for tensor in tensors_in(first[0][n])]
-        size = max(1, sum(tensor.nbytes for tensor in tensors_in(first)))
-        count = max(1, min(32, math.ceil(working_set / size), int(MOST_COPIES / size)))
-        self.copies = [first, *(tree_map_only(torch.Tensor, copy_of, first) for _ in range(count - 1))]
-        if operator.kind.startswith("attention backward"):
-            self.copies = [self.run_forward(*copy) for copy in self.copies]
-        elif operator.shape == LIST:
-            self.nbytes = moved_bytes(call, *first, tensors_in(self.call(*first[0], **first[1])))
-        self.written, self.turn, self.results = written, 0, collections.deque(maxlen=count)
-
-    def choose_attention(self, call, args, kwargs) -> tuple[list, dict]:
-        """The device's own kernel in the place of the recorded one."""
-        given = dict(zip((argument.name for argument in call._schema.arguments), args, strict=False)) | kwargs
-        inputs = [given[name] for name in ("query", "key", "value")]
-        options = {"is_causal": given["is_causal"], "enable_gqa": inputs[0].shape[1] != inputs[1].shape[1]}
-
-        def forward(*inputs):
-            with torch.enable_grad():
-                inputs = [tensor.requires_grad_() for tensor in inputs]
-                return F.scaled_dot_product_attention(*inputs, **options)
-
-        def backward(output, inputs, gradient):
-            return torch.autograd.grad(output, inputs, gradient, retain_graph=True)
-
-        self.forward, self.call = forward, backward if "backward" in call.name() else forward
-        return inputs, {}
-
-    def run_forward(self, inputs, _) -> tuple[tuple, dict]:
-        output = self.forward(*inputs)
-        return (output, inputs, torch.rand_like(output)), {}
-
-    def restore(self) -> None:
-        """What the next call writes into is as it was: the exponential of an exponential is soon infinite."""
-        if self.written:
-            args, _ = self.copies[(self.turn + 1) % len(self.copies)]
-            for tensor, before in zip(tensors_in([args[n] for n in self.written]), self.before, strict=True):
-                tensor.copy_(before)
-
-    def __call__(self) -> None:
-        self.turn = (self.turn + 1) % len(self.copies)
-        args, kwargs = self.copies[self.turn]
-        self.results.append(self.call(*args, **kwargs))
-
-
-def time_call(call: Call, device: torch.device, patience: float) -> tuple[float, float]:
-    """(median, least) seconds of one call, of about `patience` seconds of calls, after a warmup."""
-    cuda = device.type == "cuda"
-
-    def batch(times: int) -> float:
-        call.restore()
-        if cuda:
-            torch.cuda._sleep(1_000_000)  # so that the launches are ahead of the device
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-        begin = time.perf_counter()
-        for _ in range(times):
-            call()
-        if not cuda:
-            return (time.perf_counter() - begin) / times
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1000 / times
-
-    batch(1)
-    once = max(batch(1), 1e-7)
-    times = 1 if call.written else max(1, min(50, math.ceil(BATCH / once)))
-    seconds = [batch(times) for _ in range(max(3, min(50, int(patience / (once * times)))))]
-    return statistics.median(seconds), min(seconds)
+MAX_SLOWDOWN = 0.1  # by which a rank may be slower than the median
+MIN_LINK_SHARE = 0.75  # of what a link should give; below it a link is named
 
 
 def time_operators(record: StepRecorder, device: torch.device, seconds: float) -> tuple[dict, dict]:
     """({operator: (median seconds, least, bytes)} of everything that a step runs, in about `seconds`; {operator: why it
     could not be run})."""
-    found, failed = {}, {}
+    timed, failed = {}, {}
     working_set = max(peak.sum() for key, peak in record.peaks().items() if "build" not in key)
     torch.manual_seed(0)
     with torch.no_grad():
         for operator, example in record.examples.items():
             heartbeats.at("measure")
             try:
-                call = Call(operator, *example, device, working_set)
-                found[operator] = *time_call(call, device, seconds / len(record.examples)), call.nbytes
+                call = make_call(operator, *example, device, working_set)
+                median, least = time_call(call, device, seconds / len(record.examples))
+                timed[operator] = median, least, call.nbytes
             except (RuntimeError, NotImplementedError, IndexError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 failed[operator] = first_line(error)
-    return found, failed
+    return timed, failed
 
 
 def time_together(call: Callable, device: torch.device, repeats: int = 7) -> float:
@@ -217,22 +77,26 @@ def time_together(call: Callable, device: torch.device, repeats: int = 7) -> flo
 def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[tuple[float, float]]]:
     """Of each collective, number of ranks and of those on a node [(bytes of the whole buffer, seconds)], at the sizes
     of a step."""
-    found: dict[str, list] = {}
+    timed: dict[str, list] = {}
+    world = dist.get_world_size()
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
-    for kind, ranks, near, nbytes in sorted({(*key[1:4], key[5]) for key in record.collectives}):
-        group = dist.group.WORLD if ranks == dist.get_world_size() else mesh["shard"].get_group()
-        if kind == "all_reduce" and ranks < dist.get_world_size():
-            group = mesh["replicate"].get_group()
-        count = max(ranks, int(nbytes) // 4 // ranks * ranks)
+    for kind, ranks, per_node, nbytes in sorted({(*key[1:4], key[5]) for key in record.collectives}):
+        if ranks == world:
+            group = dist.group.WORLD
+        else:
+            group = mesh["replicate" if kind == "all_reduce" else "shard"].get_group()
+        count = max(ranks, int(nbytes) // 4 // ranks * ranks)  # of float32
         whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
-        call = {
-            "all_gather": lambda: collectives.all_gather(whole, part, group),  # noqa: B023
-            "reduce_scatter": lambda: collectives.reduce_scatter(part, whole, group, dist.ReduceOp.SUM),  # noqa: B023
-            "all_reduce": lambda: dist.all_reduce(whole, group=group),  # noqa: B023
-        }.get(kind)
-        if call:
-            found.setdefault(f"{kind} {ranks} {near}", []).append((nbytes, time_together(call, device)))
-    return found
+        if kind == "all_gather":
+            call = functools.partial(collectives.all_gather, whole, part, group)
+        elif kind == "reduce_scatter":
+            call = functools.partial(collectives.reduce_scatter, part, whole, group, dist.ReduceOp.SUM)
+        elif kind == "all_reduce":
+            call = functools.partial(dist.all_reduce, whole, group=group)
+        else:
+            continue
+        timed.setdefault(f"{kind} {ranks} {per_node}", []).append((nbytes, time_together(call, device)))
+    return timed
 
 
 def time_step(settings: Settings, recipe, config, mesh: DeviceMesh, steps: int = 5) -> float:
@@ -256,35 +120,39 @@ def small(settings: Settings) -> Settings:
     return dataclasses.replace(settings, **plain, dp_replicate_size=1, cpu_offload=False, document_mask=False)
 
 
-def seconds_of(record: StepRecorder, found: dict) -> float:
-    """What the operators of a recorded step take, one after the other."""
+def seconds_of(record: StepRecorder, timed: dict) -> float:
+    """Seconds of a recorded step's operators, one after the other."""
     total = 0.0
     for (phase, operator), times in record.operators.items():
-        if operator in found:
-            median, _, nbytes = found[operator]
-            share = record.counts["list_bytes", phase, operator.kind] / nbytes if operator.shape == LIST else times
-            total += median * share
+        if operator in timed:
+            median, _, nbytes = timed[operator]
+            if operator.shape == LIST:
+                times = record.counts["list_bytes", phase, operator.kind] / nbytes
+            total += median * times
     return total
 
 
 def time_host(record: StepRecorder, settings: Settings, recipe, mesh: DeviceMesh) -> float:
     """Seconds that the host needs for an operator: on a CPU beside the operator itself, for modules, autograd and
     FSDP's hooks; on a GPU all that it needs, as its launches run ahead. From steps of the `small` model."""
-    dispatches = sum(times for (what, *_), times in record.counts.items() if what == "dispatches")
     device = torch.device(mesh.device_type)
-    alone = seconds_of(record, time_operators(record, device, 3.0)[0]) if device.type == "cpu" else 0.0
-    whole = time_step(settings, recipe, load_config("demo"), mesh, steps=15)
-    return max(0.0, whole - alone) / dispatches
+    operators = 0.0
+    if device.type == "cpu":
+        timed, _ = time_operators(record, device, 3.0)
+        operators = seconds_of(record, timed)
+    step = time_step(settings, recipe, load_config("demo"), mesh, steps=15)
+    return max(0.0, step - operators) / sum_of(record.counts, "dispatches")
 
 
 def slow_ranks(seconds: list[float], ranks: list[tuple[str, int]]) -> list[str]:
-    """Those more than a tenth slower than the median, each with host and pid."""
-    usual = statistics.median(seconds)
-    return [
-        f"rank {rank} ({host}, pid {pid}): {100 * (mine / usual - 1):.0f} % slower than the median of the ranks"
-        for rank, (mine, (host, pid)) in enumerate(zip(seconds, ranks, strict=True))
-        if mine > (1 + TOLERANCE) * usual
-    ]
+    """A line for each rank that is slower than the median by more than MAX_SLOWDOWN, with host and pid."""
+    median = statistics.median(seconds)
+    lines = []
+    for rank, (host, pid) in enumerate(ranks):
+        slowdown = seconds[rank] / median - 1
+        if seconds[rank] > (1 + MAX_SLOWDOWN) * median:
+            lines.append(f"rank {rank} ({host}, pid {pid}): {100 * slowdown:.0f} % slower than the median of the ranks")
+    return lines
 
 
 def time_links(device: torch.device) -> list[float]:
@@ -305,32 +173,68 @@ def time_links(device: torch.device) -> list[float]:
 
 
 def slow_links(speeds: list[float], ranks: list[tuple[str, int]], expected: dict[str, float]) -> list[str]:
-    """Links far under what they should give: `expected` for those within a node and between nodes, in GB/s, where it is
-    known, else what most links of the kind give."""
-    world, found, kinds = len(ranks), [], {}
+    """A line for each link far under what it should give: `expected` for links within a node and between nodes, in
+    GB/s, where it is known, else the median of the links of the kind."""
+    world = len(ranks)
+    lines: list[str] = []
+    kinds: dict[str, list[tuple[int, float]]] = {}
     for sender, speed in enumerate(speeds):
-        far = ranks[sender][0] != ranks[(sender + 1) % world][0]
-        kinds.setdefault("between nodes" if far else "in a node", []).append((sender, speed))
+        host, next_host = ranks[sender][0], ranks[(sender + 1) % world][0]
+        kind = "in a node" if host == next_host else "between nodes"
+        kinds.setdefault(kind, []).append((sender, speed))
     for kind, links in kinds.items():
         should = expected.get(kind) or statistics.median(speed for _, speed in links)
         for sender, speed in links:
-            if speed < FAR_UNDER * should:
-                (host, pid), (other, other_pid) = ranks[sender], ranks[(sender + 1) % world]
-                ends = f"rank {sender} ({host}, pid {pid}) to rank {(sender + 1) % world} ({other}, pid {other_pid})"
-                found.append(f"link from {ends}: {speed:.3g} GB/s, {should:.3g} expected of a link {kind}")
-    return found
+            if speed < MIN_LINK_SHARE * should:
+                receiver = (sender + 1) % world
+                (host, pid), (next_host, next_pid) = ranks[sender], ranks[receiver]
+                ends = f"rank {sender} ({host}, pid {pid}) to rank {receiver} ({next_host}, pid {next_pid})"
+                lines.append(f"link from {ends}: {speed:.3g} GB/s, {should:.3g} expected of a link {kind}")
+    return lines
+
+
+def expected_speeds(device: str) -> dict[str, float]:
+    """GB/s that links of this GPU should give; empty where they are not known."""
+    gpu = find_gpu(device)
+    if not gpu:
+        return {}
+    return {"in a node": gpu.link * LINK_SHARE, "between nodes": gpu.network * NETWORK_SHARE}
 
 
 def describe_device(device: torch.device, local_ranks: int) -> dict:
     """What a rates file says of where its figures are from."""
-    cuda = device.type == "cuda"
-    whole = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        memory = torch.cuda.get_device_properties(device).total_memory / GIB
+    else:
+        memory = psutil.virtual_memory().total / GIB / local_ranks
     return {
         "device": name_of(device),
-        "memory_gib": whole / GIB / (1 if cuda else local_ranks),
+        "memory_gib": memory,
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
-        "threads": None if cuda else torch.get_num_threads(),
+        "threads": None if is_cuda else torch.get_num_threads(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def make_section(of_ranks: list[tuple[float, float, dict]], timed: dict, of_collectives: dict) -> dict:
+    """A section of a rates file: of each operator the median of the ranks. `of_ranks` has of each rank the seconds of
+    all operators, those of the host for one, and what `time_operators` found; `timed` is what this rank found."""
+    operators: dict[str, list] = {}
+    for operator, (_, _, nbytes) in timed.items():
+        medians = [of_rank[operator][0] for *_, of_rank in of_ranks if operator in of_rank]
+        point = [operator.shape, operator.flops, nbytes, statistics.median(medians)]
+        operators.setdefault(operator.kind, []).append(point)
+    least = min(seconds for points in operators.values() for *_, seconds in points)
+    return {
+        "operators": operators,
+        "collectives": of_collectives,
+        "rates": summarize(
+            (operator._replace(nbytes=nbytes), median) for operator, (median, _, nbytes) in timed.items()
+        ),
+        "host_us": 1e6 * statistics.median(host for _, host, _ in of_ranks),
+        "launch_us": 1e6 * least,
+        "wait_us": 0.0,
     }
 
 
@@ -354,36 +258,22 @@ def measure(settings: Settings, recipe) -> None:
     mesh = recipe.build_mesh(settings, device)
     about = describe_device(device, local)
     say(columns({"measure": f"{len(record.examples)} operators of {settings.model} on {world} x {about['device']}"}))
-    found, failed = time_operators(record, device, PATIENCE)
-    alone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("world", "shard"))["shard"]
-    host = time_host(tiny_record, tiny, recipe, alone)
-    by_size = time_collectives(record, mesh)
+    timed, failed = time_operators(record, device, PATIENCE)
+    mesh_of_one = init_device_mesh(device.type, (world, 1), mesh_dim_names=("world", "shard"))["shard"]
+    host = time_host(tiny_record, tiny, recipe, mesh_of_one)
+    of_collectives = time_collectives(record, mesh)
     step = time_step(settings, recipe, at_depth(config, depth), mesh, steps=3)
     links = time_links(device) if world > 1 else []
-    of_ranks = of_all_ranks((sum(least for _, least, _ in found.values()), host, found))
+    of_ranks = of_all_ranks((sum(least for _, least, _ in timed.values()), host, timed))
 
     slow = slow_ranks([seconds for seconds, *_ in of_ranks], heartbeats.RANKS)
-    gpu = find_gpu(about["device"]) if device.type == "cuda" else None
-    expected = {"in a node": gpu.link * LINK_SHARE, "between nodes": gpu.network * NETWORK_SHARE} if gpu else {}
+    expected = expected_speeds(about["device"]) if device.type == "cuda" else {}
     slow += slow_links(links, heartbeats.RANKS, expected)
-    operators: dict[str, list] = {}
-    for operator, (_, _, nbytes) in found.items():
-        seconds = statistics.median(others[operator][0] for *_, others in of_ranks if operator in others)
-        operators.setdefault(operator.kind, []).append([operator.shape, operator.flops, nbytes, seconds])
-    least = min(seconds for points in operators.values() for *_, seconds in points)
-    section = {
-        "operators": operators,
-        "collectives": by_size,
-        "rates": summarize((operator._replace(nbytes=n), median) for operator, (median, _, n) in found.items()),
-        "host_us": 1e6 * statistics.median(host for _, host, _ in of_ranks),
-        "launch_us": 1e6 * least,
-        "wait_us": 0.0,
-    }
+    section = make_section(of_ranks, timed, of_collectives)
     rates = Rates(about["device"], 0, None, {}, device.type == "cuda", section)
     planned = predict_time(record.counts, record.operators, record.parts, rates)["step"]
-    calls = sum(times for (what, *_), times in record.counts.items() if what == "calls")
     if world > 1 and not rates.overlaps:  # what a real step takes beyond its parts, ranks spend on waiting
-        section["wait_us"] = 1e6 * max(0.0, step - planned) / calls
+        section["wait_us"] = 1e6 * max(0.0, step - planned) / sum_of(record.counts, "calls")
     path = file_of(about["device"], settings.cache_dir)
     contents = merge(path, about | {"sections": {str(local): section}})
     if dist.get_rank() == 0:
@@ -407,10 +297,13 @@ def write(path: pathlib.Path, contents: dict) -> None:
 def describe(
     section: dict, links: list[float], failed: dict, step: float, planned: float, depth: int
 ) -> dict[str, str]:
-    """What was measured, in lines."""
-    of, units = section["rates"], {"gb_per_s": "GB/s", "tflops": "TFLOPS"}
-    said = (f"{name.partition('_')[0]} {of[name]:,.3g} {units[name.partition('_')[2]]}" for name in of)
-    lines = {"rates": ", ".join(said) + f", host {section['host_us']:.1f} us an operator"}
+    """What was measured, as lines of the console: title and text."""
+    units = {"gb_per_s": "GB/s", "tflops": "TFLOPS"}
+    rates = []
+    for name, rate in section["rates"].items():
+        unit_of_work, _, unit = name.partition("_")
+        rates.append(f"{unit_of_work} {rate:,.3g} {units[unit]}")
+    lines = {"rates": ", ".join(rates) + f", host {section['host_us']:.1f} us an operator"}
     for name, points in section["collectives"].items():
         kind, ranks, _ = name.split()
         speeds = (f"{nbytes / 1e6:,.3g} MB {1000 * seconds:.3g} ms" for nbytes, seconds in points)
@@ -421,5 +314,6 @@ def describe(
         operator, why = next(iter(failed.items()))
         lines["not run"] = f"{len(failed)} operators, of them {operator.kind} {operator.shape} ({why})"
     difference = f"{1000 * planned:,.1f} ms by these rates ({100 * (planned / step - 1):+.0f} %)"
-    difference += ", the rest ranks wait for each other" * (section["wait_us"] > 0)
+    if section["wait_us"] > 0:
+        difference += ", the rest ranks wait for each other"
     return lines | {"check": f"a real step of {depth} layers took {1000 * step:,.1f} ms; {difference}"}

@@ -1,17 +1,31 @@
 """Operators: what a single one computes, reads, writes and allocates, by its schema and its arguments. Called by
 `recorder`, `fusion` and `measure`. Independent of the step that it belongs to and of any GPU."""
 
+import dataclasses
 import re
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-PHASES = ("forward", "backward", "optimizer")  # of a step
-KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")  # of what it holds in memory
+KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")  # of what a step holds in memory
+
+
+@dataclasses.dataclass
+class Layout:
+    """A tensor without its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def tensors_in(tree) -> list[torch.Tensor]:
+    """The tensors of nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -21,29 +35,33 @@ def allocated_bytes(size: int) -> int:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading a tensor moves: an expanded one is as small as what it was expanded from."""
+    """Bytes that reading a tensor moves; of an expanded one those of what it was expanded from."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
     """Bytes that one operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
     name = op._schema.name.split("::")[1]
-    held = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+    storages = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
     read = written = 0
     for position, argument in enumerate(op._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         size = sum(map(nbytes, tensors_in(value)))
-        overwritten = argument.is_out or (not position and name in ("copy_", "_foreach_copy_", "zero_", "fill_"))
-        read += 0 if overwritten else size
-        written += size if argument.alias_info is not None and argument.alias_info.is_write else 0
-    written += sum(nbytes(tensor) for tensor in outputs if id(tensor.untyped_storage()) not in held)
-    if name == "copy_" and args[0] is args[1]:  # a tensor onto itself
+        is_first_overwritten = position == 0 and name in ("copy_", "_foreach_copy_", "zero_", "fill_")
+        if not argument.is_out and not is_first_overwritten:
+            read += size
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += size
+    written += sum(nbytes(tensor) for tensor in outputs if id(tensor.untyped_storage()) not in storages)
+    copies_onto_itself = name == "copy_" and args[0] is args[1]
+    leaves_uninitialized = name.startswith(("empty", "new_empty", "resize", "set_"))
+    if not written or copies_onto_itself or leaves_uninitialized:
         return 0
-    return 0 if not written or name.startswith(("empty", "new_empty", "resize", "set_")) else read + written
+    return read + written
 
 
 def kind_of(name: str, inputs: list[torch.Tensor]) -> str:
-    """Operators of one kind take time in proportion to their size."""
+    """The operator's name and its inputs' dtypes: those of one kind take time in proportion to their size."""
     if "scaled_dot_product" in name:
         name = "attention " + ("backward" if "backward" in name else "forward")
     return " ".join([name, *dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)])
@@ -51,20 +69,27 @@ def kind_of(name: str, inputs: list[torch.Tensor]) -> str:
 
 def shapes(tree) -> str:
     """The sizes of an operator's arguments; ' marks a tensor that is not laid out row by row."""
-    tensors = tensors_in(tree)
-    laid_out = ("x".join(map(str, t.shape)) + "'" * (not t.is_contiguous()) for t in tensors)
-    numbers = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, int) and not isinstance(leaf, torch.SymInt))
-    return " ".join([*laid_out, *map(str, numbers)])
+    sizes = []
+    for tensor in tensors_in(tree):
+        size = "x".join(map(str, tensor.shape))
+        sizes.append(size if tensor.is_contiguous() else f"{size}'")
+    numbers = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, int) and not isinstance(leaf, torch.SymInt)]
+    return " ".join([*sizes, *map(str, numbers)])
 
 
 def operator_flops(op, args, kwargs, result) -> int:
     """FLOPs that the operator executes, 0 for one that memory bounds."""
     name = op._schema.name.split("::")[1]
     if "scaled_dot_product" in name:
-        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+        names = [argument.name for argument in op._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
         batch, heads, length, head_dim = given["query"].shape
         flops = 2 * batch * heads * length * given["key"].shape[2] * (head_dim + given["value"].shape[3])
-        return int(flops * (2.5 if "backward" in name else 1) / (2 if given.get("is_causal") else 1))
+        if "backward" in name:  # five products for two: flash attention computes the scores again
+            flops = 2.5 * flops
+        if given.get("is_causal"):
+            flops = flops / 2
+        return int(flops)
     if name == "_grouped_mm":
         return 2 * args[0].numel() * args[1].shape[-1]
     forward = torch._C._current_graph_task_id() < 0

@@ -15,8 +15,8 @@ from harness.base.text import first_line
 from harness.flags.settings import Settings
 from harness.model.weights import layer_period
 from harness.plan.gpus import FRAGMENTATION, verdict_of
-from harness.plan.operators import KINDS, PHASES
-from harness.plan.rates import Operator, Rates, predict_time
+from harness.plan.operators import KINDS
+from harness.plan.rates import PHASES, Operator, Rates, predict_time
 
 Peaks = dict[tuple, np.ndarray]  # (microbatch, phase, and in a pass the layer): bytes by kind, in the order of KINDS
 

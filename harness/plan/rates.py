@@ -1,5 +1,5 @@
 """Rates: how long a device takes for the operators, compiled regions and collectives of a step. Measured on it, in the
-file that `measuring` writes, else assumed by `gpus`. Called by `planning`. It does not know how a step was recorded."""
+file that `measure` writes, else assumed by `gpus`. Called by `predict`. Independent of how a step was recorded."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,8 @@ LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL'
 # multiprocessors, memory bandwidth and power. One number for the published runs on several GPUs in docs/PLAN.md.
 CONTENTION = 0.8
 HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
-LIST = "a list"  # shape of an operator over many tensors, whose time goes with their bytes
+PHASES = ("forward", "backward", "optimizer")  # of a step
+LIST = "a list"  # shape of an operator over many tensors, whose time is in proportion to their bytes
 
 
 class Operator(NamedTuple):
@@ -40,7 +41,7 @@ class Operator(NamedTuple):
 
 
 class Time(NamedTuple):
-    """Seconds, and where they are from: measured at that size, scaled from another, or assumed."""
+    """Seconds, and their source: measured at that size, scaled from another, or assumed."""
 
     seconds: float
     source: str
@@ -71,41 +72,56 @@ class Rates:
     def time_of(self, operator: Operator) -> Time | None:
         """Of one operator; None for a compiled region of which nothing is known. Of each kind a section has (shape,
         flops, bytes, seconds)."""
-        if points := self.measured.get("operators", {}).get(operator.kind):
-            work = operator.flops or operator.nbytes
-            size = lambda point: max(point[1] if operator.flops else point[2], 1)  # noqa: E731
-            if exact := next((point for point in points if point[0] == operator.shape), None):
-                return Time(exact[3] * work / size(exact), "measured")  # lists differ in size
-            near = min(points, key=lambda point: abs(math.log(max(work, 1) / size(point))))
-            least = min(self.measured["launch_us"] / 1e6, near[3])
-            return Time(max(near[3] * work / size(near), least), "scaled")
+        points = self.measured.get("operators", {}).get(operator.kind)
+        if points:
+            return self.scale(operator, points)
         if operator.kind.startswith("region"):
             return None
         unit, rates = operator.unit, self.assumed | self.measured.get("rates", {})
         seconds = operator.nbytes / rates["memory_gb_per_s"] / 1e9
-        if unit != "memory":  # a processor that was measured without one of them does it as it multiplies matrices
+        if unit != "memory":  # a CPU that was measured without one of them does it as it multiplies matrices
             rate = rates.get(f"{unit}_tflops") or rates["matmul_tflops"]
             seconds = max(seconds, operator.flops / rate / 1e12)
-        of_class = "memory_gb_per_s" if unit == "memory" else f"{unit}_tflops"
-        source = "scaled" if of_class in self.measured.get("rates", {}) else "assumed"
+        name = "memory_gb_per_s" if unit == "memory" else f"{unit}_tflops"
+        source = "scaled" if name in self.measured.get("rates", {}) else "assumed"
         least = self.measured["launch_us"] if self.measured else rates["kernel_us"]
         return Time(max(seconds, least / 1e6), source)
 
-    def time_of_collective(self, kind: str, ranks: int, near: int, calls: float, sent: float, whole: float) -> Time:
-        """Of `calls` of one kind over `ranks` GPUs, `near` of them on a node: each sends `sent` bytes in all of buffers
-        of `whole` bytes."""
-        points = self.measured.get("collectives", {}).get(f"{kind} {ranks} {near}")
+    def scale(self, operator: Operator, points: list[tuple]) -> Time:
+        """Of an operator whose kind was measured: at its shape, else in proportion to the nearest size."""
+        work = operator.flops or operator.nbytes
+
+        def work_of(point: tuple) -> float:
+            _, flops, nbytes, _ = point
+            return max(flops if operator.flops else nbytes, 1)
+
+        for point in points:
+            if point[0] == operator.shape:
+                return Time(point[3] * work / work_of(point), "measured")  # lists differ in size
+        nearest = min(points, key=lambda point: abs(math.log(max(work, 1) / work_of(point))))
+        seconds = nearest[3]
+        least = min(self.measured["launch_us"] / 1e6, seconds)
+        return Time(max(seconds * work / work_of(nearest), least), "scaled")
+
+    def time_of_collective(self, kind: str, ranks: int, per_node: int, calls: float, sent: float, whole: float) -> Time:
+        """Of `calls` of one kind over `ranks` GPUs, `per_node` of them on a node. In all of them together each GPU
+        sends `sent` bytes of buffers of `whole` bytes.
+
+        Raises:
+            UserError: it was not measured, on a device of which nothing is assumed.
+        """
+        points = self.measured.get("collectives", {}).get(f"{kind} {ranks} {per_node}")
         if points and calls:
             return Time(calls * between(points, whole / calls), "measured")
         if ranks == 1 or not calls:
             return Time(0.0, "assumed")
         if not self.assumed:
-            advice = f"torchrun --nproc_per_node={near} train_fsdp.py --measure and the same flags"
+            advice = f"torchrun --nproc_per_node={per_node} train_fsdp.py --measure and the same flags"
             raise UserError(f"--plan-gpus: {kind} over {ranks} ranks was not measured on {self.device}; {advice}")
-        nodes = ranks // near
+        nodes = ranks // per_node
         rate = self.assumed["intra_node_gb_per_s"]
         if nodes > 1:  # every GPU of the node lends the ring its network card
-            rate = min(rate, near * self.assumed["inter_node_gb_per_s"])
+            rate = min(rate, per_node * self.assumed["inter_node_gb_per_s"])
         steps = 2 * math.log2(ranks) / ranks if kind == "all_reduce" else 1  # a tree, not a ring
         latency = (ranks - nodes) * LINK_HOP + (nodes - 1) * NETWORK_HOP
         return Time(sent / rate / 1e9 + calls * latency * steps, "assumed")
@@ -132,59 +148,101 @@ def predict_time(
     everything is computed. Launches run ahead of the GPU: the step takes what all kernels take or what all launches
     take, whichever is more. On a CPU nothing runs beside anything, and ranks wait for each other in each collective.
     """
-    seconds, communication, sources = Counter(), Counter(), Counter()
+    times = StepTimes()
+    add_operators(times, counts, operators, parts, rates)
+    add_collectives(times, counts, rates)
+    add_host_memory(times, counts)
+    host_us = rates.measured["host_us"] if rates.measured else rates.assumed["host_us"]
+    host = sum_of(counts, "dispatches") * host_us / 1e6
+    compute = {phase: times.compute[phase] for phase in PHASES}
+    communication = sum(times.communication.values())
+    if rates.overlaps:
+        exposed = times.communication["optimizer"]
+        for phase in ("forward", "backward"):
+            ends = times.ends[phase]
+            exposed += ends + max(0.0, times.communication[phase] - ends - compute[phase])
+        contention = CONTENTION * (communication - exposed)
+        launches = max(0.0, host - sum(compute.values()) - exposed - contention)
+    else:
+        communication += sum_of(counts, "calls") * rates.measured["wait_us"] / 1e6
+        exposed, contention, launches = communication, 0.0, host
+        times.sources["measured" if rates.measured else "assumed"] += host
+    in_all = max(sum(times.sources.values()), 1e-12)
+    return {
+        "matmul": times.units["matmul"],
+        "attention": times.units["attention"],
+        "memory": times.units["memory"],
+        "optimizer": times.units["optimizer"],
+        "launches": launches,
+        "communication": communication,
+        "exposed": exposed,
+        "contention": contention,
+        "step": sum(compute.values()) + exposed + contention + launches,
+        "sources": {source: seconds / in_all for source, seconds in times.sources.items()},
+    }
 
-    def add(phase: str, name: str, time: Time, times: float) -> None:
-        seconds["optimizer" if phase == "optimizer" else name] += time.seconds * times
-        seconds[phase, "compute"] += time.seconds * times
-        sources[time.source] += time.seconds * times
 
-    for (phase, operator), times in operators.items():
+class StepTimes:
+    """Seconds of a step's parts, while they are added up."""
+
+    def __init__(self):
+        self.units = Counter()  # matmul, attention, memory, and the optimizer's step as a whole
+        self.compute = Counter()  # of each phase
+        self.communication = Counter()  # of each phase
+        self.ends = Counter()  # of that what lies at the ends of the step, by phase
+        self.sources = Counter()  # measured, scaled, assumed
+
+    def add(self, phase: str, unit: str, time: Time, times: float = 1) -> None:
+        self.units["optimizer" if phase == "optimizer" else unit] += time.seconds * times
+        self.compute[phase] += time.seconds * times
+        self.sources[time.source] += time.seconds * times
+
+
+def add_operators(times: StepTimes, counts: dict, operators: dict, parts: dict, rates: Rates) -> None:
+    """Each operator as often as it runs. A compiled region's time is divided as its parts would take it; where it is
+    not known it is the sum of theirs."""
+    for (phase, operator), runs in operators.items():
         if operator.shape == LIST:
-            operator = operator._replace(nbytes=counts["list_bytes", phase, operator.kind] / times)
-        whole = rates.time_of(operator)
+            operator = operator._replace(nbytes=counts["list_bytes", phase, operator.kind] / runs)
+        time = rates.time_of(operator)
         inside = parts.get(operator) or {operator: 1}
         alone = {part: rates.time_of(part) for part in inside}
         total = sum(alone[part].seconds * n for part, n in inside.items())
         for part, n in inside.items():
-            name = {"fp8": "matmul"}.get(part.unit, part.unit)
-            if whole:  # a region's time, divided as its parts would take it
-                add(phase, name, Time(whole.seconds * alone[part].seconds * n / total, whole.source), times)
+            unit = "matmul" if part.unit == "fp8" else part.unit
+            if time:
+                share = Time(time.seconds * alone[part].seconds * n / total, time.source)
+                times.add(phase, unit, share, runs)
             else:
-                add(phase, name, alone[part], times * n)
+                times.add(phase, unit, alone[part], runs * n)
+
+
+def add_collectives(times: StepTimes, counts: dict, rates: Rates) -> None:
     groups = {key[1:] for key in counts if key[0] in ("calls", "end_calls")}
-    for phase, *group in sorted(groups):
-        for part in ("", "end_"):
-            names = ("calls", "bytes" if part else "sent_bytes", "whole_bytes")
-            numbers = (counts.get((part + name, phase, *group), 0) for name in names)
-            time = rates.time_of_collective(*group, *numbers)
-            communication[part, phase] += time.seconds
-            sources[time.source] += time.seconds * (not part)
-    for what, rate in (("host_link_bytes", HOST_LINK), ("host_bytes", HOST_MEMORY)):
-        for phase in ("forward", "backward", "optimizer"):
-            if amount := counts.get((what, phase)):
-                add(phase, "memory", Time(amount / rate / 1e9, "assumed"), 1)
-    whole = sum(amount for (part, _), amount in communication.items() if not part)
-    compute = {phase: seconds[phase, "compute"] for phase in ("forward", "backward", "optimizer")}
-    host_us = rates.measured["host_us"] if rates.measured else rates.assumed["host_us"]
-    host = sum(amount for (what, *_), amount in counts.items() if what == "dispatches") * host_us / 1e6
-    sources["measured" if rates.measured else "assumed"] += 0 if rates.overlaps else host
-    if rates.overlaps:
-        exposed = communication["", "optimizer"]
-        for phase in ("forward", "backward"):
-            ends = communication["end_", phase]
-            exposed += ends + max(0.0, communication["", phase] - ends - compute[phase])
-        contention = CONTENTION * (whole - exposed)
-        launches = max(0.0, host - sum(compute.values()) - exposed - contention)
-    else:
-        calls = sum(amount for (what, *_), amount in counts.items() if what == "calls")
-        whole += calls * rates.measured["wait_us"] / 1e6
-        exposed, contention, launches = whole, 0.0, host
-    total = sum(compute.values()) + exposed + contention + launches
-    named = {name: seconds[name] for name in ("matmul", "attention", "memory", "optimizer")}
-    shares = {source: amount / max(sum(sources.values()), 1e-12) for source, amount in sources.items()}
-    named |= {"launches": launches, "communication": whole, "exposed": exposed, "contention": contention}
-    return named | {"step": total, "sources": shares}
+    for key in sorted(groups):
+        phase, *group = key
+        calls, sent, whole = (counts.get((name, *key), 0) for name in ("calls", "sent_bytes", "whole_bytes"))
+        time = rates.time_of_collective(*group, calls, sent, whole)
+        times.communication[phase] += time.seconds
+        times.sources[time.source] += time.seconds
+        calls, sent, whole = (counts.get((name, *key), 0) for name in ("end_calls", "end_bytes", "end_whole_bytes"))
+        end = rates.time_of_collective(*group, calls, sent, whole)
+        times.ends[phase] += end.seconds
+        times.sources[end.source] += 0.0  # listed as a source; its time is part of the above
+
+
+def add_host_memory(times: StepTimes, counts: dict) -> None:
+    """What --cpu-offload copies between host and GPU, and its optimizer's step in the host's memory."""
+    for name, rate in (("host_link_bytes", HOST_LINK), ("host_bytes", HOST_MEMORY)):
+        for phase in PHASES:
+            amount = counts.get((name, phase))
+            if amount:
+                times.add(phase, "memory", Time(amount / rate / 1e9, "assumed"))
+
+
+def sum_of(counts: dict[tuple, float], name: str) -> float:
+    """The sum over all phases and groups of one of StepRecorder's counts."""
+    return sum(amount for key, amount in counts.items() if key[0] == name)
 
 
 # ---- The file --------------------------------------------------------------------------------------------------------
@@ -200,38 +258,53 @@ def file_of(device: str, cache_dir: str | None) -> pathlib.Path:
 
 
 def read_file(path: pathlib.Path) -> dict:
-    """A rates file; a UserError where it cannot be read."""
+    """The contents of a rates file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
-        found = json.loads(path.read_text())
+        contents = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"--plan-rates {path}: {first_line(error)}") from error
-    if isinstance(found, dict) and "sections" in found:
+    if isinstance(contents, dict) and "sections" in contents:
         try:
-            check_sections(found["sections"])
+            check_sections(contents["sections"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"--plan-rates {path}: not as --measure writes it ({first_line(error)})") from error
-    return found
+    return contents
 
 
 def check_sections(sections: dict[str, dict]) -> None:
-    """Raises ValueError, or what Python does, where sections of a rates file are not as they were written."""
+    """Checks that sections of a rates file are as they were written.
+
+    Raises:
+        ValueError, or what Python raises for a missing key or another type.
+    """
     for ranks, section in sections.items():
-        numbers = [int(ranks), *(section[f"{of}_us"] for of in ("launch", "host", "wait")), *section["rates"].values()]
+        numbers = [int(ranks), section["launch_us"], section["host_us"], section["wait_us"]]
+        numbers += section["rates"].values()
         for points in (*section["operators"].values(), *section["collectives"].values()):
-            numbers += [number for point in points for number in point if not isinstance(number, str)]
+            for point in points:
+                numbers += [number for number in point if not isinstance(number, str)]
         if not all(math.isfinite(number) and number >= 0 for number in numbers):
             raise ValueError("a number is negative or not finite")
 
 
 def find_file(device: str, cache_dir: str | None) -> pathlib.Path | None:
-    """The newest file that --measure wrote on this kind of device; a UserError for one that cannot be read."""
-    kind, found = find_gpu(device), []
+    """The newest file that --measure wrote on this kind of device.
+
+    Raises:
+        UserError: a rates file cannot be read.
+    """
+    kind = find_gpu(device)
+    paths = []
     for path in folder_of_rates(cache_dir).glob("*.json"):
         contents = read_file(path)
         name = contents.get("device", "") if isinstance(contents, dict) else ""
         if name == device or (kind and find_gpu(name) is kind):
-            found.append(path)
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+            paths.append(path)
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def merge(path: pathlib.Path, new: dict) -> dict:

@@ -1,5 +1,5 @@
-"""Recorder: one training step on fake tensors, and what it allocates, computes, moves and sends. Called by `planning`,
-which makes memory and time of it. It does not know any GPU."""
+"""Recorder: one training step on fake tensors, and what it allocates, computes, moves and sends. Called by `predict`,
+which makes memory and time of it, and by `measure`. Independent of any GPU."""
 
 import collections
 import contextlib
@@ -29,12 +29,13 @@ from harness.flags.settings import Settings
 from harness.model import loss
 from harness.model.optimization import find_optimizer
 from harness.model.weights import decoder_layers
-from harness.plan.fusion import fused_memory
+from harness.plan.fusion import RegionMemory, fused_memory
 from harness.plan.operators import (
     KINDS,
     allocated_bytes,
     attention_workspace,
     kind_of,
+    layout_of,
     moved_bytes,
     nbytes,
     operator_flops,
@@ -44,20 +45,11 @@ from harness.plan.operators import (
 from harness.plan.rates import LIST, Operator
 
 
-@dataclasses.dataclass
-class Layout:
-    """A tensor without its storage."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 class StepRecorder(TorchDispatchMode):
     """Records what runs under it: allocations in order, FLOPs, bytes moved, collectives.
 
-    Sizes are rounded to 512 bytes as the CUDA caching allocator does. A storage's kind may become known after it was
-    allocated (a buffer that turns out to be a gradient), so events are kept and summed at the end.
+    Sizes are rounded as the CUDA caching allocator does. A storage's kind may become known after it was allocated (a
+    buffer that turns out to be a gradient), so events are kept and summed at the end.
     """
 
     def __init__(self, gpus_per_node: int):
@@ -68,43 +60,49 @@ class StepRecorder(TorchDispatchMode):
         self.kind = "activations"  # of a storage of which nothing else is known
         self.pools: list[int] = []  # of each storage: the stream that it was allocated in, 0 for the default one
         self._streams: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.marks: list[tuple] = [(0, (None, "build"))]  # (first event, what the program does from there on)
-        self.counts: collections.Counter = collections.Counter()
+        self.marks: list[tuple] = [(0, (None, "build"))]  # (first event, its key: see `mark`)
+        self.counts: collections.Counter = collections.Counter()  # (name, phase, ...): sums over a step
         self.operators: collections.Counter = collections.Counter()  # (phase, Operator): how often
-        self.examples: dict[Operator, tuple] = {}  # (what to call, its arguments, fake)
+        self.examples: dict[Operator, tuple] = {}  # (what to call, args, kwargs), with layouts in the place of tensors
         self.parts: dict[Operator, collections.Counter] = {}  # of a compiled region: what it is without the compiler
         self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
         self.microbatch: int | None = None
-        self.last_microbatch = self.after_backward = False
+        self.last_microbatch = False
+        self.after_backward = False  # in this microbatch
         self.compiled_regions = 0
-        self.collectives: list[tuple] = []  # (phase, kind, ranks, those of a node, bytes sent, bytes of the whole)
+        self.collectives: list[tuple] = []  # (phase, kind, ranks, those of a node, bytes sent, of the whole buffer)
         self._number: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._alive: dict[int, tuple[weakref.ref, int]] = {}
-        self._near: dict[Any, tuple[int, int]] = {}  # of a process group: its ranks, those on the first one's node
-        self._fused: set[int] | None = None  # storages made in the compiled region at work
-        self._parts: collections.Counter = collections.Counter()  # of that region
+        self._group_sizes: dict[Any, tuple[int, int]] = {}  # of a process group: its ranks, those on the first's node
+        self._fused: set[int] | None = None  # storages made in the compiled region that runs; None outside of one
+        self._parts: collections.Counter = collections.Counter()  # operators of that region
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def mark(self, *key) -> None:
-        """What is allocated from here on belongs to (microbatch, *key)."""
+        """What is allocated from here on belongs to (microbatch, *key): the phase, and in a pass the layer."""
         self.marks.append((len(self.events), (self.microbatch, *key)))
 
     def start_microbatch(self, index: int, recorded: int, real: int) -> None:
         """Where fewer microbatches are recorded than there are, the second stands for all between first and last."""
-        self.microbatch, self.last_microbatch, self.after_backward = index, index == recorded - 1, False
+        self.microbatch = index
+        self.last_microbatch = index == recorded - 1
+        self.after_backward = False
         self.weight = real - recorded + 1 if index == 1 else 1
         self.mark("forward", "embedding")
 
     def start_optimizer(self, parameters) -> None:
         self.label((p.grad._local_tensor for p in parameters if p.grad is not None), "gradients")
         self.mark("optimizer")
-        # the ends of a step have no computation beside them
+        # The ends of a step have no computation beside them: the first two gathers, the last reduction of each kind.
         gathers = [entry for entry in self.collectives if entry[1] == "all_gather"]
-        last = {entry[1]: entry for entry in self.collectives if entry[0] == "backward" and entry[1] != "all_gather"}
-        for phase, *group, sent, whole in [*gathers[:2], *last.values()]:
+        last_reductions = {}
+        for entry in self.collectives:
+            if entry[0] == "backward" and entry[1] != "all_gather":
+                last_reductions[entry[1]] = entry
+        for phase, *group, sent, whole in [*gathers[:2], *last_reductions.values()]:
             self.counts["end_calls", phase, *group] += 1
             self.counts["end_bytes", phase, *group] += sent
             self.counts["end_whole_bytes", phase, *group] += whole
@@ -113,23 +111,27 @@ class StepRecorder(TorchDispatchMode):
         for tensor in tensors:
             self.kinds[self.see(tensor.untyped_storage())] = kind
 
-    def run_compiled(self, graph: torch.fx.GraphModule, args, name: str, peak: int, moved: int, kernels: int):
-        """Runs a compiled region's graph, of whose intermediate tensors only `peak` bytes exist, `moved` bytes move in
-        `kernels` fused ones."""
+    def run_compiled(self, graph: torch.fx.GraphModule, args, name: str, memory: RegionMemory):
+        """Runs a compiled region's graph. Of its intermediate tensors none is recorded, but `memory.peak` bytes that
+        exist while it runs."""
         self.compiled_regions += 1
-        self._scratch(peak)
+        self._scratch(memory.peak)
         self._fused, self._parts = set(), collections.Counter()
         result = graph(*args)
         kept, self._fused = self._fused, None
-        self.events += [(number, self._alive[number][1]) for number in kept]
-        if kernels:
-            self._parts[Operator("fused", "", 0, moved / kernels)] = kernels
-        flops, nbytes = (sum(n * getattr(part, of) for part, n in self._parts.items()) for of in ("flops", "nbytes"))
-        region = Operator(name, shapes(args), flops, nbytes)
+        for number in kept:
+            self.events.append((number, self._alive[number][1]))
+        if memory.kernels:
+            self._parts[Operator("fused", "", 0, memory.moved / memory.kernels)] = memory.kernels
+        flops = sum(times * part.flops for part, times in self._parts.items())
+        moved = sum(times * part.nbytes for part, times in self._parts.items())
+        region = Operator(name, shapes(args), flops, moved)
         self.parts[region] = self._parts
         self.keep_example(region, graph, args, {})
-        self.counts["dispatches", self.phase] += self.weight * (self.microbatch is not None)
-        self.operators[self.phase, region] += self.weight * (self.microbatch is not None)
+        phase = self.phase
+        if self.microbatch is not None:
+            self.counts["dispatches", phase] += self.weight
+            self.operators[phase, region] += self.weight
         return result
 
     @property
@@ -153,47 +155,48 @@ class StepRecorder(TorchDispatchMode):
         if self.microbatch is None:
             return result
         phase, name = self.phase, op.name()
-        self.counts["dispatches", phase] += self.weight * (self._fused is None)
-        flops, moved = operator_flops(op, args, kwargs, result), moved_bytes(op, args, kwargs, outputs)
+        if self._fused is None:
+            self.counts["dispatches", phase] += self.weight
         if op.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(name, args, inputs, phase)
-        elif flops or (moved and self._fused is None):
-            done = Operator(kind_of(name, inputs), shapes((args, kwargs)), flops, moved)
-            if not flops and (re.match("aten::_(foreach|fused)", name) or len(inputs) > 6):  # over parameters
-                done = done._replace(shape=LIST, nbytes=0)
-                self.counts["list_bytes", phase, done.kind] += moved * self.weight
-            self.keep_example(done, op, args, kwargs)
-            if self._fused is None or done.unit == "attention":  # each device has kernels of its own for it
-                self.operators[phase, done] += self.weight
-            else:
-                self._parts[done] += 1
-            self._scratch(attention_workspace(op, inputs))
+        else:
+            self._count_operator(op, args, kwargs, result, phase)
         if op.namespace == "fsdp" and "chunk_cat" in name:
             self.label(args[0], "gradients")
         return result
 
+    def _count_operator(self, op, args, kwargs, result, phase: str) -> None:
+        name, inputs = op.name(), tensors_in((args, kwargs))
+        flops = operator_flops(op, args, kwargs, result)
+        moved = moved_bytes(op, args, kwargs, tensors_in(result))
+        if not flops and (self._fused is not None or not moved):  # a region's fused kernels are counted as a whole
+            return
+        counted = Operator(kind_of(name, inputs), shapes((args, kwargs)), flops, moved)
+        if not flops and (re.match("aten::_(foreach|fused)", name) or len(inputs) > 6):  # over parameters
+            counted = counted._replace(shape=LIST, nbytes=0)
+            self.counts["list_bytes", phase, counted.kind] += moved * self.weight
+        self.keep_example(counted, op, args, kwargs)
+        if self._fused is None or counted.unit == "attention":  # each device has kernels of its own for it
+            self.operators[phase, counted] += self.weight
+        else:
+            self._parts[counted] += 1
+        self._scratch(attention_workspace(op, inputs))
+
     def keep_example(self, operator: Operator, call, args, kwargs) -> None:
-        """What `measuring` runs to time an operator; no tensor is kept, which would be memory that is never freed."""
+        """What `measure` runs to time an operator; no tensor is kept, which would be memory that is never freed."""
         if operator not in self.examples:
-            laid_out = lambda tensor: Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())  # noqa: E731
-            self.examples[operator] = call, *tree_map_only(torch.Tensor, laid_out, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, layout_of, (args, kwargs))
+            self.examples[operator] = call, args, kwargs
 
     def _count_collective(self, name: str, args, inputs: list[torch.Tensor], phase: str) -> None:
-        found = re.search("all_?gather|reduce_scatter|all_?reduce|broadcast|all_?to_?all", name)
-        if not found:
+        match = re.search("all_?gather|reduce_scatter|all_?reduce|broadcast|all_?to_?all", name)
+        if not match:
             return
-        kind = {"allgather": "all_gather", "allreduce": "all_reduce"}.get(found[0], found[0])
-        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
-        names = [arg for arg in args if isinstance(arg, str)]  # of functional collectives: the operation, the group
-        group = dist.ProcessGroup.unbox(boxed[0]) if boxed else dist.distributed_c10d._resolve_process_group(names[-1])
-        if group not in self._near:
-            ranks = dist.get_process_group_ranks(group)
-            near = sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
-            self._near[group] = len(ranks), near
-        ranks, near = self._near[group]
+        kind = {"allgather": "all_gather", "allreduce": "all_reduce"}.get(match[0], match[0])
+        ranks, per_node = self._sizes_of(group_of(args))
         whole = max(map(nbytes, inputs))
         sent = whole * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-        key = (phase, kind, ranks, near)
+        key = (phase, kind, ranks, per_node)
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight
         self.counts["whole_bytes", *key] += whole * self.weight
@@ -203,20 +206,31 @@ class StepRecorder(TorchDispatchMode):
         if kind == "reduce_scatter":
             self.label(inputs[:1], "gradients")
 
+    def _sizes_of(self, group: dist.ProcessGroup) -> tuple[int, int]:
+        """The number of a group's ranks, and of those that are on the node of the first."""
+        if group not in self._group_sizes:
+            ranks = dist.get_process_group_ranks(group)
+            node = ranks[0] // self.gpus_per_node
+            per_node = sum(rank // self.gpus_per_node == node for rank in ranks)
+            self._group_sizes[group] = len(ranks), per_node
+        return self._group_sizes[group]
+
     def see(self, storage: torch.UntypedStorage) -> int:
         """The number of a storage; it is recorded when it is new or has another size than before."""
         number, size = self._number.get(storage), allocated_bytes(storage.nbytes())
         if number is None:
             number = self._number[storage] = self._add()
-            reference = weakref.ref(storage, lambda _: self._free(number))
-            self._alive[number] = (reference, size)
+            self._alive[number] = (weakref.ref(storage, lambda _: self._free(number)), size)
             if self._fused is None:
                 self.events.append((number, size))
             else:
                 self._fused.add(number)
-        elif (change := size - self._alive[number][1]) and not (self._fused and number in self._fused):
-            self._alive[number] = (self._alive[number][0], size)
-            self.events.append((number, change))
+            return number
+        reference, before = self._alive[number]
+        is_fused = self._fused is not None and number in self._fused
+        if size != before and not is_fused:
+            self._alive[number] = reference, size
+            self.events.append((number, size - before))
         return number
 
     def _free(self, number: int) -> None:
@@ -235,8 +249,10 @@ class StepRecorder(TorchDispatchMode):
     def _add(self) -> int:
         """The number of a new storage. FSDP2 enters its streams on a CPU too, where they are names only."""
         stream = torch.cpu.current_stream()
-        default = stream is torch.cpu._default_cpu_stream
-        self.pools.append(0 if default else self._streams.setdefault(stream, len(self._streams) + 1))
+        if stream is torch.cpu._default_cpu_stream:
+            self.pools.append(0)
+        else:
+            self.pools.append(self._streams.setdefault(stream, len(self._streams) + 1))
         self.kinds.append(self.kind)
         return len(self.kinds) - 1
 
@@ -248,15 +264,26 @@ class StepRecorder(TorchDispatchMode):
             sizes = sizes * (np.array(self.pools)[owners] == pool)
         kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
         live = np.cumsum(sizes)
-        found: dict[Any, np.ndarray] = {}
+        peaks: dict[Any, np.ndarray] = {}
         ends = [start for start, _ in self.marks[1:]] + [len(sizes)]
         for (start, key), end in zip(self.marks, ends, strict=True):
-            if key[-1] is not None:
-                first = max(start - 1, 0)  # what was there when it began counts too
-                at = first + int(live[first:end].argmax()) + 1
-                peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
-                found[key] = max(found.get(key, peak), peak, key=np.sum)
-        return found
+            if key[-1] is None:
+                continue
+            begin = max(start - 1, 0)  # what was there when it began counts too
+            at = begin + int(live[begin:end].argmax()) + 1
+            peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
+            if key not in peaks or peak.sum() > peaks[key].sum():
+                peaks[key] = peak
+        return peaks
+
+
+def group_of(args) -> dist.ProcessGroup:
+    """The process group among a collective's arguments."""
+    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+    if boxed:
+        return dist.ProcessGroup.unbox(boxed[0])
+    names = [arg for arg in args if isinstance(arg, str)]  # of a functional collective: the operation, the group
+    return dist.distributed_c10d._resolve_process_group(names[-1])
 
 
 @functools.cache
@@ -266,15 +293,15 @@ def recording_backend():
     from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def run(graph, known, *args):
+    def run(graph, name, memory, *args):
         recorder = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepRecorder))
-        return recorder.run_compiled(graph, args, *known)
+        return recorder.run_compiled(graph, args, name, memory)
 
     def compiler(graph, inputs):
         operators = "\n".join(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         dtypes = " ".join(str(tensor.dtype) for tensor in tensors_in(inputs))
         name = "region " + hashlib.sha256(f"{operators}\n{dtypes}".encode()).hexdigest()[:12]
-        return functools.partial(run, graph, (name, *fused_memory(graph)))
+        return functools.partial(run, graph, name, fused_memory(graph))
 
     # as in inductor: an argument that is updated is written by the kernel, not copied afterwards
     options = {"decompositions": select_decomp_table, "keep_inference_input_mutations": True}
@@ -282,8 +309,8 @@ def recording_backend():
 
 
 class Chunks:
-    """What `_chunk_with_empty` of FSDP2 returns, each chunk cut when it is asked for: of one rank's plan that is one or
-    two of them, where a list of all takes minutes from 4,096 ranks on."""
+    """What `_chunk_with_empty` of FSDP2 returns, with each chunk made when it is asked for. A plan of one rank needs
+    one or two of them; a list of all takes minutes from 4,096 ranks on."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int):
         self.tensor, self.count, self.dim = tensor, count, dim
@@ -298,10 +325,11 @@ class Chunks:
 
 @contextlib.contextmanager
 def on_fake_tensors(recorder: StepRecorder):
-    """Fake tensors under `recorder`, with patches of what hides from it, does not run on them or is not as on a GPU."""
+    """Fake tensors under `recorder`. Patches what is no operator, does not run on fake tensors, or runs otherwise on a
+    GPU."""
     resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def resize_(storage, size):  # how FSDP allocates and frees gathered parameters; no operator tells of it
+    def resize_(storage, size):  # how FSDP allocates and frees gathered parameters, without an operator
         resize(storage, size)
         recorder.kinds[recorder.see(storage)] = "communication"
 
@@ -312,13 +340,13 @@ def on_fake_tensors(recorder: StepRecorder):
             yield starts[index]
         recorder.weight = weight
 
-    def unseen(*args):  # DTensor learns the whole result's shape from fake tensors of its own
+    def unrecorded(*args):  # DTensor learns the whole result's shape from fake tensors of its own
         with _disable_current_modes():
             return propagate(*args)
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
-        mock.patch.object(ShardingPropagator, propagate.__name__, unseen),
+        mock.patch.object(ShardingPropagator, propagate.__name__, unrecorded),
         mock.patch.object(loss, "chunk_starts", three_chunks),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks, create=True),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
@@ -336,7 +364,8 @@ def on_fake_tensors(recorder: StepRecorder):
 
 
 def new_group_of_rank_0(ranks, **options) -> dist.ProcessGroup | None:
-    """A mesh of two dimensions makes the groups of all ranks; a plan of rank 0 needs its own two."""
+    """Makes a group if rank 0 is in it. A mesh of two dimensions makes the groups of all ranks, and a plan of rank 0
+    needs its own two."""
     return dist.new_group(ranks, **options) if 0 in ranks else None
 
 
@@ -354,13 +383,16 @@ def at_depth(config, depth: int):
 def record_step(settings: Settings, recipe, config, world: int, depth: int, edge: int) -> StepRecorder:
     """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
 
-    The first and the last `edge` layers are told apart, and at most three microbatches taken. Rank 0 is the fullest
-    rank: fully_shard cuts dimension 0 as torch.chunk does. `recipe` is a `planning.Recipe`.
+    The peaks of the first and the last `edge` layers are kept apart, and at most three microbatches are taken. Rank 0
+    is the fullest rank, as fully_shard splits dimension 0 like torch.chunk. `recipe` is a `predict.Recipe`.
+
+    Raises:
+        RuntimeError: layers are to be compiled and none was.
     """
     microbatches = settings.gradient_accumulation_steps
     settings = dataclasses.replace(settings, init="random", gradient_accumulation_steps=min(microbatches, 3))
-    # Other kernels do not run here; they save and allocate the same. A GPU's flex attention skips what is masked; it is
-    # planned as if nothing were.
+    # Other attention kernels do not run here; they save and allocate the same. A document mask is left out: a GPU's
+    # flex attention skips what is masked, and the plan takes nothing as masked.
     attention = "eager" if settings.attention == "eager" else "sdpa"
     settings = dataclasses.replace(settings, attention=attention, document_mask=False)
     config = at_depth(config, depth)
@@ -392,8 +424,14 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
             model = recipe.build_model(settings, config, mesh)
             recorder.kind = "optimizer"
             optimizer = recipe.build_optimizer(settings, model)
-            for index, layer in enumerate(layers := decoder_layers(model)):
-                watch(layer, index if index < edge else index - depth if index >= depth - edge else None)
+            layers = decoder_layers(model)
+            for index, layer in enumerate(layers):
+                if index < edge:
+                    watch(layer, index)
+                elif index >= depth - edge:
+                    watch(layer, index - depth)
+                else:
+                    watch(layer, None)
             layers[-1].register_forward_hook(lambda *_: recorder.mark("head"))
             optimizer.register_step_pre_hook(lambda *_: recorder.start_optimizer(model.parameters()))
             recorder.kind = "activations"

@@ -10,9 +10,9 @@ import torch
 from conftest import forked, parse, python, words
 
 from harness.base.errors import UserError
-from harness.plan import gpus, measure, operators, rates
+from harness.plan import calls, gpus, measure, operators, rates
+from harness.plan.operators import Layout
 from harness.plan.rates import LIST, Operator, Rates
-from harness.plan.recorder import Layout
 
 MM = Operator("aten::mm float32", "4x8 8x2", 128, 224)
 SECTION = {
@@ -149,8 +149,8 @@ def test_a_slow_link_is_named_with_both_ends():
     assert [line.split(" (")[0] for line in lines] == ["link from rank 0", "link from rank 2", "link from rank 4"]
 
 
-def call(kind: str, operator, *arguments, flops: float = 0, working_set: float = 0) -> measure.Call:
-    return measure.Call(Operator(kind, "", flops, 8), operator, arguments, {}, torch.device("cpu"), working_set)
+def call(kind: str, operator, *arguments, flops: float = 0, working_set: float = 0) -> calls.Call:
+    return calls.make_call(Operator(kind, "", flops, 8), operator, arguments, {}, torch.device("cpu"), working_set)
 
 
 def laid_out(*shape: int, dtype: torch.dtype = torch.float32, stride: tuple | None = None) -> Layout:
@@ -196,10 +196,10 @@ def test_attention_is_timed_with_the_devices_own_kernel_and_with_shared_heads(ba
 
 
 def test_of_many_parameters_an_optimizer_is_timed_with_the_first(monkeypatch):
-    monkeypatch.setattr(measure, "LARGEST", 1000)
+    monkeypatch.setattr(calls, "MAX_OPTIMIZER_BYTES", 1000)
     lists = [[laid_out(100)] * 10, [laid_out(100)] * 10]
     operator = Operator("aten::_foreach_add_.List float32", LIST, 0, 0)
-    added = measure.Call(operator, torch.ops.aten._foreach_add_.List, lists, {}, torch.device("cpu"), 0)
+    added = calls.make_call(operator, torch.ops.aten._foreach_add_.List, lists, {}, torch.device("cpu"), 0)
     assert len(added.copies[0][0][0]) == 3
     assert added.nbytes == 3 * 3 * 400  # reads two lists, writes one
 
