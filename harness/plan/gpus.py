@@ -38,7 +38,7 @@ TIGHT = 0.92  # of what the card gives a process: a plan above it leaves too lit
 
 
 def verdict_of(reserved: float, capacity: float) -> str:
-    """Whether a plan of so many GiB fits into what the card gives a process, in three words."""
+    """One of three verdicts: whether a plan that reserves so many GiB fits into what the card gives a process."""
     if reserved > capacity:
         return "does not fit"
     return "tight" if reserved > TIGHT * capacity else "fits"
@@ -84,35 +84,46 @@ def name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return f"CPU {found[1]}"
+        cpuinfo = pathlib.Path("/proc/cpuinfo").read_text()
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+        if match:
+            return f"CPU {match[1]}"
     return f"CPU {platform.machine()}"
 
 
 def choose_rates(settings: Settings) -> Rates:
     """The rates of a plan: what --plan-rates names, else what --measure wrote for this kind of GPU, over what is
-    assumed of it. Of a processor, `--plan-gpu cpu`, nothing is assumed.
+    assumed of it. Of a CPU, `--plan-gpu cpu`, nothing is assumed.
 
     Raises:
-        UserError: the kind of GPU is not in the table, the file cannot be read, or the processor was not measured.
+        UserError: the kind of GPU is not in the table, the file cannot be read, or the CPU was not measured.
     """
-    typed = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+    typed = settings.plan_gpu or ""
+    if not typed and torch.cuda.is_available():
+        typed = torch.cuda.get_device_name()
     kind_of_name, others = gpu_names.choose_kind(typed or "H100 SXM")
     gpu = kind_of_name or typed
-    named = settings.plan_rates not in (None, "none") and pathlib.Path(settings.plan_rates).expanduser()
     is_cpu = gpu.lower() == "cpu"
-    device = name_of(torch.device("cpu")) if is_cpu else gpu
-    path = named or (None if settings.plan_rates else find_file(device, settings.cache_dir))
-    found = read_file(path) if path else {}
-    sections = found.get("sections", {}) if isinstance(found, dict) else {}
+    path = None
+    if settings.plan_rates is None:
+        path = find_file(name_of(torch.device("cpu")) if is_cpu else gpu, settings.cache_dir)
+    elif settings.plan_rates != "none":
+        path = pathlib.Path(settings.plan_rates).expanduser()
+    contents = read_file(path) if path else {}
+    sections = contents.get("sections", {}) if isinstance(contents, dict) else {}
     kind = find_gpu(gpu)
-    if sections and (is_cpu or not (kind and kind.memory_gib)):
-        rates = Rates(found["device"], found["memory_gib"], None, {}, overlaps=not is_cpu)
+    is_assumed = kind is not None and kind.memory_gib > 0
+    if sections and (is_cpu or not is_assumed):
+        rates = Rates(contents["device"], contents["memory_gib"], None, {}, overlaps=not is_cpu)
     elif is_cpu:
         advice = "time this one first, with --measure and otherwise the same flags"
         raise UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
     else:
-        given = {} if sections else found.get("rates", found) if isinstance(found, dict) else found
+        given = contents
+        if sections:
+            given = {}
+        elif isinstance(contents, dict):
+            given = contents.get("rates", contents)
         rates = find_rates(gpu, given, settings.attention in ("flash", "flash_attention_2"))
     if not typed:
         rates.taken = f"{gpu}, as there is none here and no --plan-gpu"
@@ -122,8 +133,8 @@ def choose_rates(settings: Settings) -> Rates:
     rates.peak_tflops = settings.peak_tflops or rates.peak_tflops or (kind and kind.peak_tflops)
     rates.sections = sections
     if sections:
-        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
-        rates.source = f"on {found['device']}, {found['date'][:10]}, {versions} ({path})"
-    elif named:
+        versions = ", ".join(f"{name} {version}" for name, version in contents["versions"].items() if version)
+        rates.source = f"on {contents['device']}, {contents['date'][:10]}, {versions} ({path})"
+    elif path and settings.plan_rates:
         rates.source = f"given in {path}"
     return rates

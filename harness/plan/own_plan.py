@@ -1,5 +1,5 @@
-"""Own plan: a run's own plan, made by a process beside the training. Called by the script. It does not know how a plan
-is made."""
+"""Own plan: a run's own plan, made by a process beside the training. Called by the script. Independent of how a plan is
+made."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process
 
 
 def end_with_run() -> None:
-    """In a process that plans for a run: ends it within a second of the run's end, whatever that was."""
+    """In a process that plans for a run: ends it within a second after the run has ended, however it ended."""
 
     def watch(run: int) -> None:
         while os.getppid() == run:
@@ -52,7 +52,7 @@ def start_plan(settings: Settings) -> subprocess.Popen:
 
 
 def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
-    """(the plan, None where there is none; why there is none)."""
+    """(the plan, None where there is none; the reason why there is none). Waits `patience` seconds at most."""
     try:
         output, errors = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
@@ -72,7 +72,9 @@ def choose_batch_size(settings: Settings) -> int:
     if not result:
         raise UserError(f"--batch-size auto: {problem}")
     if not result["largest_batch_size"]:
-        advice = f"; it fits with {result['fits_with']['flags']}" if result.get("fits_with") else ""
+        advice = ""
+        if result.get("fits_with"):
+            advice = f"; it fits with {result['fits_with']['flags']}"
         raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
     say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
     return result["largest_batch_size"]
@@ -92,7 +94,7 @@ def beside(settings: Settings, device: torch.device) -> Iterator[subprocess.Pope
 
 
 def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
-    """What a run's own plan adds to its last line."""
+    """The figures that a run's own plan adds to the last line of its metrics; none where there is no plan."""
     if process.poll() is None:
         say(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
     predicted, problem = read_plan(process, PATIENCE)

@@ -28,8 +28,10 @@ def price_of_run(settings: Settings, result: dict) -> dict:
     """Hours and, with --gpu-hour-usd, dollars of all the steps of a run."""
     hours = settings.num_steps * result["step_time_ms"] / 1000 / 3600
     run = {"steps": settings.num_steps, "hours": hours}
-    price = settings.gpu_hour_usd
-    return run | ({"gpu_hour_usd": price, "cost": hours * result["gpus"] * price} if price else {})
+    if settings.gpu_hour_usd:
+        run["gpu_hour_usd"] = settings.gpu_hour_usd
+        run["cost"] = hours * result["gpus"] * settings.gpu_hour_usd
+    return run
 
 
 def without_infinities(tree):
@@ -51,34 +53,40 @@ def plan(settings: Settings, recipe: Recipe) -> None:
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
         raise UserError(f"--precision fp8: {why}; use bf16")
     config = load_config(settings.model)
-    settings, worlds = recipe.resolve(settings, config), settings.plan_gpus or (settings.gpus_per_node,)
+    worlds = settings.plan_gpus or (settings.gpus_per_node,)
+    settings = recipe.resolve(settings, config)
     model = on_meta(config, settings.attention)
     flops, counted = known_flops(model, settings.sequence_length, recipe.flops_per_token)
     timed = clock.timed(predict)
     predicted = functools.cache(lambda settings, world: timed(settings, recipe, config, world, rates, flops))
 
-    def planned(world: int = worlds[0], **changed) -> Prediction:
+    def planned(world: int = worlds[0], **changed) -> Prediction:  # of `settings` as they are when it is called
         return predicted(dataclasses.replace(settings, **changed), world)
 
-    seconds, auto, free = settings.plan_seconds, settings.batch_size == "auto", not search.keeps_batch(settings)
-    largest, step = None, settings.batch_step()
-    if auto:
+    seconds = settings.plan_seconds
+    is_auto = settings.batch_size == "auto"
+    is_free = not search.keeps_batch(settings)
+    step = settings.batch_step()
+    largest = None
+    if is_auto:
         largest = largest_batch(planned, rates.memory_gib, step)
-        argv = (*without(settings.argv, "batch_size"), "--batch-size", str(largest or step))
-        settings = dataclasses.replace(settings, batch_size=largest or step, argv=argv)
+        batch_size = largest or step
+        argv = (*without(settings.argv, "batch_size"), "--batch-size", str(batch_size))
+        settings = dataclasses.replace(settings, batch_size=batch_size, argv=argv)
     result = {"model": settings.model, "gpu": rates.device, "flops": counted} | planned().to_json()
-    found = None
-    if seconds or (auto and not result["fits"]):
-        plan_here = functools.partial(planned, worlds[0])
-        found = search.search(settings, config, plan_here, worlds[0], clock, free)
-        result |= found.result()
-    if seconds and not auto:
+    finished = None
+    if seconds or (is_auto and not result["fits"]):
+        plan_of_first = functools.partial(planned, worlds[0])
+        finished = search.search(settings, config, plan_of_first, worlds[0], clock, is_free)
+        result |= finished.result()
+    if seconds and not is_auto:
         with contextlib.suppress(TimeoutError):
             largest = largest_batch(planned, rates.memory_gib, step, clock.check)
-    result |= {} if largest is None else {"largest_batch_size": largest}
+    if largest is not None:
+        result["largest_batch_size"] = largest
     if len(worlds) > 1:
-        result["scaling"] = search.scaling(settings, config, planned, worlds, found if seconds else None, clock)
-    if found:
+        result["scaling"] = search.scaling(settings, config, planned, worlds, finished if seconds else None, clock)
+    if finished:
         result["search"] |= {
             "seconds": clock.elapsed(),
             "seconds_allowed": seconds * (1 + (len(worlds) - 1) / 3),
