@@ -155,7 +155,7 @@ class StepRecorder(TorchDispatchMode):
         if self.microbatch is None:
             return result
         phase, name = self.phase, op.name()
-        if self._fused is None:
+        if self._fused is None and op.namespace != "prim":  # prim::device: only a fake tensor's device is an operator
             self.counts["dispatches", phase] += self.weight
         if op.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(name, args, inputs, phase)

@@ -271,6 +271,18 @@ def plan_many_chunks() -> None:
     assert len(many.kinds) < len(few.kinds) + 60  # what is recorded does not grow with them
 
 
+def test_asking_a_fake_tensor_for_its_device_is_no_operator_of_the_host():
+    step = recorder.StepRecorder(gpus_per_node=8)
+    with recorder.on_fake_tensors(step):
+        step.start_microbatch(0, 1, 1)
+        tensor = torch.zeros(4)
+        before = step.counts["dispatches", "forward"]
+        torch.ops.prim.device.default(tensor)
+        assert step.counts["dispatches", "forward"] == before
+        torch.ops.aten.neg.default(tensor)
+        assert step.counts["dispatches", "forward"] == before + 1
+
+
 def test_what_overflows_is_null_in_json():
     tree = {"a": [1.5, float("inf")], "b": {"c": float("nan"), "d": "Infinity"}, "e": (float("-inf"), True)}
     assert planning.without_infinities(tree) == {"a": [1.5, None], "b": {"c": None, "d": "Infinity"}, "e": [None, True]}
