@@ -1,5 +1,5 @@
-"""Samples: which rank trains on which of them, in what order, and random ones that need no corpus. Called by the script
-for its data loader. It does not know what is in a sample, nor how samples become a batch."""
+"""The order of samples: which rank trains on which of them and when, and random samples that need no corpus. Called by
+the script for its data loader. Independent of what is in a sample and of how samples become a batch."""
 
 import functools
 import itertools

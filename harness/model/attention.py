@@ -1,4 +1,4 @@
-"""Attention: which kernel a run takes, and what the header says of it."""
+"""Attention: which kernel a run takes, and its line in the header."""
 
 import inspect
 from importlib.util import find_spec
@@ -44,19 +44,20 @@ def choose_attention(settings: Settings, config) -> str:
         raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
     if attention == "cudnn" and without_cudnn:
         length = settings.sequence_length
-        why = f"on a Hopper its gradients may be NaN with a mask at {length} tokens, which is 64 modulo 128"
-        raise UserError(f"--attention cudnn: {why}; use sdpa, or --sequence-length {length + 64}")
+        problem = f"on a Hopper its gradients may be NaN with a mask at {length} tokens, which is 64 modulo 128"
+        raise UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {length + 64}")
     if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
         raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if attention == "flex_attention" and not cuda:
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):  # a plan runs on the CPU, which has not all of them
         allowed = settings.plan or attention not in ONE_KERNEL or kernel == attention
-        allowed = allowed and not (kernel == "cudnn" and without_cudnn)
+        if kernel == "cudnn" and without_cudnn:
+            allowed = False
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
     # On a GPU no fused kernel takes fp32 and heads that share keys: torch would compute all scores of a layer at once.
-    shares = settings.precision != "fp32" or not (cuda or settings.plan)
-    set_gqa_in_sdpa(use_gqa_in_sdpa if shares else lambda *_: False)
+    repeats_keys = settings.precision == "fp32" and (cuda or settings.plan)
+    set_gqa_in_sdpa((lambda *_: False) if repeats_keys else use_gqa_in_sdpa)
     if attention != "auto":
         return attention
     kernel, installed = FLASH_KERNELS.get(torch.cuda.get_device_capability()[0] if cuda else 0, ("", None))
@@ -81,7 +82,8 @@ def describe_attention(settings: Settings, config, device: str) -> str:
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     except Exception:  # some configs have no such figure, others one for each layer
         return "sdpa attention"
-    length, dtype = settings.sequence_length, torch.float32 if settings.precision == "fp32" else torch.bfloat16
+    length = settings.sequence_length
+    dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
     query, key = (
         torch.empty(settings.batch_size, length, n, head_dim, dtype=dtype, device=device, requires_grad=True)
         for n in sizes
@@ -91,7 +93,8 @@ def describe_attention(settings: Settings, config, device: str) -> str:
     if settings.document_mask:  # torch looks at its shape and the stride of its last dimension only
         mask = torch.empty(length, dtype=torch.bool, device=device).expand(1, 1, length, length)
     shared = query.shape != key.shape and shares_keys_in_sdpa(mask, key, key)
-    key = key if shared else key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    if not shared:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     kernel = chosen_attention_kernel(query, key, key, mask, is_causal=mask is None, enable_gqa=shared).name.lower()
     if kernel == "error":
         raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
@@ -103,8 +106,8 @@ def describe_attention(settings: Settings, config, device: str) -> str:
 
 
 def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
-    """Tells transformers where documents begin, which it would find out by reading positions back from the device: a
-    sync in every forward, or in every layer with flash_attention_2."""
+    """Tells transformers where documents begin. By itself it reads positions back from the device: a sync in every
+    forward, or in every layer with flash_attention_2. A UserError where a family cannot keep documents apart."""
     set_packing_detection(lambda ids: (ids == 0).cumsum(-1) if document_mask else None)
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters

@@ -16,7 +16,7 @@ from harness.base.hub import answer_from_cache_without_network
 from harness.base.text import first_line
 from harness.flags.settings import PRESETS, Settings
 
-MAX_TOKENS = 2**27  # of a microbatch: that many labels alone are 1 GiB, and none is ready before all of them are made
+MAX_TOKENS = 2**27  # of a microbatch: the labels of so many alone are 1 GiB, on the host before anything else
 
 
 def find_source(model: str) -> tuple[str, str]:
@@ -42,8 +42,8 @@ def load_config(model: str):
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
-        what = "its config.json cannot be used" if os.path.exists(source) else nowhere
-        raise UserError(f"--model {model}: {what} ({first_line(error)})") from error
+        problem = "its config.json cannot be used" if os.path.exists(source) else nowhere
+        raise UserError(f"--model {model}: {problem} ({first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
     if why := malformed(config.get_text_config()):
@@ -55,8 +55,8 @@ def load_config(model: str):
 
 
 def malformed(config) -> str:
-    """What is wrong with the figures of a config, where transformers builds a model of them all the same; empty where
-    nothing is."""
+    """The size in a config that no model can have, where transformers builds a model of it all the same; empty where
+    all sizes are possible."""
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
@@ -81,16 +81,17 @@ def choose_sequence_length(settings: Settings, config) -> int:
     return length
 
 
-def refuse_foreign_code(what: str, error: Exception) -> None:
-    """Raises a UserError if `error` is transformers' way to say that it would have to run the folder's code."""
+def refuse_foreign_code(flag: str, error: Exception) -> None:
+    """Raises a UserError that begins with `flag` if transformers raised `error` because a folder asks for its own code
+    to be run."""
     if "trust_remote_code" in str(error):
         reason = "it asks for code of its own (auto_map), which is never run"
-        raise UserError(f"{what}: {reason}; choose one that transformers knows by itself") from error
+        raise UserError(f"{flag}: {reason}; choose one that transformers knows by itself") from error
 
 
 def untrainable(config) -> str:
-    """Why a family would train wrong, or not on layers that are cut and have labels that are shifted already; empty
-    where nothing says so (`loss.check_labels` and `make_real` refuse what shows only later)."""
+    """Why a family would train wrong, or cannot train with sharded layers and labels that are shifted already; empty
+    where its source shows no reason (`loss.check_labels` and `make_real` refuse what shows only later)."""
     text, family = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
         return f"{family.__name__} computes a loss of its own, of labels that it may shift"
@@ -107,7 +108,7 @@ def read_generation_config(model: str) -> dict:
     before there were such files, the fields of that kind in its config.json.
 
     Raises:
-        OSError, ValueError: it cannot be had; it is no JSON object.
+        OSError, ValueError: it is not found on the hub; it is no JSON object.
     """
     _, source = find_source(model)
     answer_from_cache_without_network(source)
@@ -123,5 +124,7 @@ def read_generation_config(model: str) -> dict:
             content = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
                 raise ValueError(f"{name} is no JSON object")
-            return {key: value for key, value in content.items() if name[0] == "g" or key in fields}
+            if name == "generation_config.json":
+                return content
+            return {key: value for key, value in content.items() if key in fields}
     return {}

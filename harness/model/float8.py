@@ -16,28 +16,29 @@ from harness.flags.settings import Settings
 
 
 def check_float8(settings: Settings) -> None:
-    """Raises a UserError where --precision fp8 would not run, or compute wrong: the GPU has no float8 (Ada, Hopper,
-    CDNA 3 and newer have it) and it is neither emulated nor planned; torchao is missing or old; the tokens do not fit.
-    """
+    """Raises a UserError where --precision fp8 cannot run or computes wrong: the GPU has no float8 (Ada, Hopper, CDNA 3
+    and newer have it) and this is no emulation and no plan; torchao is missing or old; float8 does not take the number
+    of tokens."""
     if settings.precision != "fp8":
         return
     cuda = torch.cuda.is_available()
     has_float8 = cuda and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
     if not (has_float8 or settings.fp8_emulate or settings.plan):
-        here = torch.cuda.get_device_name() if cuda else "a CPU"
-        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {here}; use bf16")
+        device = torch.cuda.get_device_name() if cuda else "a CPU"
+        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {device}; use bf16")
     if not find_spec("torchao"):
         raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
-    found, oldest = versions.installed("torchao"), ".".join(map(str, versions.OLDEST_TORCHAO))
-    if versions.parts(found) < versions.OLDEST_TORCHAO:
-        why = "its compiled casts may store NaN"
-        raise UserError(f"--precision fp8: this is torchao {found}, {why}; install torchao {oldest} or newer")
+    version = versions.installed("torchao")
+    if versions.parts(version) < versions.OLDEST_TORCHAO:
+        problem = "its compiled casts may store NaN"
+        oldest = ".".join(map(str, versions.OLDEST_TORCHAO))
+        raise UserError(f"--precision fp8: this is torchao {version}, {problem}; install torchao {oldest} or newer")
     if settings.num_steps and (problem := misfits_float8(settings)):
         raise UserError(problem)
 
 
 def takes_float8(module: nn.Module) -> bool:
-    """Whether a module becomes a float8 linear: of one the tensor cores want both sizes in multiples of 16."""
+    """Whether a module becomes a float8 linear: tensor cores need both of its sizes in multiples of 16."""
     return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
@@ -49,9 +50,9 @@ def cast_to_float8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 
 
 def cast_before_all_gather(compiled: bool) -> None:
-    """Gives torchao's sharded weights, from now on, another way into FSDP2's all-gather than their own: one kernel
-    where it is `compiled`, rows up to the size that each rank sends where the ranks do not divide them, and the scale
-    that was found after the last step kept when --cpu-offload moves a weight to the device."""
+    """Replaces how torchao casts sharded weights before FSDP2's all-gather, for the whole process. The cast is one
+    kernel where it is `compiled`; a shard that is smaller than the others is padded with rows of zeros; and the scale
+    of the last step is kept when --cpu-offload moves a weight to the device."""
     from torchao.float8.float8_utils import tensor_to_scale
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
@@ -91,8 +92,8 @@ def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Mo
 
     def convert(layer: nn.Module) -> None:
         if not any(map(takes_float8, layer.modules())):
-            why = "the decoder layers have no nn.Linear with sizes in multiples of 16"
-            raise UserError(f"--precision fp8: {why}; use bf16")
+            problem = "the decoder layers have no nn.Linear with sizes in multiples of 16"
+            raise UserError(f"--precision fp8: {problem}; use bf16")
         convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, path: takes_float8(module))
 
     return convert

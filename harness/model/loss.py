@@ -1,5 +1,5 @@
 """The loss: cross entropy that never holds the logits of all tokens, and how a transformers model is made to use it.
-Called by the script while it builds a model. It knows no ranks and no sharding: FSDP gathers the head around it."""
+Called by the script while it builds a model. Independent of ranks and sharding: FSDP gathers the head around it."""
 
 import re
 from collections.abc import Iterable
@@ -11,18 +11,20 @@ from torch import nn
 from harness.base.errors import UserError
 from harness.model.weights import on_meta
 
-LOGITS_BYTES = 2**30  # that exist at one time; the gradient of as many, and eager two fp32 copies, are beside them
+# Of logits that exist at one time. Their gradient takes as much again, and without compilation so do two fp32 copies.
+LOGITS_BYTES = 2**30
+IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy
 
 
 def tokens_at_once(weight: torch.Tensor) -> int:
     """Tokens whose logits exist at one time, for a head (vocab, dim): 4,096, or fewer where a large vocabulary or fp32
     would make them more than LOGITS_BYTES. Each chunk reads and writes the weight's gradient in fp32, 8 bytes for each
-    element, which few large ones do less often."""
+    element, so that few large chunks are faster than many small ones."""
     return 1024 * min(max(LOGITS_BYTES // (len(weight) * weight.element_size()) // 1024, 1), 4)
 
 
 def chunk_starts(tokens: int, size: int) -> Iterable[int]:
-    """The first token of each chunk; a plan, where all but the last are alike, takes three."""
+    """The first token of each chunk. A plan replaces this by three chunks, as all but the last are alike."""
     return range(0, tokens, size)
 
 
@@ -37,7 +39,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def loss_and_gradient(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token's target, fp32 of shape (tokens, 1), and softmax minus one-hot, like the logits.
 
-    Compiled it reads the logits and writes the gradient, no more; eager it makes an fp32 copy in between.
+    When compiled it only reads the logits and writes the gradient; eager it makes an fp32 copy in between.
     """
     log_probs = logits.log_softmax(1, dtype=torch.float32)
     picked = log_probs.gather(1, target)
@@ -148,17 +150,17 @@ def fuse_loss(model: nn.Module, compiled: bool) -> None:
     project = head.forward
     chunk = torch.compile(loss_and_gradient) if compiled else loss_and_gradient
 
-    handed = []  # what the head was given last
+    inputs_of_head = []  # of the last forward only
 
     def hand_through(hidden):
-        handed[:] = [hidden]
+        inputs_of_head[:] = [hidden]
         return hidden
 
     def choose_head(module, args, kwargs):
         head.forward = hand_through if kwargs.get("labels") is not None else project
 
     def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
-        hidden = handed.pop()
+        hidden = inputs_of_head.pop()
         if logits.requires_grad and not is_multiple(logits, hidden):
             raise UserError(
                 "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out"
@@ -168,6 +170,3 @@ def fuse_loss(model: nn.Module, compiled: bool) -> None:
 
     model.register_forward_pre_hook(choose_head, with_kwargs=True)
     model.loss_function = loss
-
-
-IGNORE_INDEX = -100  # label of a position that the loss leaves out, as in torch.nn.functional.cross_entropy

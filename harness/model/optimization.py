@@ -64,7 +64,8 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
         needs = f"needs the package {kind.package} (pip install {kind.package})"
         raise UserError(f"--optimizer {settings.optimizer}: {needs}")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = kind.build([group for group in groups if group["params"]], settings)
     if not optimizer.state:
@@ -124,7 +125,8 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
     norms = norm_of_each([local(parameter.grad) for parameter in parameters])
-    norm, shards = torch.linalg.vector_norm(torch.stack(norms)), parameters[0].device_mesh.get_group("shard")
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    shards = parameters[0].device_mesh.get_group("shard")
     if shards.size() > 1:  # replicas have the same gradients
         norm.square_()
         dist.all_reduce(norm, group=shards)

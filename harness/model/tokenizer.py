@@ -21,10 +21,10 @@ any_class_from_name = transformers_internals.tokenizer_class_from_name
 
 def tokenizer_class_from_name(name: str) -> type | None:
     """transformers' tokenizer of that name; a ValueError where the name is that of anything else."""
-    found = any_class_from_name(name)
-    is_tokenizer = isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
-    if found is None or is_tokenizer or getattr(found, "is_dummy", False):  # a dummy says which package is missing
-        return found
+    kind = any_class_from_name(name)
+    is_tokenizer = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerBase)
+    if kind is None or is_tokenizer or getattr(kind, "is_dummy", False):  # a dummy says which package is missing
+        return kind
     raise ValueError(f"its tokenizer_class {name} is no tokenizer")
 
 
@@ -39,31 +39,33 @@ def load_tokenizer(settings: Settings, config):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--tokenizer {source}", error)
-        here = os.path.isdir(source)
-        where = "the folder has no usable tokenizer" if here else "not a folder, and not to be had from the hub"
-        synthetic = settings.dataset == "synthetic"
-        without = "leave out the prompts" if synthetic else "use --dataset synthetic, which needs none"
-        hint = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or {without}"
-        if not here:
-            hint = f"`hf auth login` where {source} is gated, or a network; else {hint}"
+        without = "use --dataset synthetic, which needs none"
+        if settings.dataset == "synthetic":
+            without = "leave out the prompts"
+        advice = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or {without}"
+        if os.path.isdir(source):
+            problem = "the folder has no usable tokenizer"
+        else:
+            problem = "not a folder, and not to be had from the hub"
+            advice = f"`hf auth login` where {source} is gated, or a network; else {advice}"
         if settings.tokenizer is None and settings.model in PRESETS:
-            where += f"; the preset {settings.model} has its config alone here"
-        raise UserError(f"--tokenizer {source}: {where} ({first_line(error)}); {hint}") from error
-    vocabulary = config.get_text_config().vocab_size
-    if (size := len(tokenizer)) > vocabulary:
-        raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {vocabulary}")
+            problem += f"; the preset {settings.model} has its config alone here"
+        raise UserError(f"--tokenizer {source}: {problem} ({first_line(error)}); {advice}") from error
+    size, embeddings = len(tokenizer), config.get_text_config().vocab_size
+    if size > embeddings:
+        raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {embeddings}")
     return tokenizer
 
 
 def read_prompts(settings: Settings, config, tokenizer) -> list[str]:
     """The texts to be continued: those of --sample-prompt, then those of the file --sample-prompts, one a line."""
-    prompts, path = [*(settings.sample_prompt or ())], settings.sample_prompts
+    prompts, path = list(settings.sample_prompt or ()), settings.sample_prompts
     if path:
         try:
             lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is no UTF-8 text"
-            raise UserError(f"--sample-prompts {path}: cannot be read ({why})") from error
+            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            raise UserError(f"--sample-prompts {path}: cannot be read ({reason})") from error
         prompts += [line.strip() for line in lines if line.strip()]
         if not any(map(str.strip, lines)):
             raise UserError(f"--sample-prompts {path}: holds no prompt; give a file with one a line")

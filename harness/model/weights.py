@@ -30,9 +30,9 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, ImportError) as error:
         raise UserError(f"--attention {attention}: {first_line(error)}") from error
-    except Exception as error:  # a negative size, an activation that nobody knows
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"--model: transformers builds no model of its config.json ({what})") from error
+    except Exception as error:  # a negative size, an unknown activation
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"--model: transformers builds no model of its config.json ({reason})") from error
 
 
 def count_parameters(config) -> int:
@@ -43,10 +43,14 @@ def count_parameters(config) -> int:
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of decoder layers: the outermost ModuleList with as many modules as the config has layers."""
     count = model.config.get_text_config().num_hidden_layers
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
+    lists = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            lists[name] = module
     if not lists:
         raise UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
-    return lists[min(lists, key=lambda name: name.count("."))]
+    outermost = min(lists, key=lambda name: name.count("."))
+    return lists[outermost]
 
 
 def layer_period(config) -> tuple[nn.Module, int]:
@@ -56,9 +60,11 @@ def layer_period(config) -> tuple[nn.Module, int]:
     layers = decoder_layers(model)
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(layers)]
     shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in layers]
-    alike = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
-    periods = range(1, len(layers) // 3 + 1)
-    return model, next((n for n in periods if alike[n:] == alike[:-n]), len(layers))
+    kinds = [(shapes[index], *(value[index] for value in lists)) for index in range(len(layers))]
+    for period in range(1, len(layers) // 3 + 1):
+        if kinds[period:] == kinds[:-period]:
+            return model, period
+    return model, len(layers)
 
 
 def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:
@@ -75,16 +81,19 @@ def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer
                 setattr(module, name, real[tensor])
     if weights:
         weights.load(layer, modules, device)
-    wholes = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
-    owner = {part: whole for whole in wholes for part in whole.modules()}
+    owner = {}  # the innermost model that a module is part of
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            owner.update(dict.fromkeys(part.modules(), part))
     for module in reversed(modules):  # children before parents, as nn.Module.apply does; what was loaded stays
         initialize(owner[module], module)  # a part that is a model has rules of its own
     made = {id(tensor) for tensor in real.values()}
     for module in modules:
         for name, tensor in own_tensors(module):
             if id(tensor) in made and tensor.numel() and not was_written(tensor):
-                what = f"{type(module).__name__}.{name}"
-                raise UserError(f"--model: {what} gets no value, from a checkpoint or when its layer is made by itself")
+                tensor_name = f"{type(module).__name__}.{name}"
+                problem = "gets no value, from a checkpoint or when its layer is made by itself"
+                raise UserError(f"--model: {tensor_name} {problem}")
     for tensor, drawn in real.items():
         drawn.data = drawn.data.to(tensor.dtype)
 
@@ -116,7 +125,7 @@ class PretrainedWeights:
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, source: str, dtype: torch.dtype):
         downloads_are_shown = is_first_rank() and not are_progress_bars_disabled()
-        transformers.utils.logging.disable_progress_bar()  # of each layer; and with it those of downloads
+        transformers.utils.logging.disable_progress_bar()  # of each layer, but it ends those of downloads too
         if downloads_are_shown:
             enable_progress_bars()
         self.model, self.source, self.dtype = model, source, dtype
@@ -145,7 +154,9 @@ class PretrainedWeights:
         load_tensors(self.model, self.slices.get(layer, {}), self.rules, self.dtype, device)
         self.model.tie_weights()
         for path, module in self.model.named_modules():
-            for name, weight in module.named_parameters(recurse=False) if module in modules else ():
+            if module not in modules:
+                continue
+            for name, weight in module.named_parameters(recurse=False):
                 if not was_loaded(weight):
                     missing = f"{path}.{name} of shape {tuple(weight.shape)}"
                     raise UserError(f"--init pretrained: {self.source} has no {missing}")
