@@ -68,8 +68,8 @@ class StreamedDataset:
             if files:
                 content = self._open_files(files)
             elif "[" in split:
-                problem = "is a slice, which --streaming of hub data cannot take; name a whole split"
-                raise UserError(f"--dataset {source}, split {split!r}: {problem}")
+                slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
+                raise UserError(f"--dataset {source}, split {split!r}: {slices}")
             else:
                 content = self._open_rows(subset)
         # Tells one corpus from another, whatever is held out of it.
