@@ -4,8 +4,15 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-run(), near the end, calls prepare(), train() and finish(): the table of contents. The rest is in the files of harness/,
-one concern each; utils.py has the data, the FLOP and MFU math and the clock.
+run(), near the end, calls prepare(), train() and finish(): the table of contents. utils.py has the data, the FLOP and
+MFU math and the clock. The rest is in harness/, one concern a file. To change
+
+    a flag or its default              harness/flags/settings.py
+    when a step logs, evaluates, saves harness/job/schedule.py
+    the order of the data              harness/data/sample_order.py
+    an optimizer, groups, clipping     harness/model/optimizers/, harness/model/optimization.py
+    what a checkpoint holds            harness/state/train_state.py
+    a figure and where it is shown     harness/report/figure_list.py, harness/report/figures.py
 """
 
 from harness.base import console, versions
@@ -134,8 +141,8 @@ def build_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
 
 
 def reshards_early(settings: Settings) -> bool:
-    """Whether parameters are resharded after each forward and backward pass: at stage 3, but not where a rank shards
-    with nobody, as FSDP2 would cast and copy them all again, unless its own shard is on the host."""
+    """Whether parameters are resharded after each forward and backward pass: at stage 3. Where one rank alone is the
+    shard group they are not, as FSDP2 would cast and copy them all again, unless the shard is on the host."""
     alone = dist.get_world_size() == settings.dp_replicate_size
     return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
 
@@ -251,10 +258,8 @@ def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
 
 
 def held_out_batches(settings: Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of the held-out windows, each of them once over all ranks, the same number of batches on all.
-
-    Where the last round has fewer windows than places, the labels of the places left over count for nothing.
-    """
+    """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
+    number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
     windows = len(dataset)
     if settings.eval_steps:
@@ -287,15 +292,16 @@ def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device
 
 
 def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still unread."""
+    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still on the device."""
+    reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     total = 0.0
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
-        model.set_requires_gradient_sync(last or not (settings.defer_grad_sync or settings.zero_stage == 1))
-        # replicas meet once a step; after the line above, which sets this too
+        model.set_requires_gradient_sync(last or reduces_every_microbatch)
+        # Replicas are reduced once a step. This comes after set_requires_gradient_sync, which sets it too.
         model.set_requires_all_reduce(last)
-        # Otherwise the parameters stay whole from the first microbatch to the last: one all-gather a step. After the
-        # last they go always: the optimizer changes the shards, and a gathered copy would stay as it was.
+        # Below stage 3 the parameters stay gathered from the first microbatch to the last: one all-gather a step. After
+        # the last they are always resharded: the optimizer updates the shards, and a gathered copy would be stale.
         model.set_reshard_after_backward(last or reshards_early(settings))
         heartbeats.at("data")
         with tracker.data_wait():
@@ -309,19 +315,23 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
     norm = clip_grad_norm(optimizer, settings.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    if settings.fp8_recipe == "tensorwise":
+    if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)  # one all-reduce for the scales of all layers
     return total, norm
 
 
-def read_losses(losses: list[torch.Tensor]) -> list[float]:
-    """The global losses of the steps that were not read yet. `losses` are this rank's, emptied here."""
+def reduce_losses(losses: list[torch.Tensor]) -> list[float]:
+    """The losses of the last steps, averaged over all ranks. `losses` are this rank's since the last call, emptied
+    here: one transfer from the device for all of them."""
     values = torch.stack(losses)
     losses.clear()
     dist.all_reduce(values)
     return (values / dist.get_world_size()).tolist()
+
+
+# ---- Preparation -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -384,7 +394,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     train_set, eval_set = load_data(settings, tokenizer, config, utils.get_dataset, manifest)
     beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
-        prompts = [beginning]  # the demo's own is of other stories
+        prompts = [beginning]  # the demo's prompt is for the demo's stories
     identity = describe_identity(settings, config, tokenizer, train_set)
     changed = compare(settings, identity, manifest) if manifest else ""
 
@@ -434,8 +444,11 @@ def load_state(state: TrainState, checkpoint: pathlib.Path, manifest: dict, fold
         raise UserError(f"--resume {checkpoint}: it holds values that are infinite or NaN; {advice}", exit_code=1)
 
 
-def keep_objects() -> None:
-    """What is here now stays: later collections do not look at it."""
+# ---- Loop ------------------------------------------------------------------------------------------------------------
+
+
+def freeze_objects() -> None:
+    """Lets later garbage collections skip all objects that exist now."""
     gc.collect()
     gc.freeze()
 
@@ -460,7 +473,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
         reporter.count_step()
         if due.first:
             with tracker.excluded():
-                keep_objects()  # what the compiler made, more than all that was there before
+                freeze_objects()  # the compiler has made more than there was before
         speed = {} if due.profiled else tracker.step(tokens, job.flops_per_token, synchronize=due.log)
         stop.can_save = True
         stopped = stop.agreed() and not due.last
@@ -470,7 +483,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             if due.log or problem:
                 gc.collect()
                 metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), slow_ranks)
-                problem = log_step(job, reporter, due, metrics, problem)
+                problem = evaluate_and_log(job, reporter, due, metrics, problem)
             if problem:
                 saver.finish()
                 give_up(job.folder, problem, job.first_step, job.resumed)
@@ -481,7 +494,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             with tracker.excluded():
                 saver.save(state, wait=stopped or due.last)
     profiler.finish()
-    heartbeats.at("save")
+    heartbeats.at("save")  # the last checkpoint may still be being written
     stop.can_save = False
     saver.finish()
     return metrics, stopped
@@ -492,11 +505,11 @@ def read_metrics(
 ) -> tuple[dict, NotFinite | None]:
     """The figures of the step that was just taken, and what is NaN or infinite in them.
 
-    `losses` are this rank's of the steps that were not read yet, emptied here. With `check_state` weights and optimizer
-    states are looked at too, as they are before they are saved.
+    `losses` are this rank's since the last call, emptied here. With `check_state` weights and optimizer states are
+    checked too, as they are before they are saved.
     """
-    values = read_losses(losses)
-    metrics = {"step": state.step, "loss": values[-1], "grad_norm": grad_norm.item()}
+    values = reduce_losses(losses)
+    metrics = {"step": state.step, "loss": values[-1], "grad_norm": grad_norm.item()}  # the loss of this step alone
     metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens}
     problem = first_not_finite(metrics, values)
     if check_state and not problem and not state.finite():
@@ -504,9 +517,11 @@ def read_metrics(
     return metrics, problem
 
 
-def log_step(job: Job, reporter: Report, due: Due, metrics: dict, problem: NotFinite | None) -> NotFinite | None:
-    """A log line, after an evaluation where one is due: `metrics` gets its `eval_loss`. Returns what is NaN or
-    infinite: `problem`, or that of the evaluation."""
+def evaluate_and_log(
+    job: Job, reporter: Report, due: Due, metrics: dict, problem: NotFinite | None
+) -> NotFinite | None:
+    """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Returns what is NaN or
+    infinite: `problem`, or the evaluation's loss."""
     settings, state, stories = job.settings, job.state, []
     if due.evaluate and not problem:
         with state.tracker.excluded():
@@ -514,13 +529,16 @@ def log_step(job: Job, reporter: Report, due: Due, metrics: dict, problem: NotFi
             if not due.last:  # after the last step finish() writes them
                 stories = job.sample()
             if due.first_evaluation:
-                keep_objects()  # the compiler again, for passes without gradients
+                freeze_objects()  # the compiler has run again, for passes without gradients
         problem = first_not_finite(metrics, [])
     heartbeats.at("log")
     reporter.log(metrics, state.tracker.get_print_message(metrics), stories)
     if stories:
         say_story(describe_stories(stories))
     return problem
+
+
+# ---- Endings ---------------------------------------------------------------------------------------------------------
 
 
 def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dict) -> int:
@@ -579,7 +597,7 @@ def nothing_to_train(job: Job) -> int:
 
 
 def without_training(settings: Settings, device: torch.device, stdout) -> int:
-    """--num-steps 0: from a checkpoint, or from --init pretrained, to a held-out loss, stories, --export."""
+    """--num-steps 0: loads a checkpoint or pretrained weights, then evaluates, writes stories, and exports."""
     if settings.export:
         on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
     config, tokenizer, prompts = load_model_files(settings)
@@ -588,7 +606,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     settings = resolve(settings, config)
     if settings.eval_interval:
         same_data = manifest is not None and manifest["flags"]["dataset"] == settings.dataset
-        rules = manifest if same_data else None  # held out by the rules of its run
+        rules = manifest if same_data else None  # the run's rules decide what was held out
         _, held_out = load_data(settings, tokenizer, config, utils.get_dataset, rules)
     if checkpoint:
         compare(settings, describe_identity(settings, config), manifest)
@@ -626,7 +644,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         cleanup.callback(reporter.close)
         saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         planned = cleanup.enter_context(own_plan.beside(job.settings, device))
-        keep_objects()
+        freeze_objects()
         gc.disable()  # cycles are collected at log lines: in the middle of a step one rank stops and all wait for it
         cleanup.callback(gc.enable)
         metrics, stopped = train(job, reporter, saver, stop)

@@ -23,10 +23,10 @@ def run(kept_later: bool, argv: list[str]) -> None:
     from harness.flags.parser import parse_args
     from harness.report.log import Report
 
-    log, keep = Report.log, train_fsdp.keep_objects
+    log, keep = Report.log, train_fsdp.freeze_objects
     calls = []
 
-    def keep_objects() -> None:
+    def freeze_objects() -> None:
         calls.append(1)
         if kept_later or len(calls) == 1:
             keep()
@@ -39,7 +39,7 @@ def run(kept_later: bool, argv: list[str]) -> None:
         print(f"step {metrics['step']}: {milliseconds:.1f} ms over {objects:,} objects", file=sys.stderr, flush=True)
         log(report, metrics, *more)
 
-    train_fsdp.keep_objects, Report.log = keep_objects, timed_log
+    train_fsdp.freeze_objects, Report.log = freeze_objects, timed_log
     train_fsdp.main(parse_args(argv))
 
 
