@@ -1,7 +1,7 @@
 """What a step really holds and sends, beside what --plan says of it; tests/plan/test_planning.py compares the two.
 
 The tests start `main` with 1, 2 and 4 ranks, which measures on real tensors and writes WORKSPACE/measured-RANKS.json,
-and `plan_all` once, which plans the same and writes WORKSPACE/planned.json.
+and `plan_all` or `plan_cases` once, which plans the same and writes WORKSPACE/planned.json.
 """
 
 import contextlib
@@ -120,12 +120,23 @@ def plan(argv, ranks: int) -> dict:
     return predict.predict(settings, train_fsdp.RECIPE, config, ranks, rates, flops).to_json()
 
 
-def plan_all(workspace: pathlib.Path) -> None:
-    def planned(flags: str, ranks: int, model: str = "deep") -> dict:
-        return plan(arguments(workspace, flags, model), ranks)
+def planned(workspace: pathlib.Path, flags: str, ranks: int, model: str = "deep") -> dict:
+    return plan(arguments(workspace, flags, model), ranks)
 
-    result = {str(ranks): {name: planned(flags, ranks) for name, flags in cases(ranks).items()} for ranks in RANKS}
-    result["counted"] = {name: planned(flags + " --precision fp32", 4) for name, flags in COUNTED.items()}
+
+def plan_cases(workspace: pathlib.Path, worlds: tuple[int, ...]) -> dict:
+    """Plans the cases of some numbers of ranks, into planned.json."""
+    result = {
+        str(ranks): {name: planned(workspace, flags, ranks) for name, flags in cases(ranks).items()} for ranks in worlds
+    }
+    (workspace / "planned.json").write_text(json.dumps(result))
+    return result
+
+
+def plan_all(workspace: pathlib.Path, worlds: tuple[int, ...]) -> None:
+    """Plans these cases and what else the tests ask for."""
+    result = plan_cases(workspace, worlds)
+    result["counted"] = {name: planned(workspace, flags + " --precision fp32", 4) for name, flags in COUNTED.items()}
     settings, config = resolved(["--plan", "--compile", "--model", "smollm3-3b", "--zero-stage", "2"])
     layer = recorder.record_step(settings, train_fsdp.RECIPE, config, 1, 1, 1)
     result["fused"] = {
@@ -138,9 +149,9 @@ def plan_all(workspace: pathlib.Path) -> None:
     }
     depths, record_step = [], recorder.record_step
     recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
-    result["extrapolated"] = planned("--gradient-accumulation-steps 5", 8, "ten")
+    result["extrapolated"] = planned(workspace, "--gradient-accumulation-steps 5", 8, "ten")
     predict.layer_period = lambda config, full=layer_period: (full(config)[0], 10)
-    result["whole"] = planned("--gradient-accumulation-steps 5", 8, "ten")
+    result["whole"] = planned(workspace, "--gradient-accumulation-steps 5", 8, "ten")
     result["depths"] = depths.copy()
     planning.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
     for form in ("", "--json"):

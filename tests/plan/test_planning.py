@@ -11,7 +11,7 @@ import json
 import planranks
 import pytest
 import torch
-from conftest import forked, metrics_of, parse, python, words, write_model
+from conftest import forked, metrics_of, parse, python, slow_case, words, write_model
 from multirank import COUNTED, MODELS, SIZES
 
 import train_fsdp
@@ -20,9 +20,15 @@ from harness.model.configs import load_config
 from harness.plan import gpus, planning, recorder
 
 GIB = 2**30
-CASES = [
-    pytest.param(ranks, name, id=f"{ranks}-{name}") for ranks in planranks.RANKS for name in planranks.cases(ranks)
-]
+QUICK_RANKS = 2  # of the quick tier
+
+
+def case(ranks: int, name: str):
+    make = pytest.param if ranks == QUICK_RANKS else slow_case
+    return make(ranks, name, id=f"{ranks}-{name}")
+
+
+CASES = [case(ranks, name) for ranks in planranks.RANKS for name in planranks.cases(ranks)]
 
 
 @pytest.fixture(scope="session")
@@ -35,14 +41,17 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def results(models):
-    """(what was planned, what was measured with each number of ranks); both are made side by side."""
+def results(request, models):
+    """(what was planned, what was measured with each number of ranks of the tier); both are made side by side."""
+    worlds, plan = planranks.RANKS, planranks.plan_all
+    if request.config.option.markexpr == "not slow":
+        worlds, plan = (QUICK_RANKS,), planranks.plan_cases
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        plans = threads.submit(forked, 1, planranks.plan_all, models)
-        for ranks in planranks.RANKS:
+        plans = threads.submit(forked, 1, plan, models, worlds)
+        for ranks in worlds:
             forked(ranks, planranks.main, models)
         plans.result()
-    measured = {ranks: json.loads((models / f"measured-{ranks}.json").read_text()) for ranks in planranks.RANKS}
+    measured = {ranks: json.loads((models / f"measured-{ranks}.json").read_text()) for ranks in worlds}
     return json.loads((models / "planned.json").read_text()), measured
 
 
@@ -107,6 +116,7 @@ def test_planned_collectives_are_those_counted_in_real_ranks(planned, observed, 
     assert calls == real
 
 
+@pytest.mark.slow
 def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
     few, whole = planned["extrapolated"], planned["whole"]
     assert planned["depths"] == [4, 6, 10]  # two shallow models for the one, the whole model for the other
@@ -118,17 +128,20 @@ def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
     assert few["flops_executed"] == whole["flops_executed"]
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_moves_the_bytes_that_inductors_code_for_a_hopper_moves(planned):
     """Of SmolLM3-3B at 1 x 8192: 0.935 and 1.500 GB in memory-bound kernels, read off what torch 2.11 generates."""
     assert planned["fused"]["forward"] == pytest.approx(0.935e9, rel=0.01)
     assert planned["fused"]["backward"] == pytest.approx(1.500e9, rel=0.1)
 
 
+@pytest.mark.slow
 def test_executed_flops_of_eager_attention_are_the_models(planned):
     plan = planned["4"]["eager attention"]
     assert plan["flops_executed"] == plan["flops_per_token"] * 256
 
 
+@pytest.mark.slow
 def test_a_model_whose_flops_are_not_known_is_planned_without_an_mfu(planned):
     text, found = planned["without FLOPs"], json.loads(planned["without FLOPs--json"])
     assert (found["flops_per_token"], found["mfu_percent"]) == (None, None)
@@ -139,6 +152,7 @@ def test_a_model_whose_flops_are_not_known_is_planned_without_an_mfu(planned):
     assert "no MFU" in text.split("time of a step")[1]
 
 
+@pytest.mark.slow
 def test_checkpointing_executes_more_flops_and_holds_less(planned):
     plans = planned["4"]
     assert plans["checkpointed"]["flops_executed"] > 1.1 * plans["stage 3"]["flops_executed"]
