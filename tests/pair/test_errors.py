@@ -142,6 +142,7 @@ def test_a_model_that_no_one_has_is_one_line_and_exit_2(arguments):
     assert message.startswith("--model no-such-company/no-such-model: ")
 
 
+@pytest.mark.slow
 def test_data_that_no_one_has_is_one_line_and_exit_2(arguments):
     flags = [*arguments, "--dataset", "no-such-company/no-such-stories"]
     message = only_line(cold_python(*flags, **NO_NETWORK))
@@ -182,6 +183,7 @@ def test_a_mistake_of_every_rank_is_one_line_of_one_rank(arguments, ranks, flags
     assert launchers_report
 
 
+@pytest.mark.slow
 def test_a_bug_keeps_its_traceback(arguments, tmp_path):
     broken = tmp_path / "program"
     broken.mkdir()

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, forked, losses_of, parse, slow_case, start, torchrun
+from conftest import ROOT, forked, losses_of, parse, start, torchrun
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -89,9 +89,8 @@ def same_work(tmp_path_factory):
     return flags, bare["loss"]
 
 
-@pytest.mark.parametrize(
-    "peer", [*map(slow_case, ["hf_trainer", "accelerate_fsdp2", "lightning_fabric"]), "fully_shard_loop"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["hf_trainer", "accelerate_fsdp2", "lightning_fabric", "fully_shard_loop"])
 def test_a_peer_has_the_bare_loops_loss_and_prints_our_figures(peer, same_work):
     pytest.importorskip(bench.PEERS.get(peer, "torch"))
     flags, loss = same_work

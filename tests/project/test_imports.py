@@ -178,6 +178,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_run_on_synthetic_tokens_imports_no_optional_package(tmp_path):
     flags = "--model demo --dataset synthetic --sequence-length 32 --checkpoint-interval 3 --profile"
     flags += f" --perf-warmup-steps 0 --num-steps 6 --output-dir {tmp_path} --run-name r --cache-dir {tmp_path}"

@@ -59,7 +59,7 @@ def a_few(name: str, fault: str, point: Point) -> bool:
     "name, least",
     [
         slow_case("a resumed run", 40),
-        ("a start that only ends a run", 4),
+        slow_case("a start that only ends a run", 4),
         slow_case("a fresh run", 5),
         slow_case("2 ranks", 2),
     ],
@@ -68,6 +68,17 @@ def test_after_a_fault_at_any_point_the_next_start_goes_on(in_a_fork, tmp_path, 
     found = in_a_fork(faults.enumerate_faults, name, tmp_path / "runs", a_few)
     assert found["wrong"] == []
     assert found["injected"] >= least
+
+
+def kill_before_a_rename(name: str, fault: str, point: Point) -> bool:
+    return fault == "kill before" and point.operation == "rename"
+
+
+def test_after_a_kill_before_a_rename_the_next_start_goes_on(in_a_fork, tmp_path):
+    name = "a start that only ends a run"
+    found = in_a_fork(faults.enumerate_faults, name, tmp_path / "runs", kill_before_a_rename)
+    assert found["wrong"] == []
+    assert found["injected"] >= 1
 
 
 def only_the_first_name(name: str, fault: str, point: Point) -> bool:
