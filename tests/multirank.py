@@ -276,7 +276,7 @@ def stalled(how: str, *argv: str) -> None:
 
             def stop_in_backward(*args, **options):
                 if (heartbeats.HERE.phase, heartbeats.HERE.step) == ("backward", 3):
-                    time.sleep(6)  # until a beat has said so
+                    time.sleep(9)  # until a beat has said so
                     stopped()
                 return all_reduce(*args, **options)
 

@@ -31,8 +31,7 @@ STALLS = {
     "never": "never seen; stopped or killed before the ranks met, or not started",
     "meeting": "last seen .* ago in start of step 0; stopped, killed or cut off",
 }
-TIMEOUT_MINUTES = 0.2  # much longer than a step of ranks that share two cores with all other drills
-SMOKE = "data"  # the drill of the quick tier, beside a kill
+TIMEOUT_MINUTES = 0.3  # much longer than a start or a step of ranks that share two cores with other drills
 STOPPED = ("stop", "replicas", "never", "meeting")  # a rank that is, has no exit code
 
 
@@ -47,7 +46,6 @@ def wait_until(condition, seconds: float = 600) -> None:
 def stalled(tmp_path_factory):
     """`stalled(how)`: what two ranks print and leave, and the exit codes of those that can end, for a way to stall."""
     folder = tmp_path_factory.mktemp("stalled")
-    slow = [how for how in STALLS if how != SMOKE]
     drills = {}
 
     def end(how: str) -> dict:
@@ -68,16 +66,17 @@ def stalled(tmp_path_factory):
             return {"said": output.read(), "codes": codes, "pids": pids, "folder": folder / how}
 
     def drill(how: str) -> dict:
-        for name in slow if how in slow else [how]:  # the slow ones side by side
+        for name in STALLS if how in STALLS else [how]:  # some side by side
             if name not in drills:
                 drills[name] = threads.submit(end, name)
         return drills[how].result()
 
-    with concurrent.futures.ThreadPoolExecutor() as threads:
+    with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
         yield drill
 
 
-@pytest.mark.parametrize("how", [how if how == SMOKE else slow_case(how) for how in STALLS])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", STALLS)
 def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
     case, rank = stalled(how), 0 if how == "print" else 1
     (line,) = (line for line in case["said"].splitlines() if "error:" in line)
@@ -89,9 +88,8 @@ def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
     assert "Traceback" not in case["said"]
 
 
-@pytest.mark.parametrize(
-    "how", [how if how == SMOKE else slow_case(how) for how in STALLS if how not in ("never", "meeting")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [how for how in STALLS if how not in ("never", "meeting")])
 def test_each_rank_that_waited_leaves_where_its_threads_were(stalled, how):
     case = stalled(how)
     left = [path.read_text() for path in case["folder"].glob("stalled-rank-*.txt")]
