@@ -143,7 +143,11 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
 
 
 def estimate_mfu(
-    model_flops_per_token: float, num_tokens: int, time_elapsed: float, num_gpus: int, peak_tflops: float | None = None
+    model_flops_per_token: float,
+    num_tokens: float,
+    time_elapsed: float,
+    num_gpus: int,
+    peak_tflops: float | None = None,
 ) -> dict[str, float]:
     """Speed of `num_gpus` devices that together processed `num_tokens` tokens in `time_elapsed` seconds.
 
@@ -184,6 +188,7 @@ class PerformanceTracker:
         self.steps_seen, self.warmup_seconds = 0, 0.0
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
+        self._start: float | None = None  # when the clock of this window started; None while it is stopped
         self._open_window()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:

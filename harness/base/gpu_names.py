@@ -50,7 +50,7 @@ def choose_kind(typed: str) -> tuple[str, list[str]]:
     """
     name = " ".join(re.split(r"[\s_-]+", typed.strip().upper()))
     row = row_of(typed)
-    as_typed = (typed, []) if row and float(row["memory_gib"]) else ("", [])
+    as_typed: tuple[str, list[str]] = (typed, []) if row and float(row["memory_gib"]) else ("", [])
     if name.startswith("NVIDIA "):
         return as_typed
     families = {family_of(kind).upper().replace(" ", " ?") for kind in PLANNED}

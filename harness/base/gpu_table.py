@@ -2,7 +2,7 @@
 
 import csv
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.base.versions import ROOT
 
@@ -28,8 +28,10 @@ def read_gpus() -> list[Gpu]:
     gpus = []
     with (ROOT / "assets" / "gpus.csv").open() as file:
         for row in csv.DictReader(file):
-            figures = {column: float(row[column]) for column, kind in Gpu.__annotations__.items() if kind is float}
-            gpus.append(Gpu(**row | figures))
+            values: dict[str, Any] = dict(row)
+            for column, kind in Gpu.__annotations__.items():
+                values[column] = kind(row[column])
+            gpus.append(Gpu(**values))
     return gpus
 
 

@@ -23,7 +23,8 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     group = patient_group()
-    result, error = None, None
+    result = None
+    error: Exception | None = None
     if is_main:
         try:
             result = make()

@@ -1,6 +1,7 @@
 """Windows: a flat token array cut into samples, and samples made into batches."""
 
 import hashlib
+import pathlib
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,8 @@ class PackedDataset(Dataset):
     """
 
     end_of_text: int | None = None  # the id that ends a document, where attention is to stay inside documents
+    path: pathlib.Path | None = None  # the flat file of the tokens, of a corpus that was tokenized
+    counts: dict | None = None  # what was counted when it was tokenized
 
     def __init__(self, tokens: np.ndarray, seq_len: int):
         self.tokens, self.seq_len = tokens, seq_len

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             tell_json(line)
         self.exit(2, f"{line}\n")
 
-    def parse_args(self, words: list[str]) -> argparse.Namespace:
+    def parse_args(self, words: list[str]) -> argparse.Namespace:  # type: ignore[override] - of its two forms one
         args, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 
 def argument(field: dataclasses.Field, hint) -> dict:
     """The options of argparse for a flag, from its field of the settings and the type of that field."""
-    options = {"default": field.default} | field.metadata
+    options: dict[str, typing.Any] = {"default": field.default} | field.metadata
     least, below = options.pop("least", None), options.pop("below", math.inf)
     metavar = {"metavar": field.name.split("_")[-1].upper()}
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # the other one is None
@@ -101,7 +101,8 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=versions.Show, nargs=0, help="of this program and of what it stands on")
-    group, hints = parser, typing.get_type_hints(Settings)
+    group: argparse._ActionsContainer = parser
+    hints = typing.get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
         if "help" in field.metadata:
             options = argument(field, hints[field.name])
