@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             tell_json(line)
         self.exit(2, f"{line}\n")
 
-    def parse_args(self, words: list[str]) -> argparse.Namespace:  # type: ignore[override] - of its two forms one
+    def parse_args(self, words: list[str]) -> argparse.Namespace:  # type: ignore[override]  # one of its two forms
         args, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]

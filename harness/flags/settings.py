@@ -81,7 +81,7 @@ class Settings:
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
     num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization")
-    optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]")
+    optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]")  # type: ignore[valid-type]  # the files of a folder
     lr: float = flag(3e-4, "peak learning rate [3e-4]")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0)
@@ -150,7 +150,7 @@ class Settings:
 
     def tokens_per_step(self, world: int) -> int:
         """Tokens of one optimizer step: every rank, every microbatch."""
-        return world * self.gradient_accumulation_steps * self.batch_size * self.sequence_length
+        return world * self.gradient_accumulation_steps * int(self.batch_size) * self.sequence_length
 
     def batch_step(self) -> int:
         """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
