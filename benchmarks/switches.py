@@ -52,8 +52,8 @@ def symmetric_memory(model: nn.Module, mesh) -> None:
 def own_reduce_scatter(model: nn.Module, mesh) -> None:
     ranks = dist.get_process_group_ranks(mesh.get_group("shard"))
     own = dist.new_group(ranks, use_local_synchronization=True)
-    for group in collectives.groups(model):
-        group._reduce_scatter_comm = InItsOwnGroup(own)
+    for module in collectives.sharded_modules(model):
+        module.set_custom_reduce_scatter(InItsOwnGroup(own))
 
 
 SWITCHES = {"symmetric-memory": symmetric_memory, "own-reduce-scatter": own_reduce_scatter}
