@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import gc
 import gzip
+import hashlib
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import datasets
 import filelock
@@ -30,12 +32,12 @@ from transformers import AutoConfig, AutoTokenizer
 import train_fsdp
 import utils
 from harness.base.errors import UserError
-from harness.data import corpora, sample_order, streaming
+from harness.data import corpora, corpus, sample_order, streaming
 from harness.data.corpus_files import find_files, local_files
 from harness.data.documents import TOKENIZE_BATCH, token_dtype
 from harness.data.formats import DATA_SUFFIXES, file_records
 from harness.data.records import DOCUMENT_MARK
-from harness.data.token_cache import pack_tokens
+from harness.data.token_cache import check_cache, pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn
 from harness.flags import commands
 from harness.flags.settings import is_local
@@ -726,9 +728,9 @@ def test_whatever_is_changed_in_a_cache_the_tokens_are_the_same_or_made_again(
 @pytest.fixture
 def reads(monkeypatch) -> list:
     """What was compared with its checksum; all files count as older than the clock's tick."""
-    seen, digest, now = [], utils.hashlib.file_digest, utils.time.time_ns
-    monkeypatch.setattr(utils.hashlib, "file_digest", lambda file, kind: seen.append(file.name) or digest(file, kind))
-    monkeypatch.setattr(utils.time, "time_ns", lambda: now() + 2 * 10**9)
+    seen, digest, now = [], hashlib.file_digest, time.time_ns
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: seen.append(file.name) or digest(file, kind))
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 2 * 10**9)
     return seen
 
 
@@ -1026,10 +1028,12 @@ def test_a_file_that_is_deleted_under_way_is_named(tokenizer, tmp_path, way, mon
         with pytest.raises(UserError) as raised:
             list(itertools.islice(stream.chunks((0, 0, 0)), 20))
     else:
-        read = file_records
-        monkeypatch.setattr(
-            utils, "file_records", lambda *of, **how: (gone.unlink(missing_ok=True), read(*of, **how))[1]
-        )
+
+        def delete_and_read(*arguments, **options):
+            gone.unlink(missing_ok=True)
+            return file_records(*arguments, **options)
+
+        monkeypatch.setattr(corpus, "file_records", delete_and_read)
         with pytest.raises(UserError) as raised:
             load(tokenizer, tmp_path, tmp_path / "data")
     assert str(raised.value).startswith(f"--dataset {gone}")
@@ -1053,10 +1057,10 @@ def test_data_that_is_not_there_is_named_before_the_tokenizer_is_looked_for(devi
 @pytest.mark.parametrize("checks", [0, 2])
 def test_a_file_that_is_deleted_after_it_was_listed_is_named(tokenizer, tmp_path, monkeypatch, checks):
     file = pathlib.Path(write_jsonl(tmp_path / "data.jsonl", TEXTS))
-    list_files, check, times = utils.local_files, utils.check_cache, []
+    times = []
 
     def list_and_delete(dataset):
-        files = list_files(dataset)
+        files = local_files(dataset)
         file.unlink()
         return files
 
@@ -1064,9 +1068,9 @@ def test_a_file_that_is_deleted_after_it_was_listed_is_named(tokenizer, tmp_path
         times.append(1)
         if len(times) == checks:  # the second one is made under the cache's lock
             file.unlink()
-        return check(*arguments)
+        return check_cache(*arguments)
 
-    monkeypatch.setattr(utils, "check_cache", check_and_delete)
+    monkeypatch.setattr(corpus, "check_cache", check_and_delete)
     if checks == 0:
         monkeypatch.setattr(utils, "local_files", list_and_delete)
     with pytest.raises(UserError) as raised:
