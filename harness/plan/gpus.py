@@ -58,7 +58,8 @@ def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
         if problem := gpu_names.unlisted(gpu, given):
             raise UserError(problem)
         rates = {"fp8_tflops": 0.0, "host_us": HOST_US, "kernel_us": KERNEL_US} | given
-        return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", kind and kind.peak_tflops), rates)
+        peak_tflops = kind.peak_tflops if kind else None
+        return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", peak_tflops), rates)
     matmul_share = kind.matmul_share or MATMUL_SHARE
     fp8_share = kind.fp8_share or FP8_MATMUL_SHARE
     attention_share = ATTENTION_SHARE
@@ -130,7 +131,10 @@ def choose_rates(settings: Settings) -> Rates:
     elif others:
         taken = gpu if typed == gpu else f"{typed} is taken for {gpu}"
         rates.taken = f"{taken}; --plan-gpu {' or '.join(map(repr, others))} names another"
-    rates.peak_tflops = settings.peak_tflops or rates.peak_tflops or (kind and kind.peak_tflops)
+    if settings.peak_tflops:
+        rates.peak_tflops = settings.peak_tflops
+    elif not rates.peak_tflops:
+        rates.peak_tflops = kind.peak_tflops if kind else None
     rates.sections = sections
     if sections:
         versions = ", ".join(f"{name} {version}" for name, version in contents["versions"].items() if version)

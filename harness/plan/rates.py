@@ -37,7 +37,9 @@ class Operator(NamedTuple):
         """Which rate bounds it: matmul, fp8, attention or memory."""
         if self.kind.startswith("attention"):
             return "attention"
-        return ("fp8" if "scaled_mm" in self.kind else "matmul") if self.flops else "memory"
+        if not self.flops:
+            return "memory"
+        return "fp8" if "scaled_mm" in self.kind else "matmul"
 
 
 class Time(NamedTuple):
