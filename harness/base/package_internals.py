@@ -12,6 +12,12 @@ NAMES = {
 }
 
 
+def new_state_buffer(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
+    """A state of zeros for a parameter, as an optimizer of torchao makes it. In public it does so in its first step
+    only, which is too late for a checkpoint to be read into it."""
+    return optimizer._new_buffer(parameter, signed)
+
+
 def content_fingerprint(dataset) -> str:
     """What `datasets` names a data set's cache by: another one where its rows are others. Its guide to the cache has
     this name."""

@@ -4,6 +4,7 @@ float8 weights, and on weights in bf16 with an error of the compiler."""
 import torch
 from torch.distributed.tensor import DTensor
 
+from harness.base.package_internals import new_state_buffer
 from harness.base.torch_internals import unlimited_recompiles
 from harness.flags.settings import Settings
 from harness.model.optimization import OptimizerKind, local
@@ -28,8 +29,8 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
                 for parameter in group["params"]:
                     self.state[parameter] = {
                         "step": torch.tensor(0.0),
-                        "exp_avg": self._new_buffer(parameter, True),
-                        "exp_avg_sq": self._new_buffer(parameter, False),
+                        "exp_avg": new_state_buffer(self, parameter, signed=True),
+                        "exp_avg_sq": new_state_buffer(self, parameter, signed=False),
                     }
 
         @staticmethod
