@@ -4,8 +4,10 @@ no longer has. Independent of what they are used for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 import transformers
@@ -20,7 +22,13 @@ if TYPE_CHECKING:  # importing it loads every quantizer's package that is instal
 # Owner, a module or "module:class", and what is used of it.
 NAMES = {
     "transformers:PreTrainedConfig": ("_attn_implementation",),
-    "transformers:PreTrainedModel": ("_init_weights", "_supports_flex_attn", "_supports_sdpa"),
+    "transformers:PreTrainedModel": (
+        "_can_set_attn_implementation",
+        "_init_weights",
+        "_supports_flex_attn",
+        "_supports_sdpa",
+        "warn_if_padding_and_no_attention_mask",
+    ),
     "transformers.conversion_mapping": ("get_model_conversion_mapping",),
     "transformers.core_model_loading": (
         "WeightConverter",
@@ -31,6 +39,7 @@ NAMES = {
         "revert_weight_conversion",
     ),
     "transformers.dynamic_module_utils": ("TIME_OUT_REMOTE_CODE",),
+    "transformers.integrations.hub_kernels": ("is_torchdynamo_exporting",),
     "transformers.integrations.sdpa_attention": ("use_gqa_in_sdpa",),
     "transformers.masking_utils": ("find_packed_sequence_indices",),
     "transformers.modeling_flash_attention_utils": ("_is_packed_sequence",),
@@ -76,6 +85,34 @@ def set_packing_detection(document_numbers: Callable) -> None:
     of a mask could be registered in public; this one is called before it."""
     masking_utils.find_packed_sequence_indices = document_numbers
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+
+
+def takes_any_attention(model: PreTrainedModel) -> bool:
+    """Whether a model calls the attention function that is registered under its implementation's name; in public
+    transformers only raises where it does not."""
+    return model._can_set_attn_implementation()
+
+
+@contextlib.contextmanager
+def without_packing_detection() -> Iterator[None]:
+    """Inside, no row is taken for several documents. transformers reads the positions to find that out, and a tensor
+    without data has none."""
+    with mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
+
+
+@contextlib.contextmanager
+def without_reading_tokens() -> Iterator[None]:
+    """Inside, transformers does not read tokens to warn of padding, and takes no kernel from the hub. It has no option
+    for the first; the second is public for a whole process only."""
+    from transformers import PreTrainedModel
+    from transformers.integrations import hub_kernels
+
+    with (
+        mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
+        mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+    ):
+        yield
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------

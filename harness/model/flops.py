@@ -6,14 +6,19 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from harness.base.text import first_line
+from harness.base.torch_internals import TorchDispatchMode, backward_is_running
+from harness.base.transformers_internals import (
+    attention_of,
+    takes_any_attention,
+    without_packing_detection,
+    without_reading_tokens,
+)
 
 # Families whose FLOPs tests/model/test_flops.py has compared: the formula and the count by operators are equal.
 DENSE_FAMILIES = (
@@ -110,9 +115,9 @@ def count_flops(config, seq_len: int, attention_apart: bool = False) -> Sequence
 
 def count_on_meta(config, stub: "AttentionStub", seq_len: int, attention_apart: bool) -> SequenceFlops:
     """Counts the whole sequence, or short ones where that takes too many operators (a step for each token)."""
-    model = build(config, config._attn_implementation)
-    is_eager = model.config._attn_implementation == "eager"
-    takes_stub = model._can_set_attn_implementation()
+    model = build(config, attention_of(config))
+    is_eager = attention_of(model.config) == "eager"
+    takes_stub = takes_any_attention(model)
     stub.ignores_windows = is_eager  # eager attention computes every score and masks it afterwards
     attention_in_other = is_eager and not attention_apart
     if not attention_in_other:
@@ -202,8 +207,7 @@ class FlopCounter(TorchDispatchMode):
 def is_rotary_product(first: torch.Tensor) -> bool:
     """Whether a product is that of positions and frequencies, the rotary angles: an outer product that takes no
     gradient."""
-    in_backward = torch._C._current_graph_task_id() >= 0
-    return not torch.is_grad_enabled() and not in_backward and first.shape[-1] == 1
+    return not torch.is_grad_enabled() and not backward_is_running() and first.shape[-1] == 1
 
 
 # ---- Softmax attention, apart from all else --------------------------------------------------------------------------
@@ -269,18 +273,13 @@ class AttentionStub:
 def counted_attention(stub: AttentionStub) -> Iterator[None]:
     """Inside, models of transformers can be built with `stub` as the implementation of attention named `counted`, and
     eager ones take its masks. None of them reads its tokens, which have no values, or takes a kernel from the hub."""
-    from transformers import AttentionInterface, PreTrainedModel, masking_utils
-    from transformers.integrations import hub_kernels
+    from transformers import AttentionInterface, masking_utils
 
     AttentionInterface.register("counted", stub.attention)
     masking_utils.AttentionMaskInterface.register("counted", stub.mask)
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] = stub.mask
     try:
-        with (
-            mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-            mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
-            mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
-        ):
+        with without_packing_detection(), without_reading_tokens():
             yield
     finally:
         del masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]

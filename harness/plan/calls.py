@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from harness.base.torch_internals import occupy_gpu, schema_of, tree_leaves, tree_map, tree_map_only
 from harness.plan.operators import Layout, moved_bytes, tensors_in
 from harness.plan.rates import LIST, Operator
 
@@ -99,7 +99,7 @@ def make_call(operator: Operator, call, args, kwargs, device: torch.device, work
 
 def make_attention_call(operator: Operator, call, args, kwargs, device: torch.device, working_set: float) -> Call:
     """The device's own attention kernel, in the place of the recorded one."""
-    names = [argument.name for argument in call._schema.arguments]
+    names = [argument.name for argument in schema_of(call).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     inputs = [given[name] for name in ("query", "key", "value")]
     options = {"is_causal": given["is_causal"], "enable_gqa": inputs[0].shape[1] != inputs[1].shape[1]}
@@ -155,7 +155,7 @@ def make_list_call(operator: Operator, call, args, kwargs, device: torch.device,
 
 def written_positions(call) -> list[int]:
     """The positions of the arguments that an operator writes into, by its schema."""
-    arguments = enumerate(call._schema.arguments)
+    arguments = enumerate(schema_of(call).arguments)
     return [position for position, argument in arguments if argument.is_write and not argument.is_out]
 
 
@@ -193,7 +193,7 @@ def time_call(call: Call, device: torch.device, patience: float) -> tuple[float,
     def seconds_of_call(times: int) -> float:
         call.restore()
         if is_cuda:
-            torch.cuda._sleep(1_000_000)  # so that the launches are ahead of the device
+            occupy_gpu(1_000_000)  # so that the launches are ahead of the device
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
         began = time.perf_counter()

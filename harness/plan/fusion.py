@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from harness.base.torch_internals import unsafe_view
 from harness.plan.operators import allocated_bytes, attention_workspace, tensors_in
 
 # Operators with kernels of their own, which the compiler does not fuse with what stands beside them.
 UNFUSED_OPERATORS = re.compile(
     r"mm\b|_mm|attention|convolution|embedding_dense|(?<!slice_)(?<!select_)scatter|index_put|sort|topk|cumsum"
 )
-UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)  # views, which their schemas do not say
+UNDECLARED_VIEWS = (operator.getitem, unsafe_view)  # views, which their schemas do not say
 ROW_SHARE = 1 / 64  # of a kernel's largest input: a result so small is a row's sum, and stays inside the kernel
 
 

@@ -5,8 +5,9 @@ import dataclasses
 import re
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from harness.base.torch_internals import backward_is_running, schema_of, tree_leaves
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")  # of what a step holds in memory
 
@@ -41,10 +42,10 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
     """Bytes that one operator reads and writes in device memory; 0 for a view or an uninitialized tensor."""
-    name = op._schema.name.split("::")[1]
+    name = schema_of(op).name.split("::")[1]
     storages = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
     read = written = 0
-    for position, argument in enumerate(op._schema.arguments):
+    for position, argument in enumerate(schema_of(op).arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         size = sum(map(nbytes, tensors_in(value)))
         is_first_overwritten = position == 0 and name in ("copy_", "_foreach_copy_", "zero_", "fill_")
@@ -79,9 +80,9 @@ def shapes(tree) -> str:
 
 def operator_flops(op, args, kwargs, result) -> int:
     """FLOPs that the operator executes, 0 for one that memory bounds."""
-    name = op._schema.name.split("::")[1]
+    name = schema_of(op).name.split("::")[1]
     if "scaled_dot_product" in name:
-        names = [argument.name for argument in op._schema.arguments]
+        names = [argument.name for argument in schema_of(op).arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         batch, heads, length, head_dim = given["query"].shape
         flops = 2 * batch * heads * length * given["key"].shape[2] * (head_dim + given["value"].shape[3])
@@ -92,8 +93,7 @@ def operator_flops(op, args, kwargs, result) -> int:
         return int(flops)
     if name == "_grouped_mm":
         return 2 * args[0].numel() * args[1].shape[-1]
-    forward = torch._C._current_graph_task_id() < 0
-    if name == "bmm" and forward and not torch.is_grad_enabled() and args[0].shape[-1] == 1:
+    if name == "bmm" and not backward_is_running() and not torch.is_grad_enabled() and args[0].shape[-1] == 1:
         return 0  # rotary angles, as in flops.FlopCounter
     formula = flop_registry.get(op.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0

@@ -12,6 +12,7 @@ from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB
 from harness.base.text import first_line
+from harness.base.torch_internals import ERRORS_WITHOUT_DATA
 from harness.flags.settings import Settings
 from harness.model.weights import layer_period
 from harness.plan.gpus import FRAGMENTATION, verdict_of
@@ -137,8 +138,6 @@ def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, pe
     """A step at the full depth. Two shallow models, one `period` of layers apart, are recorded and extrapolated, which
     is exact where layers are alike: memory and counts are linear in depth, and a maximum over layers lies at the first
     or the last of a kind. A model that is not deeper than these is recorded as it is."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
     from harness.plan.recorder import record_step  # loads what only a plan needs
 
     layers = config.get_text_config().num_hidden_layers
@@ -147,7 +146,7 @@ def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, pe
     depths = [shallow, shallow + period] if shallow + period < layers else [layers]
     try:
         records = [record_step(settings, recipe, config, world, depth, edge) for depth in depths]
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except ERRORS_WITHOUT_DATA as error:
         why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
         raise UserError(f"--plan: {why} ({first_line(error)})") from error
     few, many = records[0], records[-1]

@@ -15,16 +15,26 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from harness.base.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    active_dispatch_modes,
+    backend_like_inductor,
+    backward_is_running,
+    compiled_for_each_shape,
+    compiled_without_random_states,
+    dtensor_shapes_unrecorded,
+    fake_store,
+    fsdp_chunks_as,
+    group_of_collective,
+    is_default_cpu_stream,
+    tree_map_only,
+)
+from harness.base.transformers_internals import without_packing_detection
 from harness.flags.settings import Settings
 from harness.model import loss
 from harness.model.optimization import find_optimizer
@@ -94,7 +104,8 @@ class StepRecorder(TorchDispatchMode):
         self.mark("forward", "embedding")
 
     def start_optimizer(self, parameters) -> None:
-        self.label((p.grad._local_tensor for p in parameters if p.grad is not None), "gradients")
+        with torch.no_grad():  # so that `to_local` is no operator
+            self.label([p.grad.to_local() for p in parameters if p.grad is not None], "gradients")
         self.mark("optimizer")
         # The ends of a step have no computation beside them: the first two gathers, the last reduction of each kind.
         gathers = [entry for entry in self.collectives if entry[1] == "all_gather"]
@@ -138,7 +149,7 @@ class StepRecorder(TorchDispatchMode):
     def phase(self) -> str:
         if self.microbatch is None:
             return "build"
-        if torch._C._current_graph_task_id() != -1:
+        if backward_is_running():
             self.after_backward = True
             return "backward"
         return "optimizer" if self.last_microbatch and self.after_backward else "forward"
@@ -193,7 +204,7 @@ class StepRecorder(TorchDispatchMode):
         if not match:
             return
         kind = {"allgather": "all_gather", "allreduce": "all_reduce"}.get(match[0], match[0])
-        ranks, per_node = self._sizes_of(group_of(args))
+        ranks, per_node = self._sizes_of(group_of_collective(args))
         whole = max(map(nbytes, inputs))
         sent = whole * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
         key = (phase, kind, ranks, per_node)
@@ -249,7 +260,7 @@ class StepRecorder(TorchDispatchMode):
     def _add(self) -> int:
         """The number of a new storage. FSDP2 enters its streams on a CPU too, where they are names only."""
         stream = torch.cpu.current_stream()
-        if stream is torch.cpu._default_cpu_stream:
+        if is_default_cpu_stream(stream):
             self.pools.append(0)
         else:
             self.pools.append(self._streams.setdefault(stream, len(self._streams) + 1))
@@ -277,24 +288,12 @@ class StepRecorder(TorchDispatchMode):
         return peaks
 
 
-def group_of(args) -> dist.ProcessGroup:
-    """The process group among a collective's arguments."""
-    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
-    if boxed:
-        return dist.ProcessGroup.unbox(boxed[0])
-    names = [arg for arg in args if isinstance(arg, str)]  # of a functional collective: the operation, the group
-    return dist.distributed_c10d._resolve_process_group(names[-1])
-
-
 @functools.cache
 def recording_backend():
     """A backend for torch.compile that partitions graphs as inductor does and runs them under a StepRecorder."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
-    from torch._inductor.decomposition import select_decomp_table
 
     def run(graph, name, memory, *args):
-        recorder = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, StepRecorder))
+        recorder = next(mode for mode in active_dispatch_modes() if isinstance(mode, StepRecorder))
         return recorder.run_compiled(graph, args, name, memory)
 
     def compiler(graph, inputs):
@@ -303,14 +302,12 @@ def recording_backend():
         name = "region " + hashlib.sha256(f"{operators}\n{dtypes}".encode()).hexdigest()[:12]
         return functools.partial(run, graph, name, fused_memory(graph))
 
-    # as in inductor: an argument that is updated is written by the kernel, not copied afterwards
-    options = {"decompositions": select_decomp_table, "keep_inference_input_mutations": True}
-    return aot_autograd(fw_compiler=compiler, partition_fn=partition, **options)
+    return backend_like_inductor(compiler)
 
 
 class Chunks:
-    """What `_chunk_with_empty` of FSDP2 returns, with each chunk made when it is asked for. A plan of one rank needs
-    one or two of them; a list of all takes minutes from 4,096 ranks on."""
+    """The shards that FSDP2 cuts a tensor into, each made when it is asked for. A plan of one rank needs one or two of
+    them; a list of all takes minutes from 4,096 ranks on."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int):
         self.tensor, self.count, self.dim = tensor, count, dim
@@ -327,7 +324,7 @@ class Chunks:
 def on_fake_tensors(recorder: StepRecorder):
     """Fake tensors under `recorder`. Patches what is no operator, does not run on fake tensors, or runs otherwise on a
     GPU."""
-    resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+    resize = torch.UntypedStorage.resize_
 
     def resize_(storage, size):  # how FSDP allocates and frees gathered parameters, without an operator
         resize(storage, size)
@@ -340,23 +337,17 @@ def on_fake_tensors(recorder: StepRecorder):
             yield starts[index]
         recorder.weight = weight
 
-    def unrecorded(*args):  # DTensor learns the whole result's shape from fake tensors of its own
-        with _disable_current_modes():
-            return propagate(*args)
-
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
-        mock.patch.object(ShardingPropagator, propagate.__name__, unrecorded),
+        dtensor_shapes_unrecorded(),
         mock.patch.object(loss, "chunk_starts", three_chunks),
-        mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks, create=True),
+        fsdp_chunks_as(Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
-        # a GPU's attention without dropout draws no random numbers, so none are kept for recomputation
-        mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
-        torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
+        compiled_without_random_states(),
+        compiled_for_each_shape(),
         # CUDA adds a product in place; fake tensors allow that for the dtypes of which the CPU has no kernel
         mock.patch.object(loss, "add_product", lambda total, a, b: torch.addmm(total, a, b, out=total)),
-        # transformers reads position ids to see that nothing is packed, which fake tensors have no answer to
-        mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        without_packing_detection(),
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
     ):
@@ -415,7 +406,7 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
         layer.register_forward_pre_hook(lambda *_: recorder.mark("forward", key))
         layer.register_forward_hook(after)
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world)
     try:
         with mock.patch.object(torch.distributed.device_mesh, "new_group", new_group_of_rank_0):
             mesh = recipe.build_mesh(settings, torch.device("cpu"))

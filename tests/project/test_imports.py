@@ -117,9 +117,9 @@ def test_a_wrong_direction_and_a_cycle_are_seen(tmp_path, file, source, said):
     assert bool(found) == bool(said)
 
 
-def test_what_is_made_for_torchs_own_tests_is_imported_by_the_recorder_alone():
+def test_what_is_made_for_torchs_own_tests_is_imported_in_one_place():
     users = {name for name, (_, path) in MODULES.items() if "torch.testing._internal" in imported(path)}
-    assert users == {"harness.plan.recorder"}
+    assert users == {"harness.base.torch_internals"}
 
 
 @pytest.mark.parametrize("name", ["train_fsdp", "utils", "harness", *HARNESS])
