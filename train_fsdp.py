@@ -4,8 +4,7 @@
     torchrun --nproc_per_node=4 train_fsdp.py --model smollm3-3b --zero-stage 2
     accelerate launch --num_processes=4 train_fsdp.py --model smollm3-3b
 
-run(), near the end, calls prepare(), train() and finish(): the table of contents. utils.py has the data, the FLOP and
-MFU math and the clock. The rest is in harness/, one concern a file. To change
+Where to change what:
 
     a flag or its default              harness/flags/settings.py
     when a step logs, evaluates, saves harness/job/schedule.py
@@ -13,6 +12,9 @@ MFU math and the clock. The rest is in harness/, one concern a file. To change
     an optimizer, groups, clipping     harness/model/optimizers/, harness/model/optimization.py
     what a checkpoint holds            harness/state/train_state.py
     a figure and where it is shown     harness/report/figure_list.py, harness/report/figures.py
+
+run(), near the end, calls prepare(), train() and finish(): the table of contents. utils.py has the data, the FLOP and
+MFU math and the clock. The rest is in harness/, one concern a file.
 """
 
 from harness.base import console, versions
@@ -51,7 +53,7 @@ from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line, one_line
 from harness.data.batches import training_batches
-from harness.data.corpora import load_data, opening
+from harness.data.corpora import first_words, load_data
 from harness.data.corpus_files import check_exists
 from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
@@ -61,9 +63,9 @@ from harness.job.printing import columns, say, say_story
 from harness.job.schedule import Due, Schedule
 from harness.job.signals import StopRequest
 from harness.job.terminal import command, progress
-from harness.job.world import fail, leave, limit_waiting, open_store, start_processes, stop_processes
-from harness.model.attention import choose_attention, know_documents
-from harness.model.collectives import leave_out_copies, make_replicas_equal
+from harness.job.world import end_process, fail, limit_waiting, open_store, start_processes, stop_processes
+from harness.model.attention import choose_attention, skip_packing_detection
+from harness.model.collectives import alias_reduce_scatter_buffers, make_replicas_equal
 from harness.model.configs import choose_sequence_length, find_source, load_config
 from harness.model.float8 import check_float8, fp8_converter
 from harness.model.flops import known_flops
@@ -72,7 +74,7 @@ from harness.model.optimization import build_optimizer, clip_grad_norm, paramete
 from harness.model.sampling import evaluating, sample
 from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.verify import verify_sharding
-from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, make_real, on_meta
+from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, materialize, on_meta
 from harness.plan import own_plan, planning
 from harness.plan.fitting import memory_savers
 from harness.report import trackers
@@ -95,7 +97,7 @@ from harness.report.summary import (
 from harness.report.waiting import Waiting
 from harness.state.export import export, step_of_export
 from harness.state.find import find_checkpoint
-from harness.state.identity import compare, describe_identity, keep_global_batch
+from harness.state.identity import check_resume_compatible, describe_identity, keep_global_batch
 from harness.state.store import Checkpoints, remove_leftovers
 from harness.state.train_state import TrainState
 
@@ -158,7 +160,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     dtype = torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
     model = on_meta(config, settings.attention, dtype)
-    know_documents(model, settings.model, settings.document_mask)
+    skip_packing_detection(model, settings.model, settings.document_mask)
     if settings.fused_loss:
         fuse_loss(model, settings.compile)
     else:
@@ -177,10 +179,10 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     model.train()
     in_layers = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in in_layers]
-    make_real(model, outside, device, weights)
+    materialize(model, outside, device, weights)
     doing = "reading weights" if weights else "making weights"
     for index, layer in progress(enumerate(layers), len(layers), "" if settings.plan else doing):
-        make_real(model, list(layer.modules()), device, weights, index)
+        materialize(model, list(layer.modules()), device, weights, index)
         transform_layer(settings, layer, convert_to_fp8, shard)
     if settings.compile:
         for module in outside:
@@ -189,7 +191,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    leave_out_copies(model, mesh)
+    alias_reduce_scatter_buffers(model, mesh)
     make_replicas_equal(model, mesh)
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
@@ -277,10 +279,10 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
 def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device) -> tuple[float, int]:
     """(mean loss over every token of the held-out windows, how many tokens these are)."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    heartbeats.at("evaluation")
+    heartbeats.enter_phase("evaluation")
     with evaluating(model):
         for batch in held_out_batches(settings, dataset, device):
-            heartbeats.at("evaluation")
+            heartbeats.enter_phase("evaluation")
             tokens = (batch["labels"] != IGNORE_INDEX).sum()
             loss = model(**batch, use_cache=False).loss
             total += torch.stack([loss.double() * tokens, tokens.double()])
@@ -303,15 +305,15 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
         # Below stage 3 the parameters stay gathered from the first microbatch to the last: one all-gather a step. After
         # the last they are always resharded: the optimizer updates the shards, and a gathered copy would be stale.
         model.set_reshard_after_backward(last or reshards_early(settings))
-        heartbeats.at("data")
+        heartbeats.enter_phase("data")
         with tracker.data_wait():
             batch = next(batches)
-        heartbeats.at("forward")
+        heartbeats.enter_phase("forward")
         loss = model(**batch, use_cache=False).loss / settings.gradient_accumulation_steps
-        heartbeats.at("backward")
+        heartbeats.enter_phase("backward")
         loss.backward()
         total = total + loss.detach()
-    heartbeats.at("optimizer")
+    heartbeats.enter_phase("optimizer")
     norm = clip_grad_norm(optimizer, settings.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
@@ -392,11 +394,11 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     resumed_step = manifest["step"] if manifest else 0
     settings = preflight.check(settings, parameters, sizes, mesh, device, folder, resumed_step)
     train_set, eval_set = load_data(settings, tokenizer, config, utils.get_dataset, manifest)
-    beginning = on_main_rank(lambda: opening(eval_set or train_set, tokenizer))
+    beginning = on_main_rank(lambda: first_words(eval_set or train_set, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
         prompts = [beginning]  # the demo's prompt is for the demo's stories
     identity = describe_identity(settings, config, tokenizer, train_set)
-    changed = compare(settings, identity, manifest) if manifest else ""
+    changed = check_resume_compatible(settings, identity, manifest) if manifest else ""
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = build_optimizer(settings, model)
@@ -463,7 +465,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
     losses, metrics, stopped = [], {}, False
     while state.step < settings.num_steps and not stopped:
         due = schedule.at(state.step + 1)
-        heartbeats.at("data", due.step)
+        heartbeats.enter_phase("data", due.step)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         with profiler.step(due), waiting.step(due.log):
             loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
@@ -476,7 +478,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
                 freeze_objects()  # the compiler has made more than there was before
         speed = {} if due.profiled else tracker.step(tokens, job.flops_per_token, synchronize=due.log)
         stop.can_save = True
-        stopped = stop.agreed() and not due.last
+        stopped = stop.agreed_by_all_ranks() and not due.last
         save = due.save or stopped
         if due.log or save:
             metrics, problem = read_metrics(state, losses, grad_norm, learning_rate, check_state=save or due.last)
@@ -490,11 +492,11 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
         if due.first and not save:
             saver.prepare(state)
         if save:
-            heartbeats.at("save")
+            heartbeats.enter_phase("save")
             with tracker.excluded():
                 saver.save(state, wait=stopped or due.last)
     profiler.finish()
-    heartbeats.at("save")  # the last checkpoint may still be being written
+    heartbeats.enter_phase("save")  # the last checkpoint may still be being written
     stop.can_save = False
     saver.finish()
     return metrics, stopped
@@ -531,7 +533,7 @@ def evaluate_and_log(
             if due.first_evaluation:
                 freeze_objects()  # the compiler has run again, for passes without gradients
         problem = first_not_finite(metrics, [])
-    heartbeats.at("log")
+    heartbeats.enter_phase("log")
     reporter.log(metrics, state.tracker.get_print_message(metrics), stories)
     if stories:
         say_story(describe_stories(stories))
@@ -609,7 +611,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
         rules = manifest if same_data else None  # the run's rules decide what was held out
         _, held_out = load_data(settings, tokenizer, config, utils.get_dataset, rules)
     if checkpoint:
-        compare(settings, describe_identity(settings, config), manifest)
+        check_resume_compatible(settings, describe_identity(settings, config), manifest)
     state = TrainState(build_model(settings, config, mesh, read_weights=not checkpoint))
     if checkpoint:
         state.load(checkpoint, manifest)
@@ -643,7 +645,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         reporter = Report(job.settings, job.endpoint, job.folder, job.state, job.changed)
         cleanup.callback(reporter.close)
         saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
-        planned = cleanup.enter_context(own_plan.beside(job.settings, device))
+        planned = cleanup.enter_context(own_plan.planning_in_background(job.settings, device))
         freeze_objects()
         gc.disable()  # cycles are collected at log lines: in the middle of a step one rank stops and all wait for it
         cleanup.callback(gc.enable)
@@ -683,7 +685,7 @@ def main(settings: Settings) -> None:
         watch.meet()
         exit_code = run(settings, device, stop)
         stop_processes(stop)
-        leave(exit_code)
+        end_process(exit_code)
     except UserError as error:
         fail(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code, as_json=settings.json)
     except torch.cuda.OutOfMemoryError as error:

@@ -400,7 +400,7 @@ def is_whole(path: pathlib.Path) -> bool:
     except (OSError, ValueError):
         return False
     found = {name: [len(content), hashlib.sha256(content).hexdigest()] for name, content in data.items()}
-    return seal == saved.seal(manifest) and found == manifest["files"]
+    return seal == saved.manifest_checksum(manifest) and found == manifest["files"]
 
 
 def whole(folder: pathlib.Path) -> list[str]:

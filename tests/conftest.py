@@ -177,7 +177,7 @@ def write_checkpoint(run: pathlib.Path, step: int, **manifest) -> pathlib.Path:
     folder = run / "checkpoints" / saved.name_of(step)
     folder.mkdir(parents=True, exist_ok=True)
     content = {"step": step, "files": {}} | manifest
-    (folder / saved.MANIFEST).write_text(json.dumps(content | {"sha256": saved.seal(content)}))
+    (folder / saved.MANIFEST).write_text(json.dumps(content | {"sha256": saved.manifest_checksum(content)}))
     return folder
 
 
@@ -259,7 +259,7 @@ class Stop:
     can_save: bool = False
     name: str = "SIGTERM"
 
-    def agreed(self) -> bool:
+    def agreed_by_all_ranks(self) -> bool:
         self.steps -= 1
         return self.steps == 0
 

@@ -74,7 +74,7 @@ def step_of(path: pathlib.Path) -> int | None:
     return int(path.name[5:]) if re.fullmatch("step-[0-9]{8}", path.name) else None
 
 
-def seal(manifest: dict) -> str:
+def manifest_checksum(manifest: dict) -> str:
     """Checksum of a manifest by its own content."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
@@ -91,7 +91,7 @@ def read_manifest(checkpoint: pathlib.Path) -> dict:
         checksum, step = manifest.pop("sha256"), manifest["step"]
     except (ValueError, KeyError) as error:
         raise ValueError(f"{MANIFEST} cannot be read") from error
-    if checksum != seal(manifest):
+    if checksum != manifest_checksum(manifest):
         raise ValueError(f"{MANIFEST} has changed")
     if step_of(checkpoint) not in (None, step):
         raise ValueError(f"{MANIFEST} is of step {step}")

@@ -148,7 +148,7 @@ def check_fills_a_batch(settings: Settings, train: PackedDataset) -> None:
         raise UserError(f"{data}: {problem} of {needed}; {advice}")
 
 
-def opening(dataset, tokenizer) -> str:
+def first_words(dataset, tokenizer) -> str:
     """The first words of a corpus, as the beginning of a generated story; empty where it has no text."""
     if tokenizer is None or not isinstance(dataset, PackedDataset):
         return ""

@@ -101,7 +101,7 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=versions.Show, nargs=0, help="of this program and of what it stands on")
-    group: argparse._ActionsContainer = parser
+    group: typing.Any = parser  # or a group of it
     hints = typing.get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
         if "help" in field.metadata:

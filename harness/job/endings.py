@@ -25,7 +25,7 @@ def announce(exit_code: int, patience: float | None = None) -> None:
     raise is ignored. Only the first thread that calls this returns, so that the process ends with its exit code."""
     own = exit_code, threading.current_thread()
     ENDING.append(own)
-    hold()
+    block_if_exiting()
     if ENDING[0] is not own:
         return
 
@@ -42,7 +42,7 @@ def announce(exit_code: int, patience: float | None = None) -> None:
             thread.join(0.1)
 
 
-def hold() -> None:
+def block_if_exiting() -> None:
     """Blocks for ever where another thread ends this process, so that nothing more is logged or saved."""
     if ENDING and ENDING[0][1] is not threading.current_thread():
         threading.Event().wait()

@@ -36,7 +36,7 @@ class Here:
 
     phase: str = "start"
     step: int = 0
-    moves: int = 0
+    phase_changes: int = 0
     since: float = dataclasses.field(default_factory=time.monotonic)
     writing: str = ""  # the part of a checkpoint that a thread writes now, for which other ranks may wait
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
@@ -46,14 +46,14 @@ class Here:
 HERE = Here()
 
 
-def at(phase: str, step: int | None = None) -> None:
+def enter_phase(phase: str, step: int | None = None) -> None:
     """Records that this rank enters a phase; every rank calls this."""
-    endings.hold()
+    endings.block_if_exiting()
     HERE.phase = phase
     if step is not None:
         HERE.step = step
     HERE.since = time.monotonic()
-    HERE.moves += 1
+    HERE.phase_changes += 1
 
 
 class Heartbeats(threading.Thread):
@@ -114,7 +114,7 @@ class Heartbeats(threading.Thread):
             "beat": self.beat,
             "phase": HERE.phase,
             "step": HERE.step,
-            "moves": HERE.moves,
+            "moves": HERE.phase_changes,
             "time": time.time(),
             "seconds": time.monotonic() - HERE.since,
             "writing": HERE.writing,
@@ -146,8 +146,8 @@ class Heartbeats(threading.Thread):
             slept, now = time.monotonic() - now, time.monotonic()
             if endings.ENDING:  # what this rank still waits for, such as an upload, has a timeout of its own
                 return
-            if HERE.moves != moves:
-                moves, waited, before = HERE.moves, 0.0, None
+            if HERE.phase_changes != moves:
+                moves, waited, before = HERE.phase_changes, 0.0, None
             waited += min(slept, 2 * self.interval)
             try:
                 self.tell()
@@ -157,7 +157,7 @@ class Heartbeats(threading.Thread):
                     before, until = self.read(), waited + self.silence
                 elif waited >= until:
                     ranks, what = self.judge(before, self.read())
-                    if what and HERE.moves == moves:
+                    if what and HERE.phase_changes == moves:
                         self.end(self.describe(ranks, what), ranks, "stopped" in what)
                     waited, before = 0.0, None
             except RuntimeError as error:
@@ -217,7 +217,7 @@ class Heartbeats(threading.Thread):
         if speaks:
             console.record_error(line)
             # in a thread, as a pipe that nobody empties would block this one
-            threading.Thread(target=terminal.tell, args=(line,), daemon=True).start()
+            threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
         if HERE.folder:
             with contextlib.suppress(OSError):
                 with open(HERE.folder / f"stalled-rank-{self.rank}.txt", "w") as file:
@@ -244,7 +244,7 @@ class Heartbeats(threading.Thread):
             missing: list[int] = []
             while not missing and time.monotonic() < until:
                 time.sleep(0.1)
-                missing = [rank for rank in self.neighbours() if not alive(RANKS[rank][1])]
+                missing = [rank for rank in self.neighbours() if not is_alive(RANKS[rank][1])]
             now = self.read()
             if not missing:
                 missing = [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]
@@ -273,7 +273,7 @@ def ranks_beside() -> dict[int, tuple[str, int]]:
     return places
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

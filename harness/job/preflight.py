@@ -436,7 +436,7 @@ def check(
             if has_no_room_for_last(settings, parameters, each, folder):
                 decided = dataclasses.replace(decided, lacks_disk=True)
         for warning in itertools.chain(*checks):
-            terminal.tell(f"train_fsdp.py: warning: {warning}")
+            terminal.print_error(f"train_fsdp.py: warning: {warning}")
         return decided
 
     return on_main_rank(look)

@@ -64,11 +64,11 @@ class StopRequest:
                 if self.settings is not None and terminal.is_first_rank():
                     here = heartbeats.HERE
                     text = terminal.describe_interrupt(self.settings, here.step, here.phase, here.folder)
-                terminal.leave(text)
+                terminal.exit_now(text)
             if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
                 continue
             if now - first_request > self.SAME_REQUEST:
-                terminal.leave("", self.EXIT_CODE)
+                terminal.exit_now("", self.EXIT_CODE)
             first_request = min(first_request, now)
             self.request(signal.Signals(number).name)
 
@@ -78,10 +78,10 @@ class StopRequest:
             text = ""
             if terminal.is_first_rank() and heartbeats.HERE.phase != "failure":
                 text = terminal.describe_stop(name, heartbeats.HERE.folder)
-            terminal.leave(text, self.EXIT_CODE)
+            terminal.exit_now(text, self.EXIT_CODE)
         self.name = name
 
-    def agreed(self) -> bool:
+    def agreed_by_all_ranks(self) -> bool:
         """Whether any rank had a request when this was last called; every rank calls it after every step.
 
         The answer is one step old, so that no rank waits for it: a small all-reduce on the host during the next step.

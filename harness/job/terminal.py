@@ -54,11 +54,11 @@ def begin(settings) -> None:
     trains = not (settings.plan or settings.measure) and settings.num_steps
 
     def interrupt(number: int, frame) -> None:
-        leave(describe_interrupt(settings, 0, "", None) if is_first_rank() else "")
+        exit_now(describe_interrupt(settings, 0, "", None) if is_first_rank() else "")
 
     def stop(number: int, frame) -> None:
         speaks = is_first_rank() and trains
-        leave(describe_stop(signal.Signals(number).name, None) if speaks else "", STOPPED)
+        exit_now(describe_stop(signal.Signals(number).name, None) if speaks else "", STOPPED)
 
     signal.signal(signal.SIGINT, interrupt)
     for number in STOP_SIGNALS:
@@ -74,15 +74,15 @@ def begin(settings) -> None:
         LAUNCHED[:] = psutil.Process(LAUNCHER).cmdline()
 
 
-def leave(text: str, exit_code: int = INTERRUPTED) -> None:
+def exit_now(text: str, exit_code: int = INTERRUPTED) -> None:
     """Ends this process at once, from any thread, after a text if there is one."""
     if text:
-        tell(text)
+        print_error(text)
     endings.announce(exit_code, patience=3)
     os._exit(exit_code)
 
 
-def tell(text: str) -> None:
+def print_error(text: str) -> None:
     """Writes lines to stderr, from any thread; a bar on the last line is erased."""
     before = CLEAR if is_terminal(sys.stderr) else ""
     line = f"{before}{text}\n"

@@ -82,7 +82,7 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
             world_size=int(env.get("WORLD_SIZE", 1)),
             timeout=timedelta(minutes=timeout_minutes) + AFTER_HEARTBEATS,
         )
-    heartbeats.at("preparation")
+    heartbeats.enter_phase("preparation")
     return device
 
 
@@ -140,7 +140,7 @@ def reach_store(address: str, port: int, timeout_minutes: float) -> None:
             if waited > 60 * timeout_minutes:
                 raise UserError(f"{where}: rank 0's store does not answer ({error.strerror or error})", 1) from None
             if waited > STORE_PATIENCE and not has_warned:
-                terminal.tell(f"train_fsdp.py: waiting for rank 0 at {where} ({error.strerror or error})")
+                terminal.print_error(f"train_fsdp.py: waiting for rank 0 at {where} ({error.strerror or error})")
                 has_warned = True
             time.sleep(0.5)
     if own_store:
@@ -150,7 +150,7 @@ def reach_store(address: str, port: int, timeout_minutes: float) -> None:
 def stop_processes(stop=None) -> None:
     """Leaves the world, after a barrier: a gloo rank that leaves before the others are done can abort them. `stop` is
     the run's `StopRequest`."""
-    heartbeats.at("end")
+    heartbeats.enter_phase("end")
     if stop and stop.round:
         stop.round.wait()
     dist.barrier()
@@ -159,7 +159,7 @@ def stop_processes(stop=None) -> None:
         stop.leaving = True  # torchrun sends SIGTERM to ranks that leave a moment after the first one
 
 
-def leave(exit_code: int) -> None:
+def end_process(exit_code: int) -> None:
     """Ends this rank, whose work is done and written, without the interpreter's clean-up, in which the thread of a
     library can abort the process."""
     sys.stdout.flush()
@@ -183,7 +183,7 @@ def fail(message: str, exit_code: int, patience: float = 3, as_json: bool = Fals
     sys.stdout.flush()
     if speaks:
         console.record_error(message, happened)
-        terminal.tell(message)
+        terminal.print_error(message)
         if as_json:
             console.tell_json(message)
     endings.announce(exit_code, patience=5)

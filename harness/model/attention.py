@@ -105,7 +105,7 @@ def describe_attention(settings: Settings, config, device: str) -> str:
     return f"sdpa attention ({kernel})"
 
 
-def know_documents(model: nn.Module, name: str, document_mask: bool) -> None:
+def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> None:
     """Tells transformers where documents begin. By itself it reads positions back from the device: a sync in every
     forward, or in every layer with flash_attention_2. A UserError where a family cannot keep documents apart."""
     set_packing_detection(lambda ids: (ids == 0).cumsum(-1) if document_mask else None)

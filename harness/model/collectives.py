@@ -77,7 +77,7 @@ class WholeParameter(FSDPParam):
 all_gather, reduce_scatter = DefaultAllGather(), DefaultReduceScatter()  # FSDP2's own, which is torch's by each name
 
 
-def leave_out_copies(model: nn.Module, mesh: DeviceMesh) -> None:
+def alias_reduce_scatter_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Where each rank holds all of every parameter, neither parameters nor reduced gradients are copied. Everywhere
     else FSDP2 does as it does by itself, and so it does with parameters on the host and with float8 weights."""
     if mesh["shard"].size() > 1:

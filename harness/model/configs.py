@@ -91,7 +91,7 @@ def refuse_foreign_code(flag: str, error: Exception) -> None:
 
 def untrainable(config) -> str:
     """Why a family would train wrong, or cannot train with sharded layers and labels that are shifted already; empty
-    where its source shows no reason (`loss.check_labels` and `make_real` refuse what shows only later)."""
+    where its source shows no reason (`loss.check_labels` and `materialize` refuse what shows only later)."""
     text, family = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
         return f"{family.__name__} computes a loss of its own, of labels that it may shift"

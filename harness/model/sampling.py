@@ -31,7 +31,7 @@ def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device:
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    heartbeats.at("sampling")
+    heartbeats.enter_phase("sampling")
     with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
         tokens = model.generate(

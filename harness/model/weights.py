@@ -67,7 +67,7 @@ def layer_period(config) -> tuple[nn.Module, int]:
     return model, len(layers)
 
 
-def make_real(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:
+def materialize(model: nn.Module, modules: list[nn.Module], device, weights, layer: int | None = None) -> None:
     """Gives the meta tensors of `modules` storage on `device` and their values: random, or read from `weights`.
 
     Parameters are drawn in fp32 and then rounded: in bf16 torch 2.11 draws others on a CPU, and coarser ones.

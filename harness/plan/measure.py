@@ -50,7 +50,7 @@ def time_operators(record: StepRecorder, device: torch.device, seconds: float) -
     torch.manual_seed(0)
     with torch.no_grad():
         for operator, example in record.examples.items():
-            heartbeats.at("measure")
+            heartbeats.enter_phase("measure")
             try:
                 call = make_call(operator, *example, device, working_set)
                 median, least = time_call(call, device, seconds / len(record.examples))

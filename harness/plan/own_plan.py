@@ -81,7 +81,7 @@ def choose_batch_size(settings: Settings) -> int:
 
 
 @contextlib.contextmanager
-def beside(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
+def planning_in_background(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
     """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run."""
     if dist.get_rank() or not settings.own_plan or not (settings.plan_gpu or device.type == "cuda"):
         yield None

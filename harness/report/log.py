@@ -106,7 +106,7 @@ class Report:
             self.advised = True
             warning = describe_unsaved(self.settings, self.num_steps - step, metrics["step_time_ms"])
             if warning:
-                terminal.tell(f"train_fsdp.py: warning: {warning}")
+                terminal.print_error(f"train_fsdp.py: warning: {warning}")
 
     def show(self, metrics: dict, speed: str) -> None:
         """The line of the console, and the figures in the bar."""
@@ -206,7 +206,7 @@ class Report:
         """Writes the page where the process ends before the loop."""
         self.close(interrupted=True)
         if exit_code == terminal.INTERRUPTED and self.page:
-            terminal.tell(columns({"report": str(self.page)}))
+            terminal.print_error(columns({"report": str(self.page)}))
 
 
 def write_page(folder: pathlib.Path) -> pathlib.Path | None:

@@ -205,7 +205,7 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     if is_main:
         writer.attempt(writer.begin)
     for group in by_layer(tensors).values():
-        heartbeats.at("export")
+        heartbeats.enter_phase("export")
         gathered = gather(group, is_main)
         if is_main:
             writer.attempt(writer.add, gathered)

@@ -13,7 +13,7 @@ from harness.job.printing import say
 from harness.state.shards import sha256
 
 
-def damage(path: pathlib.Path) -> tuple[dict, str]:
+def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
     """(manifest, the damage in words, empty where the checkpoint is whole). Every rank reads its share of the files."""
     manifest, problem = {}, ""
     try:
@@ -63,7 +63,7 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
             raise UserError(f"--resume {resume}: {problem}")
     paths_of_main = of_all_ranks(paths)[0]  # a rank that saw others would be alone in its next collective
     for path in paths_of_main:
-        manifest, problem = damage(path)
+        manifest, problem = verify_checkpoint(path)
         if not problem:
             return path, manifest
         if not auto:
@@ -77,7 +77,7 @@ def find_branch_point(folder: pathlib.Path, origin: dict) -> tuple[pathlib.Path,
     """The checkpoint at which the run in `folder` branched off, and its manifest: a run that has saved nothing since
     resumes there."""
     path = pathlib.Path(origin["checkpoint"])
-    manifest, problem = damage(path)
+    manifest, problem = verify_checkpoint(path)
     if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
         reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
         raise UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")

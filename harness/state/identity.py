@@ -66,7 +66,7 @@ def describe_identity(settings: Settings, config, tokenizer=None, train_set=None
     return json.loads(json.dumps(identity, default=str))
 
 
-def compare(settings: Settings, identity: dict, manifest: dict) -> str:
+def check_resume_compatible(settings: Settings, identity: dict, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words; a UserError names what makes it another run."""
     saved_flags = dataclasses.asdict(Settings()) | manifest["flags"]  # the default of a flag newer than the checkpoint
     saved = saved_flags | manifest

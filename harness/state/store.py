@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from harness.base import saved
 from harness.base.devices import wait_for_device
 from harness.base.ranks import of_all_ranks
-from harness.base.saved import MANIFEST, place_of, seal
+from harness.base.saved import MANIFEST, manifest_checksum, place_of
 from harness.base.text import first_line
 from harness.flags.settings import Settings
 from harness.job import heartbeats
@@ -138,7 +138,7 @@ class Checkpoints:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
             self.sync_log()  # otherwise the log of a resumed run might lack the steps before it
             contents = manifest | {"files": dict(sorted(files.items()))}
-            (temporary / MANIFEST).write_text(json.dumps(contents | {"sha256": seal(contents)}, indent=1))
+            (temporary / MANIFEST).write_text(json.dumps(contents | {"sha256": manifest_checksum(contents)}, indent=1))
             sync(temporary / MANIFEST)
             shutil.rmtree(final, ignore_errors=True)  # damaged if it exists, or the run would have resumed from it
             sync(temporary)

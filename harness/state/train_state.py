@@ -174,7 +174,7 @@ class TrainState:
         if origin:
             self.branched_from = origin
             self.run_id = run_id or self.run_id
-        self.take(manifest, branch=bool(origin))
+        self.restore_counters(manifest, branch=bool(origin))
 
     def load_tensors(self, path: pathlib.Path) -> None:
         """Loads the shards into the tensors of this state. Raises a UserError where they cannot be read."""
@@ -199,7 +199,7 @@ class TrainState:
             elif name.startswith("rng."):
                 torch.set_rng_state(tensor.cpu())
 
-    def take(self, manifest: dict, branch: bool = False) -> None:
+    def restore_counters(self, manifest: dict, branch: bool = False) -> None:
         """Restores the fields of a manifest; for a branch, the manifest of another run, only those that it takes over.
         A field that the manifest lacks gets its default."""
         for field, entry in manifest_fields():

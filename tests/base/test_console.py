@@ -22,7 +22,7 @@ for step in range(500):
     print("to stderr", step, file=sys.stderr)
     tqdm.write("written")
     logging.getLogger("x").warning("logged")
-    terminal.tell("told, \u201cquoted\u201d, \udcff")
+    terminal.print_error("told, \u201cquoted\u201d, \udcff")
     with contextlib.suppress(OSError):
         os.write(1, b"by a library")
 bar = terminal.step_bar(3, 0, shown=True)
@@ -85,7 +85,7 @@ def test_a_disk_that_was_full_for_a_while_gets_the_lines_after_it(tmp_path):
 )
 def test_what_a_console_cannot_show_is_replaced(encoding, shown):
     script = "import sys\nfrom harness.base import console\nconsole.never_fail()\nfrom harness.job import terminal\n"
-    script += r"print('\u201cWell\u201d caf\u00e9');terminal.tell('\u201cWell\u201d caf\u00e9')"
+    script += r"print('\u201cWell\u201d caf\u00e9');terminal.print_error('\u201cWell\u201d caf\u00e9')"
     options = {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": encoding + ":strict"}, "capture_output": True}
     process = subprocess.run([sys.executable, "-c", script], timeout=600, **options)
     assert (process.stdout.decode(encoding), process.stderr.decode(encoding)) == (f"{shown}\n", f"{shown}\n")

@@ -369,7 +369,7 @@ def forget(manifest, *fields: str) -> None:
     """Takes fields out of a manifest, as one of a version that did not know them."""
     content = json.loads(manifest.read_text())
     content = {key: value for key, value in content.items() if key not in (*fields, "sha256")}
-    manifest.write_text(json.dumps(content | {"sha256": saved.seal(content)}))
+    manifest.write_text(json.dumps(content | {"sha256": saved.manifest_checksum(content)}))
 
 
 def shorten(folder):

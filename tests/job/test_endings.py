@@ -30,7 +30,7 @@ def test_no_other_thread_leaves_or_goes_on_before_the_first_one_has_left(listene
     first.start()
     while not endings.ENDING:
         time.sleep(0.01)
-    others = [(endings.announce, (0,)), (heartbeats.at, ("forward", 7)), (endings.announce, (1, 0.1))]
+    others = [(endings.announce, (0,)), (heartbeats.enter_phase, ("forward", 7)), (endings.announce, (1, 0.1))]
     others = [threading.Thread(target=call, args=arguments, daemon=True) for call, arguments in others]
     for other in others:
         other.start()

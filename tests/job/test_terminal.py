@@ -401,7 +401,7 @@ def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, 
     checkpoint = folder / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
     manifest = {"step": 2, "files": {}}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.seal(manifest)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
 
     again = parse(flags_of(terminal.command(settings, folder)))
     assert (again.resume, again.run_name, again.output_dir, again.lr) == ("auto", "-r", name, 1)

@@ -16,7 +16,7 @@ import train_fsdp
 import utils
 from harness.base.errors import UserError
 from harness.data.windows import create_collate_fn
-from harness.model.attention import know_documents
+from harness.model.attention import skip_packing_detection
 from harness.model.weights import decoder_layers
 
 
@@ -47,7 +47,7 @@ def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_p
     batch["position_ids"] = torch.arange(48).expand(2, -1)
     across = model(**batch, use_cache=False).loss.item()
 
-    know_documents(model, name, document_mask=False)
+    skip_packing_detection(model, name, document_mask=False)
     total, documents = 0.0, 0
     for row, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         lengths = np.diff([0, *(np.flatnonzero(row[:-1] == END) + 1), len(row)]).tolist()
@@ -69,7 +69,7 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
         torch.manual_seed(0)
         config = AutoConfig.for_model("smollm3", **MODELS["smollm3"])
         variants[attention] = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    know_documents(variants["sdpa"], "smollm3", document_mask=True)
+    skip_packing_detection(variants["sdpa"], "smollm3", document_mask=True)
     for layer in decoder_layers(variants["flex_attention"]):
         layer.forward = torch.compile(layer.forward)
     collate, all_windows = create_collate_fn(END), windows(6, 128)

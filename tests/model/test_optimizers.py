@@ -322,7 +322,7 @@ import train_fsdp
 
 class Stop:
     can_save, name, steps = False, "SIGTERM", -1
-    def agreed(self):
+    def agreed_by_all_ranks(self):
         self.steps -= 1
         return self.steps == 0
 

@@ -453,7 +453,7 @@ def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, checkpoint)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     del manifest["sha256"]
     manifest["files"]["../outside"] = manifest["files"][shard]
-    change(checkpoint / "manifest.json", **manifest, sha256=saved.seal(manifest))
+    change(checkpoint / "manifest.json", **manifest, sha256=saved.manifest_checksum(manifest))
     assert "step-00000002 is damaged (manifest.json cannot be read)" in mistake(*resume)
 
 

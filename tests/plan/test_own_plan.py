@@ -58,9 +58,9 @@ def test_a_run_is_planned_beside_it_unless_the_flag_leaves_it_out(device, monkey
     started = []
     monkeypatch.setattr(own_plan, "start_plan", lambda settings: started.append(sleeping(60)) or started[0])
     for flags in (["--plan-gpu", "B200", "--no-own-plan"], []):  # there is no GPU here either
-        with own_plan.beside(parse(flags), device) as process:
+        with own_plan.planning_in_background(parse(flags), device) as process:
             assert process is None and not started
-    with own_plan.beside(parse(["--plan-gpu", "B200"]), device) as process:
+    with own_plan.planning_in_background(parse(["--plan-gpu", "B200"]), device) as process:
         assert process.poll() is None
     assert process.wait(300) < 0
 

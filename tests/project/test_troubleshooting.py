@@ -36,7 +36,17 @@ ERRORS = {
     "kind",
     "argparse.ArgumentTypeError",
 }
-SAY = {"fail", "leave", "terminal.tell", "sys.stderr.write", "sys.exit", "self.error", "parser.error", "self.end"}
+SAY = {
+    "fail",
+    "exit_now",
+    "terminal.exit_now",
+    "terminal.print_error",
+    "sys.stderr.write",
+    "sys.exit",
+    "self.error",
+    "parser.error",
+    "self.end",
+}
 TROUBLE = re.compile(r"failed|skipped|slow  |planned +nothing")  # such lines of `say`
 ASKED = ERRORS | SAY | {"say", "print", "ValueError"}
 FIELDS = {field.name for field in dataclasses.fields(Settings)}

@@ -118,7 +118,7 @@ def settled(copied):
 def reseal(checkpoint, **changes) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text()) | changes
     del manifest["sha256"]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.seal(manifest)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
 
 
 def change_config(run_folder, **changes) -> None:
@@ -401,7 +401,7 @@ def test_a_flag_newer_than_the_checkpoint_counts_as_its_default(run, copied, cap
     for path in (copied / "checkpoints").glob("step-*"):
         manifest = json.loads((path / "manifest.json").read_text())
         del manifest["sha256"], manifest["flags"]["document_mask"]
-        (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.seal(manifest)}))
+        (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
     assert run("r", "--resume", "auto", "--num-steps", STEPS + 1) == 0
     assert "document mask" not in capsys.readouterr().out
 
@@ -528,7 +528,7 @@ import train_fsdp
 
 class Stop:
     can_save, name, steps = False, "SIGTERM", -1
-    def agreed(self):
+    def agreed_by_all_ranks(self):
         self.steps -= 1
         return self.steps == 0
 
@@ -565,10 +565,10 @@ def test_a_field_that_an_older_checkpoint_lacks_has_its_default_and_a_branch_tak
     state = TrainState(torch.nn.Linear(1, 1), step=3, samples=6, tokens=9, elapsed_before=5.0, run_id="a")
     manifest = {name: getattr(state, name) for name in ("step", "samples", "tokens", "started", "run_id")}
     older, branch = TrainState(torch.nn.Linear(1, 1), productive_before=7.0), TrainState(None, run_id="b")
-    older.take(manifest | {"world_size": 1, "tracker": {}})
+    older.restore_counters(manifest | {"world_size": 1, "tracker": {}})
     assert (older.step, older.samples, older.tokens, older.run_id) == (3, 6, 9, "a")
     assert (older.position, older.branched_from, older.productive_before) == (None, None, 0.0)
-    branch.take(manifest | {"elapsed": 1000.0}, branch=True)
+    branch.restore_counters(manifest | {"elapsed": 1000.0}, branch=True)
     assert (branch.step, branch.samples, branch.tokens) == (3, 6, 9)
     assert (branch.run_id, branch.elapsed_before) == ("b", 0.0)
 
@@ -765,7 +765,7 @@ def test_a_pipe_in_a_checkpoint_is_damage_and_no_wait(run, refused, copied, caps
     forged = json.loads((index.parent / "manifest.json").read_text())
     forged["files"].pop(".metadata")  # whoever wrote the manifest may have left it out
     del forged["sha256"]
-    (index.parent / "manifest.json").write_text(json.dumps(forged | {"sha256": saved.seal(forged)}))
+    (index.parent / "manifest.json").write_text(json.dumps(forged | {"sha256": saved.manifest_checksum(forged)}))
     assert "not a regular file" in refused("branch", "--resume", index.parent, exit_code=1)
     index.parent.joinpath("manifest.json").unlink()
     assert run("r", "--resume", "auto") == 0
@@ -798,7 +798,7 @@ def forge(checkpoint) -> None:
     del manifest["sha256"]
     files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
     manifest["files"] = {f.name: [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.seal(manifest)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
 
 
 @pytest.mark.parametrize("place", ["index", "bytes entry", "tensor"])
