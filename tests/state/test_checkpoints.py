@@ -890,7 +890,7 @@ DIVERGENT = words("--lr 1e6 --lr-scheduler constant --checkpoint-interval 1 --ke
 def saved_values(checkpoint) -> dict[str, torch.Tensor]:
     index = SafeReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
-    store.dcp.load(tensors, storage_reader=SafeReader(checkpoint), no_dist=True)
+    store.dcp.load(tensors, storage_reader=SafeReader(checkpoint))
     return tensors
 
 
