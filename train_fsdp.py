@@ -112,7 +112,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     if settings.compile is None:
         settings = dataclasses.replace(settings, compile=torch.cuda.is_available() or settings.plan)
     if settings.activation_memory_budget is not None and not settings.compile:
-        raise UserError("--activation-memory-budget: needs --compile")
+        raise UserError("--activation-memory-budget: needs --compile", entry="memory-budget")
     settings = dataclasses.replace(settings, sequence_length=choose_sequence_length(settings, config))
     attention, fused_loss = choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, attention=attention, fused_loss=fused_loss)
@@ -134,7 +134,10 @@ def build_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
     world = dist.get_world_size()
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
     if world % replicas:
-        raise UserError(f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks")
+        raise UserError(
+            f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks",
+            entry="replicas-do-not-divide",
+        )
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
@@ -406,7 +409,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     verified = verify_sharding(model, optimizer, mesh, keeps_states=sizes.states > 0)
     flops_per_token, flops_in_words = known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
-        raise UserError(f"--min-mfu: {flops_in_words}")
+        raise UserError(f"--min-mfu: {flops_in_words}", entry="no-mfu")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     state = TrainState(model, optimizer, scheduler, tracker=tracker)
     if checkpoint:
@@ -443,7 +446,11 @@ def load_state(state: TrainState, checkpoint: pathlib.Path, manifest: dict, fold
     state.load(checkpoint, manifest, *origin)
     if not state.finite():
         advice = "remove that folder, and --resume auto goes on from the one before"
-        raise UserError(f"--resume {checkpoint}: it holds values that are infinite or NaN; {advice}", exit_code=1)
+        raise UserError(
+            f"--resume {checkpoint}: it holds values that are infinite or NaN; {advice}",
+            exit_code=1,
+            entry="checkpoint-damaged",
+        )
 
 
 # ---- Loop ------------------------------------------------------------------------------------------------------------
@@ -561,7 +568,9 @@ def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dic
     say(next_commands(settings, job.folder, job.first_prompt(), reporter.page))
     if saver.failures:
         flag = "--checkpoint-interval" if settings.checkpoint_interval else "--final-checkpoint"
-        raise UserError(f"{flag}: {saver.failures} checkpoints could not be saved, see above", 1)
+        raise UserError(
+            f"{flag}: {saver.failures} checkpoints could not be saved, see above", 1, entry="checkpoints-missing"
+        )
     reporter.check_written()
     on_main_rank(lambda: check_gates(settings, metrics))
     return 0
@@ -690,10 +699,12 @@ def main(settings: Settings) -> None:
         fail(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code, as_json=settings.json)
     except torch.cuda.OutOfMemoryError as error:
         savers = ", ".join(as_flags(changes) for changes in memory_savers(settings)[:3])
+        # entry: out-of-memory
         fail(f"train_fsdp.py: error: {first_line(error)} Try {savers}.", 1, as_json=settings.json)
     except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
         lost_rank = watch.explain(error) if watch else ""
         if lost_rank:
+            # entry: rank-gone
             fail(f"train_fsdp.py: error: {lost_rank}", 1, patience=0, as_json=settings.json)
         fail(traceback.format_exc(), 1, as_json=settings.json)
 

@@ -27,7 +27,9 @@ def build(entity: str, project: str):
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        raise UserError("needs the package wandb-workspaces (pip install wandb-workspaces)") from error
+        raise UserError(
+            "needs the package wandb-workspaces (pip install wandb-workspaces)", entry="missing-package"
+        ) from error
 
     panels: dict[str, list] = {section: [] for section in SECTIONS}
     for chart, figures in figures_by_chart().items():
@@ -53,17 +55,20 @@ def main() -> None:
     parser.add_argument("project", metavar="ENTITY/PROJECT", help="as in the address of its page")
     entity, _, project = parser.parse_args().project.partition("/")
     if not (entity and project) or "/" in project:
+        # entry: wandb-view
         parser.error("it is ENTITY/PROJECT, as in the address of the project's page")
     try:
         view = build(entity, project)
         import wandb
 
         if not wandb.login(prompt=False):
-            raise UserError("not logged in to wandb; run `wandb login`")
+            raise UserError("not logged in to wandb; run `wandb login`", entry="no-wandb-login")
         print(view.save().url)
     except UserError as error:
+        # entry: wandb-view
         sys.exit(f"tools.wandb_view: error: {error}")
     except Exception as error:  # of the network, of the server, of the package
+        # entry: wandb-view
         sys.exit(f"tools.wandb_view: error: the view was not saved: {first_line(error)}")
 
 

@@ -49,7 +49,9 @@ def load_data(settings: Settings, tokenizer, config, get_dataset, manifest: dict
     if settings.dataset == "synthetic":
         return synthetic_data(settings, vocab_size)
     if settings.document_mask and tokenizer.eos_token_id is None:
-        raise UserError(f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)")
+        raise UserError(
+            f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)", entry="no-end-of-text"
+        )
     if not terminal.is_terminal(sys.stderr):
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     source = os.path.expanduser(settings.dataset)
@@ -145,7 +147,7 @@ def check_fills_a_batch(settings: Settings, train: PackedDataset) -> None:
         problem = f"{len(train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
         advice = "use a smaller batch, a shorter sequence or more text"
         data = f"--dataset {settings.dataset}, split {settings.dataset_split!r}"
-        raise UserError(f"{data}: {problem} of {needed}; {advice}")
+        raise UserError(f"{data}: {problem} of {needed}; {advice}", entry="too-little-text")
 
 
 def first_words(dataset, tokenizer) -> str:

@@ -109,7 +109,11 @@ def tokenize_once(
             start, counts = time.perf_counter(), Counter()
             batches = corpus.token_batches(skip_bad_records, counts, progress)
             if not pack_tokens(batches, path, corpus.vocab_size, counts):
-                raise UserError(f"--dataset {corpus.dataset}: it holds no text ({counts['bad records']} bad)")
+                raise UserError(
+                    f"--dataset {corpus.dataset}: it holds no text ({counts['bad records']} bad)", entry="no-text-found"
+                )
             return path, dict(counts, seconds=time.perf_counter() - start, damaged=problem)
     except OSError as error:
-        raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+        raise UserError(
+            f"--cache-dir {path.parent}: cannot be written ({error.strerror})", entry="cache-not-writable"
+        ) from error

@@ -129,9 +129,12 @@ def local_files(dataset: str) -> list[pathlib.Path]:
         if exists and not os.path.isdir(dataset):
             seen = "convert it"
         suffixes, packed = "/".join(DATA_SUFFIXES), "/".join(COMPRESSIONS)
-        raise UserError(f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}")
+        raise UserError(
+            f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}",
+            entry="no-data-files",
+        )
     if glob.has_magic(dataset):
-        raise UserError(f"--dataset {dataset}: no such files")
+        raise UserError(f"--dataset {dataset}: no such files", entry="no-such-data")
     check_exists(dataset)
     return []
 
@@ -142,4 +145,4 @@ def check_exists(dataset: str) -> None:
     looks_local = reader_of(dataset) or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1
     path = os.path.expanduser(dataset)
     if looks_local and not os.path.exists(path) and not glob.has_magic(path):
-        raise UserError(f"--dataset {dataset}: no such file or folder")
+        raise UserError(f"--dataset {dataset}: no such file or folder", entry="no-such-data")

@@ -45,7 +45,7 @@ def bad_record_error(record: BadRecord, source: pathlib.Path | str) -> Unreadabl
     of_file = isinstance(source, pathlib.Path)
     place = name_place(source, record.number) if of_file else source
     problem = f"a record has no text, {record.fault}"
-    error = UnreadableError(f"--dataset {place}: {problem}; --skip-bad-records leaves such out")
+    error = UnreadableError(f"--dataset {place}: {problem}; --skip-bad-records leaves such out", entry="bad-record")
     error.record, error.file = record, source if of_file else None
     return error
 
@@ -67,7 +67,9 @@ def token_batches(documents, tokenizer, batch_size: int = TOKENIZE_BATCH, counts
     while batch := list(take(documents, batch_size)):
         texts = [document for document in batch if isinstance(document, str)]
         if texts and end_of_text is None:
-            raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
+            raise UserError(
+                f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)", entry="no-end-of-text"
+            )
         if texts and tokenizer.is_fast:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
             encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -88,7 +90,10 @@ def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np
     for tokens in batches:
         largest = int(tokens.view(f"u{tokens.itemsize}").max(initial=0))  # a negative id is huge
         if largest >= vocab_size:
-            raise UserError(f"--tokenizer: it gave token id {largest}, the model has {vocab_size}; use its own")
+            raise UserError(
+                f"--tokenizer: it gave token id {largest}, the model has {vocab_size}; use its own",
+                entry="other-vocabulary",
+            )
         yield tokens.astype(token_dtype(vocab_size), copy=False)
 
 

@@ -65,6 +65,6 @@ def file_status(file: pathlib.Path) -> os.stat_result:
 
 
 def unreadable_file(file: pathlib.Path, error: Exception) -> UnreadableError:
-    unreadable = UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})")
+    unreadable = UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})", entry="data-unreadable")
     unreadable.file = file
     return unreadable

@@ -24,7 +24,9 @@ def files_of_split(dataset: str, split: str, files: list[pathlib.Path]) -> list[
             name = "train"
         splits.setdefault(name, []).append(file)
     if split not in splits:
-        raise NoSplitError(f"--dataset {dataset}, split {split!r}: there is none; there is {', '.join(splits)}")
+        raise NoSplitError(
+            f"--dataset {dataset}, split {split!r}: there is none; there is {', '.join(splits)}", entry="no-such-split"
+        )
     return splits[split]
 
 
@@ -42,7 +44,10 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     slice."""
     part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if not part:
-        raise UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
+        raise UserError(
+            f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'",
+            entry="no-such-split",
+        )
     if not part[2]:
         return part[1], []
     return part[1], [part[3] or "0%", part[4] or "100%"]
@@ -56,7 +61,10 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
         number = int(bound.rstrip("%"))
         size = 100 if bound.endswith("%") else documents
         if abs(number) > size:
-            raise UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
+            raise UserError(
+                f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents",
+                entry="no-such-split",
+            )
         if number < 0:
             number += size
         cut = round(documents * number / size) if size else 0

@@ -69,7 +69,7 @@ class StreamedDataset:
                 content = self._open_files(files)
             elif "[" in split:
                 slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
-                raise UserError(f"--dataset {source}, split {split!r}: {slices}")
+                raise UserError(f"--dataset {source}, split {split!r}: {slices}", entry="cannot-stream")
             else:
                 content = self._open_rows(subset)
         # Tells one corpus from another, whatever is held out of it.
@@ -106,7 +106,7 @@ class StreamedDataset:
             if windows and length >= needed:
                 break
         if not length:
-            raise UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text")
+            raise UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text", entry="no-text-found")
         tokens = np.concatenate(chunks)
         if windows:
             tokens = tokens[:needed]
@@ -127,7 +127,7 @@ class StreamedDataset:
             split = (self.rows.info.splits or {}).get(self.split)
             if split is None or not split.num_examples:
                 problem = "how many documents it has is not known, so that none can be held out while streaming"
-                raise UserError(f"--dataset {self.source}: {problem}; name an --eval-split")
+                raise UserError(f"--dataset {self.source}: {problem}; name an --eval-split", entry="cannot-stream")
             kept = split.num_examples * (100 - held.PERCENT) // 100
             train.rows, held_out.rows = self.rows.take(kept), self.rows.skip(kept)
         else:
@@ -137,7 +137,7 @@ class StreamedDataset:
 
     def _too_few(self, documents: int) -> UserError:
         problem = f"{documents:,} documents are too few to be divided while streaming"
-        return UserError(f"--dataset {self.source}: {problem}; leave out --streaming")
+        return UserError(f"--dataset {self.source}: {problem}; leave out --streaming", entry="cannot-stream")
 
     def _cut(self, bounds: list[str]) -> list[list[Part]]:
         """For each two neighbours of these bounds of slices, the parts of local files between them."""
@@ -262,7 +262,7 @@ class StreamedBatches(IterableDataset):
         try:
             yield from self._batches()
         except UserError as error:
-            yield UserError(str(error), exit_code=1)
+            yield UserError(str(error), exit_code=1, entry=error.entry)
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         seq_len = self.stream.seq_len

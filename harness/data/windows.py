@@ -46,7 +46,10 @@ def pack(tokens: np.ndarray, seq_len: int, dataset: str, split: str) -> PackedDa
     packed = PackedDataset(tokens, seq_len)
     if not len(packed):
         short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {seq_len}"
-        raise UserError(f"--dataset {dataset}, split {split!r}: {short}; use a shorter sequence or more text")
+        raise UserError(
+            f"--dataset {dataset}, split {split!r}: {short}; use a shorter sequence or more text",
+            entry="too-little-text",
+        )
     return packed
 
 

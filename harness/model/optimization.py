@@ -62,7 +62,7 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
-        raise UserError(f"--optimizer {settings.optimizer}: {needs}")
+        raise UserError(f"--optimizer {settings.optimizer}: {needs}", entry="missing-package")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     others = [parameter for parameter in parameters if parameter.dim() < 2]

@@ -40,4 +40,4 @@ def give_up(folder: pathlib.Path, problem: NotFinite, first_step: int, resumed: 
     else:
         kept = "nothing was saved"
     advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
-    raise UserError(f"the {problem.words} at step {problem.step}; {kept}; {advice}", exit_code=1)
+    raise UserError(f"the {problem.words} at step {problem.step}; {kept}; {advice}", exit_code=1, entry="not-finite")

@@ -65,7 +65,10 @@ class Endpoint:
         if not port:
             return
         if not find_spec("prometheus_client"):
-            raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
+            raise UserError(
+                "--metrics-port: needs the package prometheus_client (pip install prometheus_client)",
+                entry="missing-package",
+            )
         from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
 
         registry = CollectorRegistry()
@@ -83,10 +86,14 @@ class Endpoint:
         try:
             server, _ = start_http_server(port, host, registry)
         except (socket.gaierror, UnicodeError) as error:
-            raise UserError(f"--metrics-host {host}: no such address; 0.0.0.0 listens on all of this host") from error
+            raise UserError(
+                f"--metrics-host {host}: no such address; 0.0.0.0 listens on all of this host", entry="metrics-endpoint"
+            ) from error
         except OSError as error:
             where = f"{host}:{port} ({error.strerror})"
-            raise UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
+            raise UserError(
+                f"--metrics-port: cannot listen on {where}; choose another", entry="metrics-endpoint"
+            ) from error
         self.watch(server)
         endings.LISTENERS.append(self.end)
 

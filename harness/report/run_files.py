@@ -54,7 +54,9 @@ def read_run(folder: pathlib.Path) -> Run:
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{folder}: holds no metrics.jsonl; name a run's folder, OUTPUT_DIR/RUN_NAME")
+        raise UserError(
+            f"{folder}: holds no metrics.jsonl; name a run's folder, OUTPUT_DIR/RUN_NAME", entry="not-a-run-folder"
+        )
     lines = read_metrics(path)
     written = [line for line in path.read_bytes().splitlines() if line.strip()]
     last = lines[-1] if lines else {}

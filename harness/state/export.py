@@ -56,14 +56,18 @@ def step_of_export(settings: Settings) -> int:
     config = saved.read_config(folder)
     is_own = run_id and config.get("run_id") == run_id and saved.is_same_run(folder, run_id, config.get("folder"))
     if not is_own or not same_weights(settings, config.get("flags")):
-        raise UserError(f"--export: {settings.export} exists already; choose another folder or remove it")
+        raise UserError(
+            f"--export: {settings.export} exists already; choose another folder or remove it", entry="export-exists"
+        )
     last_step = settings.num_steps
     newest = saved.newest(folder)
     if newest:
         last_step = max(last_step, saved.step_of(newest))
     if step < last_step:
         problem = f"holds this run after step {step}, which is to be at step {last_step}"
-        raise UserError(f"--export: {settings.export} {problem}; choose another folder or remove it")
+        raise UserError(
+            f"--export: {settings.export} {problem}; choose another folder or remove it", entry="export-exists"
+        )
     return step
 
 
@@ -195,7 +199,11 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     """
     path, final = settings.export, pathlib.Path(settings.export).expanduser()
     if not state.finite():
-        raise UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
+        raise UserError(
+            f"--export {path}: the weights are infinite or NaN; nothing is exported",
+            exit_code=1,
+            entry="export-not-finite",
+        )
     is_main = dist.get_rank() == 0
     generation, unreadable = {}, ""
     if is_main:
@@ -214,7 +222,7 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
         writer.attempt(writer.finish, settings, generation, tokenizer, total_size)
     error = from_main_process(lambda: writer.error, is_main)
     if error:
-        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
+        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1, entry="output-not-writable")
     say(f"exported   {final}, without a tokenizer" if tokenizer is None else f"exported   {final}")
     if unreadable:
         say(f"           without the generation config of {settings.model}, which cannot be read ({unreadable})")

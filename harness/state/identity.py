@@ -87,7 +87,7 @@ def check_resume_compatible(settings: Settings, identity: dict, manifest: dict) 
 
 
 def refuse(flag: str, before, now) -> None:
-    raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {ADVICE}")
+    raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {ADVICE}", entry="not-the-same-run")
 
 
 def refuse_changed_field(flag: str, before: dict, now: dict) -> None:
@@ -107,8 +107,12 @@ def refuse_changed_checksum(key: str, settings: Settings, saved_flags: dict) -> 
         if before != now:
             refuse(f"--{name.replace('_', '-')}", before, now)
     if key == "tokenizer":
-        raise UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
-    raise UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
+        raise UserError(
+            f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}", entry="not-the-same-run"
+        )
+    raise UserError(
+        f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}", entry="not-the-same-run"
+    )
 
 
 def keep_global_batch(settings: Settings, manifest: dict) -> int:
@@ -122,5 +126,8 @@ def keep_global_batch(settings: Settings, manifest: dict) -> int:
     accumulation, left_over = divmod(sequences, world * size)
     if left_over:
         problem = f"{world} ranks cannot share the run's global batch of {sequences} sequences"
-        raise UserError(f"--batch-size {size}: {problem}; choose another number of ranks, or another batch size")
+        raise UserError(
+            f"--batch-size {size}: {problem}; choose another number of ranks, or another batch size",
+            entry="ranks-do-not-share",
+        )
     return accumulation

@@ -188,7 +188,9 @@ class TrainState:
                     del tensors[name]
             dcp.load(tensors, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as error:
-            raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
+            raise UserError(
+                f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1, entry="checkpoint-not-loaded"
+            ) from error
         for name, _, local in self.optimizer_states():
             codes_loaded = any(other.startswith(f"{name}.codes.") for other in tensors)
             if hasattr(local, "codes") and not codes_loaded:
