@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long the loop stands still, asynchronous and synchronous, and bytes a parameter on disk.
+"""What a checkpoint costs: how long training pauses, asynchronous and synchronous, and bytes a parameter on disk.
 
     python benchmarks/checkpoint_cost.py --ranks 2
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path, name: str, *flags: str) 
     ).stdout
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     saved = re.findall(
-        r"saved\s+step-\d+, ([\d,.]+) MB in ([\d.]+) s(?:, the loop stood still for ([\d.]+) s)?", output
+        r"saved\s+step-\d+, ([\d,.]+) MB in ([\d.]+) s(?:, training paused for ([\d.]+) s)?", output
     )
     parameters = int(re.search(r"([\d,]+) parameters", output)[1].replace(",", ""))
     saved = saved[:-1]  # the last one always waits

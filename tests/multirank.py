@@ -257,7 +257,7 @@ def switched(switch: str, *argv: str) -> None:
 
 
 def stalled(how: str, *argv: str) -> None:
-    """The program, of which one rank does not get on: it reads data, evaluates or saves for ever, is stopped before or
+    """The program, of which one rank stalls: it reads data, evaluates or saves for ever, is stopped before or
     while the ranks meet or inside an all-reduce among replicas, or nobody reads what rank 0 prints."""
 
     def forever(*_, **__):

@@ -78,7 +78,7 @@ tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _p
 
 
 def backward_is_running() -> bool:
-    """Whether autograd runs a backward in this thread now. Only hooks are told in public, operators are not."""
+    """Whether autograd runs a backward in this thread now. In public only hooks learn it, operators do not."""
     return torch._C._current_graph_task_id() != -1
 
 

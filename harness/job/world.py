@@ -92,8 +92,7 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
 
 
 def limit_waiting(*groups: dist.ProcessGroup) -> None:
-    """Lets collectives of these groups give up when those of the default group do: torch gives every group that it is
-    not told otherwise of 30 minutes."""
+    """Gives these groups the timeout of the default group; torch's own default is 30 minutes."""
     timeout = torch_internals.gloo_timeout()
     if timeout is not None:  # a plan's group has no gloo, and nobody waits in it
         for group in groups:

@@ -84,7 +84,7 @@ def count_flops_per_token(config, seq_len: int, causal: bool = False) -> int:
     """FLOPs of a forward and a backward per token, as torch counts the operators.
 
     A ValueError where the model does not run without data, where the FLOPs of a product are not known, or where
-    `causal` asks for a half that does not exist: attention that cannot be told from the rest.
+    `causal` asks for a half that does not exist: attention that cannot be separated from the rest.
     """
     whole = count_flops(config, seq_len, attention_apart=causal)
     if not causal:

@@ -8,7 +8,7 @@ from collections import Counter
 from harness.job import driver, heartbeats
 from harness.job.printing import columns, say
 
-CONSECUTIVE_LINES = 3  # log lines until a rank is named, and until it is said to have recovered
+CONSECUTIVE_LINES = 3  # log lines until a rank is named, and until it is reported as recovered
 # Share of a step that the others wait for a rank until it is named. A GPU that is 20 % slower than the others takes
 # 0.17 of the step longer; GPUs of one kind differ by 8 % on average, outliers take up to 1.5 times the median (Sinha et
 # al., Not All GPUs Are Created Equal, SC 2022). The cores of a CPU others use too.
@@ -16,12 +16,12 @@ MIN_SHARE = {"cuda": 0.15, "cpu": 0.35}
 
 
 class SlowRanks:
-    """What was said of each rank. Every rank has one and gives it the same figures."""
+    """What was reported of each rank. Every rank has one and gives it the same figures."""
 
     def __init__(self, device_type: str):
         self.device_type = device_type
         self.named: set[int] = set()
-        self.differs: Counter[int] = Counter()  # consecutive lines at which a rank was not what was last said of it
+        self.differs: Counter[int] = Counter()  # consecutive lines at which a rank was not as last reported
 
     def judge(self, worked_ms: list[float], slowdowns: list[int], step_ms: float) -> None:
         """Says on the console which rank became slow or has recovered.

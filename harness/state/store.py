@@ -166,7 +166,7 @@ class Checkpoints:
             say(f"failed     checkpoint {final.name}: {cause}; the run goes on, older checkpoints stay")
             return
         megabytes = sum(size for size, _ in files.values()) / 1e6
-        pause = "" if stall is None else f", the loop stood still for {stall:.3f} s"
+        pause = "" if stall is None else f", training paused for {stall:.3f} s"
         say(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{pause}")
 
 

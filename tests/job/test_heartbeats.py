@@ -1,4 +1,4 @@
-"""A job that does not get on ends, and says which rank did not come, where it was seen last, and what it did."""
+"""A stalled job ends, and names the rank that did not come, where it was last seen, and what it did."""
 
 import concurrent.futures
 import os

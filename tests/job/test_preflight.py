@@ -490,7 +490,7 @@ def test_a_run_without_memory_for_such_copies_waits_for_each_save(device, argume
     assert train([*arguments, "--checkpoint-interval", 1, "--num-steps", 3], device) == 0
     output, errors = capfd.readouterr()
     assert errors.count("take 3.1 MB, with ") == 1 and "the run waits for each save" in errors
-    assert output.count("saved      step-") == 3 and "stood still" not in output
+    assert output.count("saved      step-") == 3 and "training paused" not in output
 
 
 def test_room_for_fewer_checkpoints_than_are_kept_is_a_warning(tmp_path, monkeypatch):

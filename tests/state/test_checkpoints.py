@@ -225,7 +225,7 @@ def test_old_checkpoints_go_and_those_to_keep_stay(run, tmp_path, kept):
 def test_the_stall_of_the_loop_is_said(run, capsys):
     run("r", "--checkpoint-interval", 3)
     assert "saved      step-00000003" in (output := capsys.readouterr().out)
-    assert "the loop stood still for" in output
+    assert "training paused for" in output
 
 
 def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch):
