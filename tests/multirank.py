@@ -252,7 +252,7 @@ def switched(switch: str, *argv: str) -> None:
             return call(self, output_tensor, input_tensor, group, *more, **options)
 
         kind.__call__ = call
-    train_fsdp.end_processnow = lambda code: print(f"collectives in {len(used)} groups", flush=True)
+    train_fsdp.end_process = lambda code: print(f"collectives in {len(used)} groups", flush=True)
     switches.main(switch, *argv)
 
 
