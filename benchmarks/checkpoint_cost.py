@@ -34,9 +34,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path, name: str, *flags: str) 
         [*launch, str(ROOT / "train_fsdp.py"), *command, *flags], check=True, capture_output=True, text=True
     ).stdout
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    saved = re.findall(
-        r"saved\s+step-\d+, ([\d,.]+) MB in ([\d.]+) s(?:, training paused for ([\d.]+) s)?", output
-    )
+    saved = re.findall(r"saved\s+step-\d+, ([\d,.]+) MB in ([\d.]+) s(?:, training paused for ([\d.]+) s)?", output)
     parameters = int(re.search(r"([\d,]+) parameters", output)[1].replace(",", ""))
     saved = saved[:-1]  # the last one always waits
     return {

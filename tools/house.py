@@ -90,7 +90,9 @@ def draw_box(room: str, x: float, y: float, width: float) -> tuple[list[str], fl
     modules = []
     if room not in ("train_fsdp", "utils"):
         base = ROOT / "harness" / room
-        modules = [str(path.relative_to(base).with_suffix("")) for path in files]
+        names = (path.relative_to(base) for path in files)
+        # a folder whose files are found by being there, such as readers, is one name
+        modules = list(dict.fromkeys(name.stem if len(name.parts) == 1 else f"{name.parts[0]}/" for name in names))
     rows = wrapped(modules, int((width - 24) / 6.6)) if modules else []
     height = 52 + LINE * len(rows)
     title = f"{room}.py" if not modules else room

@@ -347,7 +347,7 @@ def test_how_far_the_tokenizing_is_can_be_told(tokenizer, tmp_path):
 def test_what_lies_beside_the_text_files_of_a_folder_is_not_read(tokenizer, tmp_path):
     (tmp_path / "data" / ".cache").mkdir(parents=True)
     (tmp_path / "data" / "story.txt").write_text(TEXTS[0])
-    for name in ("README.md", "story.csv", ".hidden.txt", ".cache/story.txt"):
+    for name in ("README.md", "story.xyz", ".hidden.txt", ".cache/story.txt"):
         (tmp_path / "data" / name).write_text("no story")
     assert load(tokenizer, tmp_path, tmp_path / "data") == encoded(tokenizer, TEXTS[:1])
 
@@ -362,12 +362,12 @@ def test_what_is_left_out_of_a_folder_is_named(tokenizer, tmp_path):
     (folder / "a.txt").write_text(TEXTS[0])
     (folder / "NOTES.TXT").write_text(TEXTS[1])
     (folder / "b.Jsonl.BZ2").write_bytes(bz2.compress(json.dumps({"text": TEXTS[2]}).encode()) + bz2.compress(b"\n"))
-    for name in ("posts.json", "list.csv", "sub/c.tsv", "readme.md", "twice.txt.bz2.gz"):
+    for name in ("posts.json", "list.xyz", "sub/c.tsv", "readme.md", "twice.txt.bz2.gz"):
         (folder / name).write_text("no story")
     assert load(tokenizer, tmp_path, folder) == encoded(tokenizer, [TEXTS[1], TEXTS[0], TEXTS[2]])
     assert read("streamed", tokenizer, tmp_path, folder, seq_len=4) == load(tokenizer, tmp_path, folder)
     said = corpora.describe_files(str(folder))
-    assert said == {"files": "3 of 8 (left out: list.csv, posts.json, readme.md, sub/c.tsv, twice.txt.bz2.gz)"}
+    assert said == {"files": "3 of 8 (left out: list.xyz, posts.json, readme.md, sub/c.tsv, twice.txt.bz2.gz)"}
     for number in range(9):
         (folder / f"{number}.xml").write_text("no story")
     assert corpora.describe_files(str(folder))["files"].endswith("4.xml and 9 more)")
@@ -379,10 +379,10 @@ def test_a_folder_of_which_nothing_is_read_is_an_error_that_lists_what_was_seen(
     (tmp_path / "data").mkdir()
     with pytest.raises(UserError, match=f"needs {re.escape('/'.join(DATA_SUFFIXES))} files, .* it is empty"):
         load(tokenizer, tmp_path, tmp_path / "data")
-    for name in ("posts.json", "list.csv"):
+    for name in ("posts.json", "list.xyz"):
         (tmp_path / "data" / name).write_text("no story")
     for source in (tmp_path / "data", tmp_path / "data" / "*"):
-        with pytest.raises(UserError, match=r"there is only .*list\.csv, .*posts\.json"):
+        with pytest.raises(UserError, match=r"there is only .*list\.xyz, .*posts\.json"):
             load(tokenizer, tmp_path, source)
 
 
@@ -853,7 +853,7 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", b"\n\n\n", "it holds no text"),
     ("data.txt", b"\n\n\n", "it holds no text"),
     ("data.jsonl", b'{"text": "A"}\n', "--sequence-length"),
-    ("data.csv", b"text\nA fox.\n", ".jsonl"),
+    ("data.xyz", b"text\nA fox.\n", ".jsonl"),
     ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
     ("data.jsonl", GOOD + b'{"story": "A fox."}\n', ', line 2: no field \'text\' in {"story": "A fox."}; 1 of 2 lines'),
     ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),

@@ -18,6 +18,7 @@ CSV_READER = '''
 """CSV files: a header, then a document a row, with its text in a column."""
 
 import csv
+import sys
 
 from harness.data.records import check_value, choose_field, open_text
 
@@ -27,11 +28,17 @@ RECORDS = "rows"
 
 
 def read(file, text_field, counts, batched=False):
+    csv.field_size_limit(sys.maxsize)  # 128 KiB by default
     with open_text(file, counts) as text:
         rows = csv.DictReader(text)
+        if rows.fieldnames is None:  # an empty file
+            return
         field = choose_field(file, rows.fieldnames, text_field)
-        for number, row in enumerate(rows, 1):
-            yield check_value(row[field], field, number)
+        try:
+            for number, row in enumerate(rows, 1):
+                yield check_value(row[field], field, number)
+        except csv.Error as error:
+            raise ValueError(str(error)) from error
 '''
 
 READ_CORPORA = """
@@ -79,6 +86,7 @@ def test_one_new_file_adds_a_format(tmp_path):
     contents = {
         "mixed/a.csv": (HEADER + ROWS).encode(),
         "mixed/b.txt": b"The moon is round.",
+        "mixed/empty.csv": b"",
         "packed.csv.gz": gzip.compress((HEADER + ROWS).encode()),
         "bad/a.csv": (HEADER + ROWS).encode(),
         "bad/b.csv": (HEADER + ROWS + "3\n" + ROWS).encode(),

@@ -305,7 +305,7 @@ def three_files(tmp_path, texts):
         for number, first in enumerate((0, 50, 60)):
             lines = (json.dumps({"text": text}) for text in texts[first : (50, 60, None)[number]])
             (tmp_path / name / f"{number}.jsonl").write_text("\n".join(lines))
-        (tmp_path / name / "list.csv").write_text("no story")
+        (tmp_path / name / "list.xyz").write_text("no story")
     return tmp_path / "data", tmp_path / "copy"
 
 
@@ -362,7 +362,7 @@ def test_a_checkpoint_from_before_the_rule_keeps_the_end_of_its_text_held_out(
             assert train([*run, *more], device) == 0
             said = capfd.readouterr().out
             assert "held out   the last 5 % of it: " in said
-            assert "files      3 of 4 (left out: list.csv)" in said
+            assert "files      3 of 4 (left out: list.xyz)" in said
 
 
 def forget(manifest, *fields: str) -> None:

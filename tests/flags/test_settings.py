@@ -77,7 +77,7 @@ def test_help_names_every_flag_with_its_default():
         "--zero-stage 4",
         "--dp-replicate-size 0",
         "--precision fp16",
-        "--optimizer sgd",
+        "--optimizer none-such",
         "--attention fast",
         "--attention cudnn --precision fp32",
         "--attention flash --precision fp32",
