@@ -52,7 +52,7 @@ ADVICE = "a resumed run must have the same; to train on from these weights start
 
 def describe_identity(settings: Settings, config, tokenizer=None, train_set=None) -> dict:
     """What a resumed run must have in common with the run that saved the checkpoint: each field is written into the
-    manifest and compared by `compare`. Without data, as for an export, only the model."""
+    manifest and compared by `check_resume_compatible`. Without data, as for an export, only the model."""
     identity = {"model": {key: value for key, value in config.to_dict().items() if key not in NOT_COMPARED}}
     if train_set is not None:
         identity |= {
@@ -117,7 +117,8 @@ def refuse_changed_checksum(key: str, settings: Settings, saved_flags: dict) -> 
 
 def keep_global_batch(settings: Settings, manifest: dict) -> int:
     """The gradient accumulation with which this number of ranks has the run's global batch; a UserError where they
-    cannot share it. Where the batch flags are not the checkpoint's, the user asks for another batch: `compare` reports
+    cannot share it. Where the batch flags are not the checkpoint's, the user asks for another batch:
+    `check_resume_compatible` reports
     it."""
     flags, size, world = manifest["flags"], settings.batch_size, dist.get_world_size()
     if (size, settings.given_accumulation) != (flags["batch_size"], flags["given_accumulation"]):
