@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness.base.ranks import on_main_rank
+from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank
 from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
 from harness.job import heartbeats, world
@@ -325,6 +325,31 @@ def asking_in_two_worlds() -> None:
         if dist.get_rank() == 1:
             print(*answers, new_group.call_count, sep=", ", flush=True)
         stop_processes()
+
+
+def asking_on_two_nodes() -> None:
+    """Three ranks, the first two the main ones of their nodes: prints of which rank each has the answer."""
+    start_processes(timeout_minutes=1)
+    rank = dist.get_rank()
+    answers = of_all_ranks(from_main_process(lambda: rank, is_main=rank < 2))
+    if rank == 0:
+        print(answers, flush=True)
+    stop_processes()
+
+
+def stopping_for_one() -> None:
+    """Rank 1 has a request to stop after its first step: prints what the ranks agree on after each of three."""
+    start_processes(timeout_minutes=1)
+    stop, answers = StopRequest(), []
+    stop.can_save = True
+    for step in range(3):
+        answers.append(stop.agreed_by_all_ranks())
+        if dist.get_rank() == 1 and step == 0:
+            stop.request("SIGUSR1")
+    answers = of_all_ranks(answers)
+    if dist.get_rank() == 0:
+        print(answers, flush=True)
+    stop_processes(stop)
 
 
 def resolved(argv: list):

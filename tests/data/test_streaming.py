@@ -4,6 +4,8 @@ import functools
 import itertools
 import json
 import shutil
+import types
+from collections import Counter
 
 import multirank
 import numpy as np
@@ -143,6 +145,22 @@ def test_a_worker_that_reads_ahead_gives_each_batch_its_own_position(stream):
     alone = take(stream, 40, 2)
     assert samples_of(read) == samples_of(alone)
     assert [tuple(batch["position"]) for batch in read] == [batch["position"] for batch in alone]
+
+
+@pytest.mark.parametrize("length", [8, 16, 17, 40])
+def test_a_chunk_that_ends_with_a_batch_leaves_its_last_label_to_the_next(length):
+    """Chunks of `length` tokens, batches of two windows of eight."""
+
+    def chunks(position):
+        for number in itertools.count():
+            yield (number * length, 0, number), np.arange(number * length, (number + 1) * length)
+
+    counted = types.SimpleNamespace(seq_len=8, vocab_size=2**15, end_of_text=None, counts=Counter(), chunks=chunks)
+    for rank in (0, 1):
+        batches = take(counted, 4, 2, rank, 2)
+        starts = [16 * (2 * number + rank) for number in range(4)]
+        windows = [[*range(start, start + 9)] for first in starts for start in (first, first + 8)]
+        assert samples_of(batches) == windows
 
 
 def test_a_batch_longer_than_many_chunks_and_a_corpus_shorter_than_a_batch(tokenizer, tmp_path):

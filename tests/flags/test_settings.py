@@ -144,6 +144,8 @@ def test_a_document_mask_that_could_not_work_is_refused(flags):
 def test_no_step_left_to_measure_is_refused(flags, enough):
     with pytest.raises(UserError, match=f"give --num-steps at least {enough}"):
         parse([*flags.split(), "--num-steps", "10"])
+    with pytest.raises(UserError, match="no step is left to measure"):
+        parse([*flags.split(), "--num-steps", str(enough - 1)])
     parse([*flags.split(), "--num-steps", str(enough)])
 
 

@@ -40,6 +40,14 @@ def test_ranks_answer_each_other_in_one_group_for_the_life_of_a_world():
     assert said.splitlines() == ["one 1, one 2, 1", "two 1, two 2, 1"]
 
 
+def test_a_rank_has_the_answer_of_its_own_node():
+    assert forked(3, multirank.asking_on_two_nodes, timeout=100) == "[0, 1, 1]\n"
+
+
+def test_a_request_to_one_rank_stops_all_after_the_same_step():
+    assert forked(2, multirank.stopping_for_one, timeout=100) == f"{[[False, False, True]] * 2}\n"
+
+
 @pytest.mark.parametrize("number", StopRequest.SIGNALS)
 def test_a_signal_while_torch_is_loaded_ends_with_143(number):
     with subprocess.Popen(

@@ -146,6 +146,16 @@ def test_an_outer_product_that_takes_a_gradient_counts_and_one_of_rotary_angles_
     assert (counter.flops, angles.flops) == (2 * 2 * 8 * 4, 0)
 
 
+@pytest.mark.parametrize("takes_gradient, products", [(False, 2), (True, 3)])
+def test_of_a_convolution_the_gradients_that_are_asked_for_count(takes_gradient, products):
+    """Forward, the weight's gradient, and the input's where it takes one."""
+    inputs = torch.ones(1, 4, 16, requires_grad=takes_gradient)
+    convolution = torch.nn.Conv1d(4, 4, 3, groups=4, padding=1)
+    with FlopCounter() as counter:
+        convolution(inputs).sum().backward()
+    assert counter.flops == products * 2 * (4 * 16) * 3
+
+
 PARAMETERS = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.1-8b": 8_030_261_248,

@@ -1,6 +1,7 @@
 """A mistake is one line that names the flag or file; nothing is trained and nothing is lost."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from conftest import (
 )
 
 from harness.job import endings
+from harness.report.not_finite import first_not_finite
 
 PREFIX = "train_fsdp.py: error: "
 
@@ -117,6 +119,20 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
     assert all(line["step"] < step and line["loss"] < 1e9 for line in logged[:-1])
     assert logged[-1]["step"] >= step and None in (logged[-1]["loss"], logged[-1]["grad_norm"])
     assert not any(line.get("final") for line in logged)
+
+
+@pytest.mark.parametrize(
+    "figures, losses, problem",
+    [
+        ({}, [2.0, 1.0, 1.0], None),
+        ({}, [2.0, math.nan, math.inf], (8, "loss became nan")),
+        ({"grad_norm": math.inf}, [2.0], (9, "grad norm became inf")),
+        ({"eval_loss": math.nan}, [], (9, "eval loss became nan")),
+    ],
+)
+def test_what_is_not_finite_is_named_by_its_own_step(figures, losses, problem):
+    metrics = {"step": 9, "loss": 1.0, "grad_norm": 1.0} | figures
+    assert first_not_finite(metrics, losses) == problem
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Evaluation without training: --num-steps 0 with --eval-interval, of a checkpoint and of an export."""
 
+import dataclasses
 import json
 import math
 
 import multirank
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,6 +13,8 @@ from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, wo
 
 import train_fsdp
 from harness.base.errors import UserError
+from harness.data.windows import PackedDataset
+from harness.model.loss import IGNORE_INDEX
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,27 @@ def test_two_ranks_have_the_loss_of_one(trained, evaluation):
     said = forked(2, multirank.program, "--num-steps", "0", "--eval-interval", "1", *flags)
     held_out = f"held-out loss {found['eval_loss']:.4f} (perplexity {found['perplexity']:,.2f})"
     assert f"{trained / 'my.txt'}: {held_out}, {found['tokens']:,} tokens" in said
+
+
+@pytest.mark.parametrize("windows, eval_steps, taken", [(7, None, 7), (8, None, 8), (5, None, 5), (9, 2, 8), (1, 3, 1)])
+def test_each_held_out_window_is_taken_once_over_all_ranks_in_as_many_batches(
+    monkeypatch, device, windows, eval_steps, taken
+):
+    """Two ranks with batches of two. All tokens of a window are its number."""
+    settings = dataclasses.replace(parse(["--demo"]), batch_size=2, eval_steps=eval_steps)
+    dataset = PackedDataset(np.append(np.arange(windows).repeat(4), 0), 4)
+    monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 2)
+    counted, batches = [], []
+    for rank in (0, 1):
+        monkeypatch.setattr(train_fsdp.dist, "get_rank", lambda rank=rank: rank)
+        of_rank = list(train_fsdp.held_out_batches(settings, dataset, device))
+        batches.append(len(of_rank))
+        for batch in of_rank:
+            for inputs, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+                if (labels != IGNORE_INDEX).any():
+                    counted.append(inputs[0].item())
+    assert sorted(counted) == [*range(taken)]
+    assert batches[0] == batches[1]
 
 
 def test_random_weights_are_not_evaluated_and_json_without_an_object_is_refused():

@@ -215,6 +215,10 @@ def test_the_largest_batch_that_fits_is_found_with_few_plans(kink, slope, capaci
     assert len(planned) - fitting.MAX_BATCH_SIZE <= 8
 
 
+def test_a_batch_that_fills_the_capacity_to_the_byte_fits():
+    assert fitting.next_size({1: 1.0, 2: 2.0}, range(1, 17), 8.0) == 8
+
+
 def test_batches_that_float8_does_not_take_are_not_planned():
     """8,196 is a multiple of 4, batch x sequence has to be one of 16."""
     settings = parse(["--plan", "--precision", "fp8", "--sequence-length", "8196", "--batch-size", "4"])

@@ -49,6 +49,7 @@ from harness.state import export, identity, store
 from harness.state.identity import keep_global_batch
 from harness.state.shards import SafeReader
 from harness.state.train_state import TrainState
+from utils import PerformanceTracker
 
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -568,9 +569,16 @@ def test_a_field_that_an_older_checkpoint_lacks_has_its_default_and_a_branch_tak
     older.restore_counters(manifest | {"world_size": 1, "tracker": {}})
     assert (older.step, older.samples, older.tokens, older.run_id) == (3, 6, 9, "a")
     assert (older.position, older.branched_from, older.productive_before) == (None, None, 0.0)
-    branch.restore_counters(manifest | {"elapsed": 1000.0}, branch=True)
-    assert (branch.step, branch.samples, branch.tokens) == (3, 6, 9)
+    branch.restore_counters(manifest | {"elapsed": 1000.0, "position": [8, 0, 2]}, branch=True)
+    assert (branch.step, branch.samples, branch.tokens, branch.position) == (3, 6, 9, [8, 0, 2])
     assert (branch.run_id, branch.elapsed_before) == ("b", 0.0)
+
+
+@pytest.mark.parametrize("world_size, steps", [(1, 5.0), (2, 0.0)])
+def test_averages_go_on_with_the_same_number_of_ranks_alone(device, world_size, steps):
+    state = TrainState(torch.nn.Linear(1, 1), tracker=PerformanceTracker())
+    state.restore_counters({"world_size": world_size, "tracker": {"steps": 5.0}})
+    assert state.tracker.total["steps"] == steps
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""What a compiled region is planned to allocate and to move, on graphs of a few operators."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from harness.plan.fusion import fused_memory
+
+UNIT = 64 * 64 * 4  # bytes of each tensor below
+
+
+def planned(function, *names: str):
+    """What the graph of a function of 64 x 64 tensors takes; the compiler names its arguments so."""
+    arguments = [torch.randn(64, 64) for _ in names]
+    traced = make_fx(function, tracing_mode="fake")(*arguments)
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for node, name in zip(placeholders, names, strict=True):
+        node.name = name
+    return fused_memory(traced)
+
+
+def gated(x, b, weight):
+    """Two matmuls and one fused kernel between them, which reads a and b and writes c."""
+    a = x @ weight
+    c = torch.nn.functional.silu(a) * b
+    return c @ weight
+
+
+def test_the_peak_is_the_most_that_is_alive_between_a_tensors_first_and_last_use():
+    memory = planned(gated, "primals_1", "primals_2", "primals_3")
+    assert memory.peak == 2 * UNIT  # a and c, then c and the result
+    assert (memory.moved, memory.kernels) == (3 * UNIT, 1)
+
+
+@pytest.mark.parametrize("name, units", [("primals_1", 2), ("tangents_1", 1)])
+def test_an_argument_that_the_caller_keeps_is_not_released(name, units):
+    assert planned(gated, name, "primals_2", "primals_3").peak == units * UNIT
+
+
+def test_results_that_read_the_same_tensors_are_one_kernel_and_one_that_waits_is_another():
+    def beside(a, b):
+        return a * b, a.neg()
+
+    def after(a, b):
+        c = a * b
+        return c, (c @ b) + a
+
+    assert planned(beside, "primals_1", "primals_2")[1:] == (4 * UNIT, 1)  # reads a and b, writes both
+    assert planned(after, "primals_1", "primals_2")[1:] == (6 * UNIT, 2)  # the sum waits for the product with b
+
+
+def test_a_sum_of_each_row_stays_inside_the_kernel_that_uses_it():
+    def normalized(a, b):
+        return (a * b) / (a * b).sum(1, keepdim=True)
+
+    assert planned(normalized, "primals_1", "primals_2").kernels == 1
