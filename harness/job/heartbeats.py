@@ -1,5 +1,5 @@
 """Heartbeats: every rank writes its phase into the job's store every few seconds; when the job stalls, one line names
-the rank for which the others wait, even before the ranks have met. Started by the script; code enters a phase by `at`.
+the rank for which the others wait, even before the ranks have met. Started by the script; code calls `enter_phase`.
 Independent of what is trained."""
 
 import contextlib
