@@ -504,6 +504,19 @@ def test_what_flags_take_for_local_is_what_is_read_from_files(tmp_path, monkeypa
     assert is_local(name) == read_from_files
 
 
+def test_a_twentieth_of_hub_data_is_the_default_of_a_library(tokenizer, monkeypatch):
+    asked = []
+
+    def open_corpus(dataset, split, *_):
+        asked.append(split)
+        raise UserError("not opened")
+
+    monkeypatch.setattr(utils, "open_corpus", open_corpus)
+    with pytest.raises(UserError, match="not opened"):
+        utils.get_dataset(tokenizer, 16, dataset="someone/stories")
+    assert asked == ["train[:5%]"]
+
+
 def test_all_of_a_local_file_is_the_default_of_a_library_too(tokenizer, tmp_path):
     file = write_jsonl(tmp_path / "data.jsonl", STORIES_OF_FORTY)
     packed = utils.get_dataset(tokenizer, 4, dataset=file, cache_dir=tmp_path / "cache")

@@ -352,6 +352,12 @@ def test_held_out_documents_are_spread_over_all_files_whole_and_the_same_streame
     assert train.fingerprint() == PackedDataset(np.array(kept, np.uint16), SEQ_LEN).fingerprint()
 
 
+def test_ends_of_documents_are_the_same_in_chunks():
+    tokens = np.array([5, 0, 5, 5, 5, 0, 0, 5, 5, 0, 5])
+    for chunk in (2, 5, 100):
+        assert held_out.document_ends(tokens, 0, chunk).tolist() == [2, 6, 7, 10, 11]
+
+
 def test_few_documents_are_cut_at_a_share_of_their_tokens_as_is_one(device, tokenizer, texts, tmp_path):
     for count in (1, 19):
         (tmp_path / "few.txt").write_text(DOCUMENT_MARK.join(text * 80 for text in texts[:count]))

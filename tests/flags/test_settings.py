@@ -11,7 +11,7 @@ import sys
 import typing
 
 import pytest
-from conftest import cold_python, parse, python, words
+from conftest import ROOT, cold_python, parse, python, words, write_checkpoint
 from test_errors import only_line
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
@@ -323,6 +323,18 @@ def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_p
     (tmp_path / "config.json").write_text(json.dumps(old))
     with pytest.raises(UserError, match=r"config.json: batch_sise: no such flag; did you mean --batch-size\?"):
         parse(["--config", tmp_path / "config.json"])
+
+
+def test_an_evaluation_has_the_flags_of_its_checkpoint_that_shape_the_loss(tmp_path):
+    """Those of the text too, unless another text is named."""
+    of_text = {"dataset_split": "train[:90%]", "text_field": "body", "skip_bad_records": True, "seed": 7}
+    of_model = {"sequence_length": 96, "document_mask": True, "precision": "fp32", "tokenizer": str(tmp_path)}
+    flags = dataclasses.asdict(Settings()) | {"dataset": str(tmp_path), "eval_split": "test"} | of_text | of_model
+    run = ["--num-steps", "0", "--eval-interval", "1", "--resume", write_checkpoint(tmp_path / "run", 2, flags=flags)]
+    same, other = (vars(parse([*run, *words(text)])) for text in ("", f"--dataset {ROOT}/README.md"))
+    assert same.items() >= (of_text | of_model | {"eval_split": "test"}).items()
+    assert other.items() >= of_model.items()
+    assert (other["text_field"], other["eval_split"], other["seed"]) == (Settings().text_field, None, Settings().seed)
 
 
 @pytest.mark.parametrize("flag", REMOVED_FLAGS)

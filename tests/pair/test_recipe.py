@@ -1,6 +1,7 @@
 """The recipe in train_fsdp.py: what a step may not cost, and what is sharded."""
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -118,6 +119,49 @@ def test_one_rank_copies_no_gradient(trainer, precision, flags):
     layer = sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())
     assert onto_itself.count(layer) >= SIZES["num_hidden_layers"]
     assert max(copied, default=0) <= largest  # a parameter that is gathered again
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.counts[op.__name__.partition(".")[0]] += 1
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("checkpointing, matmuls, sigmoids", [("none", 6, 1), ("selective", 6, 2), ("full", 7, 2)])
+def test_checkpointing_computes_again_what_it_does_not_keep(device, checkpointing, matmuls, sigmoids):
+    """Of two linears with a sigmoid between: two products forward and four backward. The last is not needed again."""
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 8))
+    settings = parse(["--demo", "--no-compile", "--activation-checkpointing", checkpointing])
+    train_fsdp.transform_layer(settings, layer, None, lambda module, **_: None)
+    with Calls() as calls:
+        layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert calls.counts["mm"] + calls.counts["addmm"] == matmuls
+    assert calls.counts["sigmoid"] == sigmoids
+
+
+def test_a_layer_is_made_float8_then_checkpointed_then_compiled_then_sharded(device, monkeypatch):
+    order = []
+
+    def note(name: str, result=None):
+        def call(*args, **options):
+            order.append(name)
+            return result
+
+        return call
+
+    def compiled(function):
+        order.append(f"compile {getattr(function, 'func', function).__name__}")
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    settings = parse(["--demo", "--compile", "--activation-checkpointing", "full"])
+    train_fsdp.transform_layer(settings, torch.nn.Linear(2, 2), note("float8"), note("shard"))
+    assert order == ["float8", "compile checkpoint", "shard"]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

@@ -264,9 +264,10 @@ def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there
         tracker.step(TOKENS, FLOPS)
     assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(2)
     tracker.reset()
-    with tracker.excluded():  # an evaluation in the warmup
-        clock.advance(60)
-    for seconds in [0.1] * 10 + [0.5, 0.5]:
+    for number, seconds in enumerate([0.1] * 10 + [0.5, 0.5]):
+        if number in (0, 5):
+            with tracker.excluded():  # an evaluation in the warmup
+                clock.advance(60)
         clock.advance(seconds)
         tracker.step(TOKENS, FLOPS)
     assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(2)
