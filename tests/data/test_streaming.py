@@ -11,7 +11,7 @@ import multirank
 import numpy as np
 import pytest
 from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, parse, train, words
-from multirank import SIZES
+from multirank import SIZES, resolved
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
@@ -276,6 +276,12 @@ def test_flags_that_a_stream_cannot_take_are_refused(more, says):
     with pytest.raises(UserError) as raised:
         parse(["--streaming", *words(more)])
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("flags, workers", [("", 0), ("--streaming", 1), ("--streaming --num-workers 0", 0)])
+def test_a_stream_is_read_by_a_worker_unless_the_flag_leaves_it_out(device, flags, workers):
+    settings, _ = resolved(["--model", "demo", "--dataset", "demo", "--sequence-length", 32, *words(flags)])
+    assert settings.num_workers == workers
 
 
 def test_hub_data_are_not_sliced(tokenizer):

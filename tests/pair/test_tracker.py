@@ -207,6 +207,14 @@ def test_waiting_for_data_is_a_share_of_the_window(clock):
     assert metrics["data_wait_percent"] == pytest.approx(25)
 
 
+def test_waiting_for_data_in_excluded_time_is_in_no_window(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0)
+    with tracker.excluded(), tracker.data_wait():
+        clock.advance(5)
+    clock.advance(1)
+    assert tracker.step(TOKENS, FLOPS)["data_wait_percent"] == 0
+
+
 def test_the_summary_of_warmup_alone_is_empty(clock):
     tracker = utils.PerformanceTracker(warmup_steps=5)
     tracker.step(TOKENS, FLOPS)

@@ -10,7 +10,7 @@ import torch
 from conftest import forked, parse, python, words
 
 from harness.base.errors import UserError
-from harness.plan import calls, gpus, measure, operators, rates
+from harness.plan import calls, gpus, measure, operators, predict, rates
 from harness.plan.operators import Layout
 from harness.plan.rates import LIST, Operator, Rates
 
@@ -81,6 +81,30 @@ def test_on_a_processor_nothing_runs_beside_anything_and_on_a_gpu_launches_and_c
     counts["dispatches", "forward"] = 7
     waits = rates.predict_time(counts, step, {}, known(overlaps=True))
     assert waits["step"] == pytest.approx(7 * 3.0)
+
+
+@pytest.mark.parametrize(
+    "kind, ranks, seconds",
+    [
+        ("all_gather", 8, 7 * rates.LINK_HOP),  # a ring
+        ("all_reduce", 8, 7 * rates.LINK_HOP * 2 * 3 / 8),  # a tree, up and down
+        ("all_gather", 16, 14 * rates.LINK_HOP + rates.NETWORK_HOP),
+    ],
+)
+def test_a_small_collective_takes_the_hops_of_its_ring_or_tree(kind, ranks, seconds):
+    """Three calls on nodes of 8, and 8 GB sent over 100 GB/s in a node, or 8 x 5 GB/s between nodes."""
+    assumed = {"intra_node_gb_per_s": 100, "inter_node_gb_per_s": 5}
+    time = Rates("a device", 1.0, None, assumed).time_of_collective(kind, ranks, 8, 3, 8e9, 0)
+    sending = 0.08 if ranks == 8 else 0.2
+    assert (time.seconds - sending, time.source) == (pytest.approx(3 * seconds, rel=1e-6), "assumed")
+
+
+def test_of_a_ring_one_hop_of_each_node_leaves_it():
+    group = ("forward", "all_gather", 16, 8)
+    alone = ("forward", "all_gather", 1, 1)
+    counts = {("calls", *group): 2.0, ("sent_bytes", *group): 8.0 * 2**30, ("calls", *alone): 5.0}
+    (entry,) = predict.list_collectives(counts)
+    assert (entry["calls"], entry["gib"], entry["gib_between_nodes"]) == (2, 8.0, 1.0)
 
 
 def test_a_collective_that_was_not_measured_on_a_processor_is_an_error_that_says_how():
