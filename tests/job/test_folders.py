@@ -130,6 +130,18 @@ def test_a_pipe_in_a_runs_folder_is_one_line_and_no_wait(mistake, tmp_path, name
     assert f"{tmp_path / 'out' / 'r' / name} is no file; remove it" in mistake("--resume", "auto")
 
 
+def test_a_lock_that_was_removed_or_made_anew_meanwhile_is_not_the_folders(tmp_path):
+    lock = tmp_path / ".lock"
+    lock.touch()
+    descriptor = os.open(lock, os.O_RDWR)
+    assert folders.is_of_this_folder(descriptor, lock)
+    lock.unlink()
+    assert not folders.is_of_this_folder(descriptor, lock)
+    lock.touch()
+    assert not folders.is_of_this_folder(descriptor, lock)
+    os.close(descriptor)
+
+
 def test_a_copy_of_hard_links_has_a_lock_of_its_own(tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / ".lock").write_text("[]")

@@ -145,6 +145,13 @@ def test_collectives_that_run_at_once_are_waited_for_once(monkeypatch, cuda):
     assert clock.take() == pytest.approx(18)
     assert clock.take() == 0
 
+    moments = iter([10, 25, 55])
+    monkeypatch.setattr(clock, "now", lambda: Moment(next(moments) / (1 if cuda else 1000)))
+    for begin in (10, 45):
+        with clock.step(logs=True):
+            clock.add(Moment(begin / (1 if cuda else 1000)))
+    assert clock.take() == pytest.approx((15 + 10) / 2)  # of one step
+
 
 def judged(*ranks: dict) -> tuple[list[int], str]:
     """What one of these ranks says, after all but the silent ones beat again."""

@@ -324,6 +324,22 @@ def test_a_continuation_is_generated_without_cudnn_which_would_plan_for_each_len
     assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False], True)
 
 
+def test_a_continuation_is_drawn_by_the_seed_whatever_was_drawn_before(device):
+    settings, config = resolved(["--demo", "--seed", "5"])
+    tokenizer, drawn = load_tokenizer(settings, config), []
+
+    class Model(torch.nn.Linear):
+        def generate(self, input_ids, **options):
+            drawn.append(torch.rand(1).item())
+            return input_ids
+
+    model = Model(1, 1)
+    for before in (1, 2):
+        torch.manual_seed(before)
+        train_fsdp.sample(settings, "Once", model, tokenizer, device)
+    assert drawn == [torch.rand(1, generator=torch.Generator().manual_seed(5)).item()] * 2
+
+
 @pytest.mark.parametrize("capability, kernel", [((9, 0), "FA3"), ((10, 3), "FA4"), ((8, 9), None)])
 def test_auto_takes_the_flash_kernel_of_the_gpu_where_its_package_is(monkeypatch, capability, kernel):
     activated = []

@@ -395,6 +395,11 @@ def test_learning_rates_of_each_scheduler(device, tmp_path, scheduler):
     falling = scheduler not in ("constant", "constant_with_warmup")
     assert (rates[-1] < 1.5e-3) == falling
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rates[5:]))
+    if scheduler == "warmup_stable_decay":  # the last fifth
+        assert rates[16] == pytest.approx(2e-3)
+        assert rates[17] < 1.9e-3
+    if scheduler == "cosine_with_min_lr":
+        assert 2e-4 <= rates[-1] < 3e-4
 
 
 def test_random_tokens_need_no_tokenizer(device, tmp_path):

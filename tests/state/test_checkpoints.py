@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import psutil
 import pytest
@@ -43,8 +44,9 @@ import train_fsdp
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.data import sample_order
-from harness.job import endings, folders
+from harness.job import endings, folders, preflight
 from harness.job.signals import StopRequest
+from harness.model.configs import load_config
 from harness.state import export, identity, store
 from harness.state.identity import keep_global_batch
 from harness.state.shards import SafeReader
@@ -175,6 +177,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
     assert [line.get("final") for line in metrics_of(tmp_path / "r")] == [None] * STEPS + [True]
 
 
+def test_a_stop_after_the_last_step_is_the_end_of_the_run(run, tmp_path, capsys):
+    assert run("r", stop_after=STEPS) == 0
+    assert metrics_of(tmp_path / "r")[-1]["final"]
+    assert "\nstopped " not in capsys.readouterr().out
+
+
 def test_saving_changes_no_number(run, finished, tmp_path):
     run("plain")
     assert steps_of(finished) == steps_of(tmp_path / "plain")
@@ -227,6 +235,18 @@ def test_the_stall_of_the_loop_is_said(run, capsys):
     run("r", "--checkpoint-interval", 3)
     assert "saved      step-00000003" in (output := capsys.readouterr().out)
     assert "training paused for" in output
+
+
+def test_a_save_is_in_no_figure_of_speed(run, monkeypatch):
+    clock_stands, save = [], store.Checkpoints.save
+
+    def watched(saver, state, wait=False):
+        clock_stands.append(state.tracker._start is None)
+        save(saver, state, wait)
+
+    monkeypatch.setattr(store.Checkpoints, "save", watched)
+    assert run("r", "--checkpoint-interval", 2, "--num-steps", 4) == 0
+    assert clock_stands == [True, True]
 
 
 def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch):
@@ -415,6 +435,8 @@ def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flag
         keep_global_batch(settings, manifest)
     monkeypatch.setattr(identity.dist, "get_world_size", lambda: 1)
     assert keep_global_batch(settings, manifest) == 3
+    resolved = train_fsdp.resolve(settings, load_config(settings.model), manifest)
+    assert resolved.gradient_accumulation_steps == 3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -441,6 +463,12 @@ def test_a_checkpoint_after_the_last_step_trains_nothing(run, copied, capsys):
     assert run("r", "--resume", "auto", "--num-steps", 3) == 0
     assert "nothing to train: step 6 of 3" in capsys.readouterr().out
     assert (copied / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_needs_no_room_for_a_checkpoint(run, copied, monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "free_bytes", lambda path: 1000)
+    assert run("r", "--resume", "auto") == 0
+    assert "nothing to train" in capsys.readouterr().out
 
 
 def test_a_run_is_not_written_over_from_within_its_own_folder(refused, copied, monkeypatch):
@@ -870,6 +898,14 @@ def test_a_stop_that_could_not_be_saved_is_a_failure(run, capsys, tmp_path):
     assert "saved in" not in capsys.readouterr().out
 
 
+def test_no_rank_saves_while_another_still_writes(device, tmp_path, monkeypatch, capsys):
+    settings = parse(["--demo", "--checkpoint-interval", 1, "--async-checkpoint"])
+    saver = store.Checkpoints(settings, tmp_path, {}, device, lambda: None)
+    monkeypatch.setattr(store.dist, "all_reduce", lambda tensor, op: tensor.fill_(1))  # of the other rank
+    saver.save(types.SimpleNamespace(step=3))
+    assert "skipped    checkpoint at step 3: the one before is still being written" in capsys.readouterr().out
+
+
 def test_a_slow_disk_skips_checkpoints_and_says_so(run, monkeypatch, tmp_path, capsys):
     save, say, last_skipped = store.dcp.save, store.say, threading.Event()
 
@@ -971,6 +1007,10 @@ def test_an_export_is_the_trained_model(run, tmp_path, monkeypatch, name, size):
     assert run("r", "--model", model, "--num-steps", 2, "--export", tmp_path / "export") == 0
     files = sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))
     assert (files == ["model.safetensors"]) == (size > 1e6) == (len(files) == 1)
+    if len(files) > 1:
+        index = saved.read_json(tmp_path / "export" / "model.safetensors.index.json")
+        sizes = [tensor.nbytes for file in files for tensor in load_file(tmp_path / "export" / file).values()]
+        assert index["metadata"]["total_size"] == sum(sizes)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not any(report.values()), report
     assert loaded.dtype == torch.float32
