@@ -337,6 +337,19 @@ def asking_on_two_nodes() -> None:
     stop_processes()
 
 
+def drawing_after_build() -> None:
+    """Prints whether the ranks draw the same random numbers, before a model is built and after it."""
+    device = start_processes(timeout_minutes=1)
+    settings, config = resolved(["--demo"])
+    torch.manual_seed(1)
+    before = of_all_ranks(torch.rand(1).item())
+    train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+    after = of_all_ranks(torch.rand(1).item())
+    if dist.get_rank() == 0:
+        print([len(set(drawn)) == 1 for drawn in (before, after)], flush=True)
+    stop_processes()
+
+
 def stopping_for_one() -> None:
     """Rank 1 has a request to stop after its first step: prints what the ranks agree on after each of three."""
     start_processes(timeout_minutes=1)

@@ -1,6 +1,7 @@
 """The recipe in train_fsdp.py: what a step may not cost, and what is sharded."""
 
 import functools
+import types
 from collections import Counter
 
 import pytest
@@ -14,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
+from harness.base.torch_internals import DefaultReduceScatter, collectives_of, fsdp_group
 from harness.data import sample_order
+from harness.model import collectives
 from harness.model.float8 import cast_to_float8
 from harness.model.weights import decoder_layers
 from harness.state.train_state import TrainState
@@ -119,6 +122,23 @@ def test_one_rank_copies_no_gradient(trainer, precision, flags):
     layer = sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())
     assert onto_itself.count(layer) >= SIZES["num_hidden_layers"]
     assert max(copied, default=0) <= largest  # a parameter that is gathered again
+
+
+@pytest.mark.parametrize("shards, kind", [(1, collectives.OneBuffer), (2, DefaultReduceScatter)])
+def test_gradients_of_a_rank_that_shards_with_nobody_are_not_copied_in_any_world(trainer, monkeypatch, shards, kind):
+    """Four ranks, as they are asked for."""
+    with monkeypatch.context() as patch:
+        patch.setattr(train_fsdp, "alias_reduce_scatter_buffers", lambda model, mesh: None)
+        model, _ = trainer("llama")
+    shard = types.SimpleNamespace(size=lambda: shards)
+
+    class Mesh(dict):
+        def size(self) -> int:
+            return 4
+
+    collectives.alias_reduce_scatter_buffers(model, Mesh(shard=shard))
+    of_modules = [collectives_of(fsdp_group(module))[1] for module in collectives.sharded_modules(model)]
+    assert {type(reduce_scatter) for reduce_scatter in of_modules} == {kind}
 
 
 class Calls(TorchDispatchMode):

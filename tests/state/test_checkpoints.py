@@ -467,7 +467,7 @@ def test_a_checkpoint_after_the_last_step_trains_nothing(run, copied, capsys):
 
 def test_a_finished_run_needs_no_room_for_a_checkpoint(run, copied, monkeypatch, capsys):
     monkeypatch.setattr(preflight, "free_bytes", lambda path: 1000)
-    assert run("r", "--resume", "auto") == 0
+    assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0
     assert "nothing to train" in capsys.readouterr().out
 
 
