@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import types
 
 import planranks
 import pytest
@@ -17,7 +18,7 @@ from multirank import COUNTED, MODELS, SIZES
 import train_fsdp
 from harness.base.errors import UserError
 from harness.model.configs import load_config
-from harness.plan import gpus, planning, recorder
+from harness.plan import gpus, planning, predict, recorder
 
 GIB = 2**30
 QUICK_RANKS = 2  # of the quick tier
@@ -126,6 +127,22 @@ def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
         assert one.pop("collective") == other.pop("collective")
         assert one == pytest.approx(other, rel=1e-6)
     assert few["flops_executed"] == whole["flops_executed"]
+
+
+@pytest.mark.parametrize("layers, period, recorded", [(10, 2, [4, 6]), (11, 4, [11]), (80, 1, [4, 5]), (3, 1, [3])])
+def test_what_every_layer_does_is_counted_for_each_layer(monkeypatch, layers, period, recorded):
+    depths = []
+
+    def record_step(settings, recipe, config, world, depth, edge):
+        depths.append(depth)
+        counts = {"of each layer": 3.0 * depth, "of the step": 5.0}
+        return types.SimpleNamespace(counts=counts, operators={}, parts={}, pools=[0], peaks=lambda stream=None: {})
+
+    monkeypatch.setattr(recorder, "record_step", record_step)
+    config = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace(num_hidden_layers=layers))
+    step = predict.record_whole_step(None, None, config, 1, period)
+    assert depths == recorded
+    assert step.counts == {"of each layer": 3.0 * layers, "of the step": 5.0}
 
 
 @pytest.mark.slow
