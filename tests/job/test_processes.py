@@ -35,6 +35,12 @@ def test_every_group_gives_up_a_rank_that_does_not_come():
     assert forked(2, multirank.abandoned).split("\n")[:2] == ["replicas: gave up", "objects: gave up"]
 
 
+def test_a_new_group_is_limited_as_the_default_one_is(device, monkeypatch):
+    limited = []
+    monkeypatch.setattr(world, "limit_waiting", lambda *groups: limited.extend(groups))
+    assert world.new_group() in limited
+
+
 def test_ranks_answer_each_other_in_one_group_for_the_life_of_a_world():
     said = forked(2, multirank.asking_in_two_worlds, timeout=100)
     assert said.splitlines() == ["one 1, one 2, 1", "two 1, two 2, 1"]
