@@ -252,6 +252,7 @@ def refused(rank: int, address: str, port: int) -> str:
     return "".join(line for line in str(ended.value).splitlines(True) if line.startswith("train_fsdp.py: "))
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch._dynamo
-from conftest import ROOT, losses_of, metrics_of, parse, start
+from conftest import ROOT, losses_of, metrics_of, parse, slow_case, start
 from multirank import resolved
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,7 +90,7 @@ def test_gradients_that_are_not_clipped_are_not_touched(built, name):
         assert torch.equal(now, then)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("name", ["adamw", slow_case("adamw8bit")])
 def test_a_step_takes_the_gradients_scaled_down_to_the_norm(built, name):
     """AdamW's first moment after one step is a tenth of the gradient (beta 0.9)."""
     model, optimizer = built("--optimizer", name)

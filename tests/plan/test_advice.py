@@ -288,6 +288,7 @@ def small(tmp_path_factory):
     return found, text.describe_plan(parse(words(flags)), found)
 
 
+@pytest.mark.slow
 def test_the_advised_command_does_what_the_plan_says_of_it(small):
     found, _ = small
     assert not found["fits"]
@@ -303,6 +304,7 @@ def test_the_advised_command_does_what_the_plan_says_of_it(small):
     assert {row["gpus"] for row in found["scaling"] if "fastest" in row} == {2, 16}
 
 
+@pytest.mark.slow
 def test_a_plan_as_text_names_the_faster_flags_that_it_found():
     said = plan(DEMO + "--plan-gpus 2 --activation-checkpointing full --plan-seconds 8")
     unwrapped = re.sub(r"\n {11}", " ", said)

@@ -238,6 +238,7 @@ def test_a_mistake_in_a_plan_is_one_line(flags, words_of_the_error):
         assert json.loads(process.stdout) == {"error": process.stderr.strip().removeprefix("train_fsdp.py: error: ")}
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
     flags = "--demo --num-steps 2 --batch-size auto --sequence-length 512 --plan-gpu B200 --perf-warmup-steps 0"
     rates = tmp_path / "small.json"

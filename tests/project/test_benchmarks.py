@@ -281,6 +281,7 @@ def test_contact_says_what_bench_measured_or_why_not(tmp_path):
     assert of("none")[0] == "failed"
 
 
+@pytest.mark.slow
 def test_reduce_scatters_in_a_group_of_their_own_change_no_loss(tmp_path):
     flags = ["--demo", "--num-steps", "2", "--sequence-length", "32", "--batch-size", "1", "--log-interval", "1"]
     flags += ["--output-dir", str(tmp_path), "--cache-dir", str(tmp_path / "cache"), "--eval-interval", "0"]
