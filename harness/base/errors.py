@@ -1,6 +1,5 @@
 """Errors that a user can correct."""
 
-import pathlib
 from typing import Any
 
 
@@ -19,7 +18,7 @@ class UserError(Exception):
 class UnreadableError(UserError):
     """Data that cannot be read; `harness.data.faults` finds out more."""
 
-    file: pathlib.Path | None = None  # the local file, where it is one
+    file: Any = None  # the file (`harness.data.storage.DataFile`), where it is one
     record: Any = None  # the first bad record (`harness.data.records.BadRecord`), where there is one
 
 

@@ -1,5 +1,8 @@
 """Text: numbers and names as they stand in messages."""
 
+import re
+from collections.abc import Iterable
+
 
 def shortened(names: list[str], count: int = 5) -> str:
     """The first names of a list, and how many more there are."""
@@ -7,6 +10,11 @@ def shortened(names: list[str], count: int = 5) -> str:
     if len(names) <= count:
         return shown
     return f"{shown} and {len(names) - count:,} more"
+
+
+def is_url(name: str) -> bool:
+    """Whether a name is that of something in a store, such as `s3://bucket/folder`, and no path and no hub id."""
+    return re.match(r"[a-zA-Z][\w+.-]*(://|::)", name) is not None
 
 
 def first_line(error: BaseException) -> str:
@@ -27,3 +35,8 @@ def counted(count: int | str, name: str) -> str:
         return f"{number} {name}"
     ending = "es" if name.endswith("ch") else "s"
     return f"{number} {name}{ending}"
+
+
+def one_or_more(words: str | Iterable[str]) -> str:
+    """A word as it is, several with blanks between them: the value of a flag that takes one or more."""
+    return words if isinstance(words, str) else " ".join(map(str, words))

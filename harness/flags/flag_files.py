@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from harness.flags.removed import asks_for_nothing, describe_removal
+from harness.flags.sources import words_of_stages, words_of_table
 
 ELSEWHERE = {  # what other trainers call these flags
     "--activation-checkpointing": "gradient-checkpointing",
@@ -83,7 +84,7 @@ def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dat
         content = json.loads(text, object_pairs_hook=each_once) if is_json else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no {'JSON' if is_json else 'TOML'} ({error})") from error
-    pairs = flags_of_run(content, fields) if is_json else flattened(content)
+    pairs = flags_of_run(content, fields) if is_json else flattened(content, actions)
     words = {}
     for key, value in pairs:
         flag = f"--{key.replace('_', '-')}"
@@ -105,15 +106,26 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict:
     return content
 
 
-def flattened(content: dict) -> Iterator[tuple[str, Any]]:
-    """The keys and values of a table and of those in it, however deep they lie."""
+def flattened(content: dict, known: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The keys and values of a table and of those in it, however deep they lie. A table `dataset` has sources under
+    their names, an array of tables `mixture-stage` stages."""
     tables = [content]
     for table in tables:  # grows while it is read
         for key, value in table.items():
-            if isinstance(value, dict):
+            flag = key.replace("_", "-")
+            if flag == "dataset" and isinstance(value, dict) and not has_flags(value, known):
+                yield key, words_of_table(value)
+            elif isinstance(value, dict):
                 tables.append(value)
+            elif flag == "mixture-stage" and isinstance(value, list) and value and isinstance(value[0], dict):
+                yield key, words_of_stages(value)
             else:
                 yield key, value
+
+
+def has_flags(table: dict, known: Iterable[str]) -> bool:
+    """Whether a table only groups flags, under a title of its own."""
+    return any(f"--{key.replace('_', '-')}" in known for key in table)
 
 
 def flags_of_run(config: dict, fields: tuple[dataclasses.Field, ...]) -> list[tuple[str, Any]]:

@@ -141,11 +141,14 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     if "--demo" in argv:
         parser.set_defaults(**json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8")))
     args = parser.parse_args(argv)
-    if args.num_steps == 0 and args.resume not in ("none", "auto"):  # the checkpoint has the flags of its model
+    if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
+        # the checkpoint has the flags of its model
         of_data = "--dataset" not in {word.partition("=")[0] for word in argv}
-        parser.set_defaults(**flags_of_checkpoint(args.resume, args.eval_interval > 0, of_data), compile=False)
+        evaluates = args.eval_interval > 0
+        flags = flags_of_checkpoint(args.resume, evaluates, of_data, trains=bool(args.show_samples))
+        parser.set_defaults(**flags, compile=False)
         args = parser.parse_args(argv)
-    if args.dataset_split is None:
+    if args.dataset_split is None and isinstance(args.dataset, str):  # each of several has its own default
         args.dataset_split = "train" if is_local(args.dataset) or args.streaming else "train[:5%]"
     if args.fp8_recipe is None and args.precision == "fp8":
         args.fp8_recipe = "tensorwise"
@@ -154,6 +157,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     if args.demo and args.dataset != "demo" and "sample_prompt" not in given(argv):
         args.sample_prompt = None  # the demo's prompt is that of its stories; a text of the user's own has its own
     args.sample_prompt = tuple(args.sample_prompt) if args.sample_prompt else None
+    args.mixture_stage = tuple(args.mixture_stage) if args.mixture_stage else None
     args.betas, args.config = tuple(args.betas), named.config
     del args.version
     settings = Settings(**vars(args), given_accumulation=args.gradient_accumulation_steps, argv=tuple(argv))
@@ -181,7 +185,7 @@ def given_twice(argv: list[str]) -> Iterator[str]:
             current.append(word)
     for field, values in values_of.items():
         texts = [" ".join(filter(None, value)) for value in values]
-        if len(set(texts)) > 1 and field != "sample_prompt":
+        if len(set(texts)) > 1 and field not in ("sample_prompt", "mixture_stage"):
             flag = f"--{field.replace('_', '-')}"
             # entry: given-twice
             yield f"{flag}: it stands there {len(texts)} times, {one_line(', '.join(texts))}; the last one counts"

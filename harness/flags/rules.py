@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from harness.flags.choices import constants_of
 from harness.flags.commands import given
@@ -17,8 +18,10 @@ from harness.flags.settings import (
     PRESETS,
     PROFILED_STEPS,
     Settings,
+    all_local,
     is_local,
 )
+from harness.flags.sources import wrong_mixture
 
 POLYNOMIAL_END = 1e-7  # learning rate at which transformers lets that schedule end
 # Environment variables of accelerate launch, and the fields of the settings that decide the same in this program.
@@ -30,8 +33,17 @@ OF_ACCELERATE = {
 }
 
 
+# Flags that only some optimizers take: those name them in OWN_FLAGS of their files.
+OPTIMIZER_FLAGS = ("adamw_lr", "muon_iteration", "muon_scale", "momentum_dtype")
+
+
+def optimizer_constants(s: Settings) -> dict[str, Any]:
+    """The constants of the optimizer's file."""
+    return constants_of(OPTIMIZERS_FOLDER / f"{s.optimizer.replace('-', '_')}.py")
+
+
 def is_plain_text(dataset: str) -> bool:
-    """Whether --dataset is one file, or a pattern of files, whose format has no fields."""
+    """Whether a source is one file, or a pattern of files, whose format has no fields."""
     name, last_suffix = os.path.splitext(dataset.lower())
     if last_suffix not in COMPRESSIONS:
         name += last_suffix
@@ -44,6 +56,8 @@ def without_effect(s: Settings) -> Iterator[str]:
     if s.plan or s.measure or not s.num_steps:
         return
     writes = s.sample_prompt or s.sample_prompts or (s.demo and s.dataset != "synthetic")
+    own_flags = optimizer_constants(s).get("OWN_FLAGS", ())
+    of_others = [name for name in OPTIMIZER_FLAGS if name not in own_flags]
     # fmt: off
     idle = [
         (not s.eval_interval, "eval_steps eval_split", "nothing is evaluated without --eval-interval"),  # entry: needs-other-flag
@@ -54,12 +68,15 @@ def without_effect(s: Settings) -> Iterator[str]:
         (s.log_with == "none", "project_name", "no tracker writes without --log-with"),  # entry: needs-other-flag
         (not writes, "sample_tokens", "nothing is written without --sample-prompt"),  # entry: needs-other-flag
         (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),  # entry: flag-of-other-data
-        (is_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),  # entry: flag-of-other-data
-        (is_plain_text(s.dataset), "text_field", "plain text has no fields"),  # entry: flag-of-other-data
+        (all_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),  # entry: flag-of-other-data
+        (all(is_plain_text(source.dataset) for source in s.sources()), "text_field", "plain text has no fields"),  # entry: flag-of-other-data
         (s.dataset == "synthetic" and not writes, "tokenizer", "nothing is tokenized with --dataset synthetic"),  # entry: flag-of-other-data
         (s.dataset == "synthetic" and s.init == "random", "sample_prompt sample_prompts", "of synthetic tokens a model learns nothing that it could write"),  # entry: flag-of-other-data
+        (isinstance(s.dataset, str) and len(s.sources()) == 1, "mixture_stage", "one source has no weights to change"),  # entry: bad-mixture
+        (not s.streaming, "streams", "nothing is streamed without --streaming"),  # entry: needs-other-flag
         (s.gradient_accumulation_steps == 1, "defer_grad_sync", "one microbatch a step leaves nothing to defer"),  # entry: nothing-to-defer
         (s.zero_stage == 1 and s.gradient_accumulation_steps > 1, "defer_grad_sync", "--zero-stage 1 does so by itself"),  # entry: nothing-to-defer
+        (True, " ".join(of_others), f"--optimizer {s.optimizer} takes no such number or choice"),  # entry: flag-of-other-optimizer
         (True, "plan_seconds", "only --plan looks for a configuration"),  # entry: nothing-planned
         (not s.own_plan and s.batch_size != "auto", "plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan"),  # entry: nothing-planned
     ]
@@ -88,10 +105,10 @@ def contradiction(s: Settings) -> str | None:
     first_rank = not int(os.environ.get("RANK", 0))  # the others' disks, which may differ, are looked at later
     missing = no_checkpoint(s.resume) if s.resume not in ("none", "auto") and first_rank else ""
     trains = not (s.plan or s.measure) and s.num_steps > 0
-    absent = missing_data(s.dataset) if trains and first_rank else ""
+    absent = missing_sources(s) if trains and first_rank else ""
     unread = unreadable(s.sample_prompts) if s.sample_prompts and first_rank else ""
     misfit = misfits_float8(s) if s.num_steps else ""
-    optimizer = constants_of(OPTIMIZERS_FOLDER / f"{s.optimizer.replace('-', '_')}.py")
+    optimizer = optimizer_constants(s)
     unmeasured = f"no step is left to measure; give --num-steps at least {s.num_steps - measured + 1}"
     # fmt: off
     wrong = [
@@ -99,13 +116,15 @@ def contradiction(s: Settings) -> str | None:
         (misfit, misfit),
         (s.lr_scheduler == "constant" and s.warmup_steps, "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup"),  # entry: constant-warmup
         (s.lr_scheduler == "polynomial" and s.lr <= POLYNOMIAL_END, f"--lr: the polynomial schedule ends at {POLYNOMIAL_END:g}, which {s.lr:g} is not above; give more, or linear"),  # entry: polynomial-end
-        (absent, f"--dataset {s.dataset}: {absent}"),  # entry: no-such-data
+        (mixture := wrong_mixture(s.dataset, s.mixture_stage), mixture),  # entry: bad-mixture
+        (absent, absent),  # entry: no-such-data
         (unread, f"--sample-prompts {s.sample_prompts}: cannot be read ({unread})"),  # entry: prompts-file
         (s.document_mask and s.dataset == "synthetic", "--document-mask: synthetic tokens are no documents; use another --dataset"),  # entry: no-text
         (s.document_mask and s.attention in ("flash", "flash_attention_2"), f"--document-mask: not with {s.attention}; use flex_attention or sdpa"),  # entry: kernel-limits
         (s.precision == "fp32" and s.attention in ("flash", "cudnn", "flash_attention_2"), f"--attention {s.attention}: takes no fp32; use sdpa, or another --precision"),  # entry: kernel-limits
         (s.streaming and s.dataset == "synthetic", "--streaming: synthetic tokens are read from nowhere; use another --dataset"),  # entry: no-text
-        (s.streaming and s.num_workers is not None and s.num_workers > 1, "--num-workers: with --streaming one process reads the documents in order; give 1 or 0"),  # entry: streaming-workers
+        (s.streaming and s.packing == "best-fit", "--packing best-fit: it needs the lengths of all documents, which a stream does not have; leave out --streaming"),  # entry: cannot-stream
+        (s.streaming and s.max_epochs, "--max-epochs: how large a stream is, is not known; leave out --streaming"),  # entry: cannot-stream
         (s.zero_stage == 0 and s.dp_replicate_size > 1, "--dp-replicate-size: stage 0 replicates on every rank already"),  # entry: stage-0-replicates
         (max(s.betas) > optimizer.get("MAX_BETA", 1), f"--betas: with {s.optimizer} at most {optimizer.get('MAX_BETA')}; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),  # entry: adamw-bf16
         (s.precision in optimizer.get("SAME_AS_ADAMW_IN", ()), f"--optimizer: with {s.precision} the moments of adamw are bf16 already; leave {s.optimizer} out"),  # entry: adamw-bf16
@@ -147,8 +166,19 @@ def misfits_float8(s: Settings) -> str:
     return f"--sequence-length {s.sequence_length}: {what}; give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
 
 
+def missing_sources(s: Settings) -> str:
+    """The first source of --dataset that is neither on this machine nor may be on the hub, as an error; empty where
+    there is none."""
+    for source in s.sources():
+        missing = missing_data(source.dataset)
+        if missing:
+            # entry: no-such-data
+            return f"--dataset {source.dataset}: {missing}"
+    return ""
+
+
 def missing_data(dataset: str) -> str:
-    """Why --dataset is neither on this machine nor the name of a hub data set; empty where it may be."""
+    """Why a source is neither on this machine nor the name of a hub data set; empty where it may be."""
     path = os.path.expanduser(dataset)
     can_be_hub_id = dataset.count("/") <= 1 and not path.startswith(("/", "."))
     if is_local(dataset) or can_be_hub_id:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from harness.base import versions
-from harness.base.text import counted
+from harness.base.text import counted, is_url, one_or_more
 from harness.flags.choices import choices_in, constants_of, modules_in
 from harness.flags.flag_files import Collect
 from harness.flags.flag_types import batch_size, gpu_counts, number, path, text
+from harness.flags.sources import DatasetWords, Source, sources_of, stage
 
 ROOT = versions.ROOT
 ASSETS = ROOT / "assets"
@@ -22,7 +23,7 @@ OPTIMIZERS_FOLDER = ROOT / "harness" / "model" / "optimizers"
 OPTIMIZERS = choices_in(OPTIMIZERS_FOLDER, first="adamw")
 OPTIMIZERS_HELP = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items()).replace("%", "%%")
 READERS = [constants_of(file) for file in modules_in(ROOT / "harness" / "data" / "readers")]
-SUFFIXES = [suffix for reader in READERS for suffix in reader["SUFFIXES"]]
+SUFFIXES = list(dict.fromkeys(suffix for reader in READERS for suffix in reader["SUFFIXES"]))
 PLAIN_SUFFIXES = [suffix for reader in READERS if not reader.get("HAS_FIELDS", True) for suffix in reader["SUFFIXES"]]
 FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
 COMPRESSIONS = tuple(constants_of(ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
@@ -52,7 +53,9 @@ class Settings:
     init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]")
     tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path)
 
-    dataset: str = flag("roneneldan/TinyStories", f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo [roneneldan/TinyStories]", group="data", type=path)
+    dataset: str | tuple[str, ...] = flag("roneneldan/TinyStories", f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 by these shares of the tokens, without numbers by size [roneneldan/TinyStories]", group="data", type=path, nargs="+", action=DatasetWords, metavar="DATASET")
+    mixture_stage: tuple[str, ...] | None = flag(None, "from this share of the planned run on the sources have these weights, and those that are not named none; each further one adds a stage [none]", metavar="SHARE:NAME=WEIGHT,...", type=stage, action=Collect)
+    max_epochs: float | None = flag(None, "refuse a run in which a source would be repeated more often than this [any number]")
     dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]")
     text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [input_ids where there are token ids, else text]")
     dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]")
@@ -60,8 +63,12 @@ class Settings:
     sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]")
     batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size)
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]")
-    document_mask: bool = flag(False, "attention stays inside each document, up to the tokenizer's end-of-text token [off]")
-    streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only, at most one data loading process per rank [off]")
+    document_mask: bool | None = flag(None, "attention stays inside each document, up to the tokenizer's end-of-text token [off, on for conversations]")
+    packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations]")
+    chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path)
+    chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on [assistant]")
+    streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]")
+    streams: int | None = flag(None, "logical streams that --streaming cuts a corpus into, one for each sequence of a step in turn; what is read is divided among ranks and workers by them [the smallest multiple of a step's sequences that gives each file one]", below=2**20)
     skip_bad_records: bool = flag(False, "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that are not UTF-8 [the first one is an error]")
     num_workers: int | None = flag(None, "data loading processes per rank [1; 0 where the CPU computes and the tokens are cached]", least=0, below=1025)
     cache_dir: str | None = flag(None, "where tokenized data is kept [~/.cache/train_fsdp]", type=path)
@@ -83,6 +90,10 @@ class Settings:
     num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization")
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]")  # type: ignore[valid-type]  # the files of a folder
     lr: float = flag(3e-4, "peak learning rate [3e-4]")
+    adamw_lr: float | None = flag(None, "peak learning rate of what muon and normuon leave to adamw: embedding, head, norms, biases [--lr]")
+    muon_iteration: Literal["newton-schulz", "polar-express"] = flag("newton-schulz", "polynomials by which muon and normuon orthogonalize, five of either [newton-schulz]")
+    muon_scale: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", "what multiplies the rate of a matrix of m x n: match_rms_adamw 0.2 sqrt(max(m, n)), so that AdamW's --lr and --weight-decay carry over; original sqrt(max(1, m / n)) [match_rms_adamw]")
+    momentum_dtype: Literal["fp32", "bf16"] = flag("fp32", "of muon's and normuon's momentum [fp32]")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0)
     weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0)
@@ -92,6 +103,7 @@ class Settings:
 
     eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation")
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0)
+    show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
     sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end; each further one is continued too", type=text, action=Collect)
     sample_prompts: str | None = flag(None, "more of them, one a line", metavar="FILE", type=path)
     sample_tokens: int = flag(128, "length of the continuation [128]")
@@ -138,6 +150,14 @@ class Settings:
     argv: tuple[str, ...] = ()  # no flag: the command line, for a plan of the run in a process of its own
     # fmt: on
 
+    def sources(self) -> list[Source]:
+        """What --dataset names."""
+        return sources_of(self.dataset)
+
+    def describe_dataset(self) -> str:
+        """--dataset as it was typed."""
+        return one_or_more(self.dataset)
+
     def keeps_last(self) -> bool:
         """Whether the state after the last step is to be saved."""
         if self.final_checkpoint is not None:
@@ -166,7 +186,12 @@ class Settings:
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 
 
+def all_local(dataset: str | tuple[str, ...]) -> bool:
+    """Whether each source of --dataset is read from this machine."""
+    return all(is_local(source.dataset) for source in sources_of(dataset))
+
+
 def is_local(dataset: str) -> bool:
-    """Whether --dataset is read from this machine: what exists, or a pattern for it, which no hub id can be."""
+    """Whether a source is files and no hub id: what exists, a pattern for it, which no hub id can be, or a URL."""
     path = os.path.expanduser(dataset)
-    return dataset == "demo" or os.path.exists(path) or glob.has_magic(path)
+    return dataset == "demo" or is_url(dataset) or os.path.exists(path) or glob.has_magic(path)

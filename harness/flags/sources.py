@@ -1,0 +1,197 @@
+"""Sources: what the words of --dataset and --mixture-stage mean: names, places and weights. Independent of what lies at
+a place."""
+
+import argparse
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+NAME = r"[A-Za-z0-9][\w.-]*"
+WEIGHT = r"\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus of a run."""
+
+    name: str
+    dataset: str  # file, folder, pattern, URL, hub id, or demo
+    weight: Fraction | None  # its share, up to a common factor; None: by its size
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Other weights, from a share of the planned run on."""
+
+    begin: Fraction
+    weights: dict[str, Fraction]
+
+
+def sources_of(dataset: str | tuple[str, ...]) -> list[Source]:
+    """The sources that --dataset names, each with a name of its own; one word without a weight is one source."""
+    words = [dataset] if isinstance(dataset, str) else dataset
+    parsed = [parse_source(word) for word in words]
+    names = Counter(name for name, _, _ in parsed if name)
+    sources = []
+    for name, place, weight in parsed:
+        if not name:
+            name = free_name(name_of(place), names)
+            names[name] += 1
+        sources.append(Source(name, place, weight))
+    return sources
+
+
+def parse_source(word: str) -> tuple[str, str, Fraction | None]:
+    """(name or "", place, weight or None) of a word [name=]place[:weight]. What exists under the whole word is a
+    place, whatever it looks like."""
+    if exists(word):
+        return "", word, None
+    name, place, weight = "", word, None
+    named = re.fullmatch(rf"({NAME})=(.+)", word)
+    if named:
+        name, place = named.groups()
+    if not exists(place):
+        weighted = re.fullmatch(rf"(.+):({WEIGHT})", place)
+        if weighted:
+            place, weight = weighted[1], Fraction(weighted[2])
+    return name, place, weight
+
+
+def exists(place: str) -> bool:
+    return os.path.exists(os.path.expanduser(place))
+
+
+def name_of(place: str) -> str:
+    """The name of a source that was given none: the last part of its place, without suffixes and signs."""
+    parts = [part for part in re.split(r"[/\\]", place) if part and not glob.has_magic(part)]
+    name = parts[-1] if parts else "data"
+    stem = re.sub(r"(\.[A-Za-z0-9]{1,8}){1,2}$", "", name) or name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "data"
+
+
+def free_name(name: str, taken: Counter) -> str:
+    """A name that no other source has: this one, or with the next free number."""
+    if name not in taken:
+        return name
+    number = 2
+    while f"{name}-{number}" in taken:
+        number += 1
+    return f"{name}-{number}"
+
+
+def same_dataset(one: str | Sequence[str], other: str | Sequence[str]) -> bool:
+    """Whether two values of --dataset are the same; JSON has lists for tuples."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return list(one) == list(other)
+
+
+class DatasetWords(argparse.Action):
+    """--dataset: one plain word stays a text; several, or one with a name or a weight, are a tuple."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        name, _, weight = parse_source(values[0])
+        is_plain = len(values) == 1 and not name and weight is None
+        setattr(namespace, self.dest, values[0] if is_plain else tuple(values))
+
+
+def stage(text: str) -> str:
+    """An argparse type: SHARE:NAME=WEIGHT,NAME=WEIGHT, which `parse_stage` reads."""
+    try:
+        parse_stage(text)
+    except ValueError as error:
+        # entry: bad-mixture
+        raise argparse.ArgumentTypeError(f"{text}: {error}; such as 0.8:web=0.5,code=0.5") from None
+    return text
+
+
+def parse_stage(text: str) -> Stage:
+    """The stage that a value of --mixture-stage describes; a ValueError says what is wrong with it."""
+    begin, _, weights_text = text.partition(":")
+    if not re.fullmatch(WEIGHT, begin.strip()) or not 0 < Fraction(begin.strip()) < 1:
+        raise ValueError("it begins with no share of the run between 0 and 1")
+    weights = {}
+    for part in weights_text.split(","):
+        name, _, weight = (word.strip() for word in part.partition("="))
+        if not re.fullmatch(NAME, name) or not re.fullmatch(WEIGHT, weight):
+            raise ValueError(f"{part.strip()!r} is no NAME=WEIGHT")
+        if name in weights:
+            raise ValueError(f"{name} stands there twice")
+        weights[name] = Fraction(weight)
+    if not any(weights.values()):
+        raise ValueError("all its weights are 0")
+    return Stage(Fraction(begin.strip()), weights)
+
+
+def stages_of(texts: tuple[str, ...] | None) -> list[Stage]:
+    """The stages of --mixture-stage in the order of their beginnings."""
+    return sorted((parse_stage(text) for text in texts or ()), key=lambda stage: stage.begin)
+
+
+def wrong_mixture(dataset: str | tuple[str, ...], stage_texts: tuple[str, ...] | None) -> str:
+    """What is wrong with the sources and stages of a run, as an error; empty where all is well."""
+    sources, stages = sources_of(dataset), stages_of(stage_texts)
+    names = [source.name for source in sources]
+    places = [source.dataset for source in sources]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    unweighted = [source.name for source in sources if source.weight is None]
+    if twice:
+        return f"--dataset: two sources are called {twice[0]}; give them other names, as in web=FILE:0.7"
+    if not isinstance(dataset, str) and "synthetic" in places:
+        return "--dataset: synthetic tokens cannot be mixed with others; name it alone"
+    if 0 < len(unweighted) < len(sources):
+        return f"--dataset: {unweighted[0]} has no weight and others have; give each one, or none, which mixes by size"
+    if not unweighted and not any(source.weight for source in sources):
+        return "--dataset: all weights are 0; give at least one source another"
+    begins = Counter(stage.begin for stage in stages)
+    for stage in stages:
+        unknown = [name for name in stage.weights if name not in names]
+        if unknown:
+            return f"--mixture-stage: no source is called {unknown[0]}; there is {', '.join(names)}"
+        if begins[stage.begin] > 1:
+            return f"--mixture-stage: two stages begin at {float(stage.begin):g}; give them different beginnings"
+    for source in sources:
+        if source.weight == 0 and not any(stage.weights.get(source.name) for stage in stages):
+            return f"--dataset: {source.name} has the weight 0 and no --mixture-stage uses it; leave it out"
+    return ""
+
+
+def words_of_table(table: dict[str, Any]) -> list[str]:
+    """The words of --dataset that a TOML table stands for: `web = "a.jsonl:0.7"`, or a table with `path` and `weight`
+    under each name. A ValueError where it is neither."""
+    words = []
+    for name, value in table.items():
+        if not re.fullmatch(NAME, name):
+            raise ValueError(f"dataset: {name!r} is no name of a source (letters, digits, dots, - and _)")
+        if isinstance(value, dict):
+            unknown = value.keys() - {"path", "weight"}
+            if "path" not in value:
+                raise ValueError(f"dataset.{name}: it has no path")
+            if unknown:
+                raise ValueError(f"dataset.{name}: a source has path and weight, not {', '.join(sorted(unknown))}")
+            word = f"{name}={value['path']}"
+            if "weight" in value:
+                word += f":{value['weight']}"
+            words.append(word)
+        elif isinstance(value, str):
+            words.append(f"{name}={value}")
+        else:
+            raise ValueError(f"dataset.{name}: {value!r} where a path belongs")
+    return words
+
+
+def words_of_stages(tables: list[dict[str, Any]]) -> list[str]:
+    """The values of --mixture-stage that an array of TOML tables stands for, each with `from` and a weight under the
+    name of each source. A ValueError where a table has no `from`."""
+    words = []
+    for table in tables:
+        if "from" not in table:
+            raise ValueError("mixture-stage: a table has no `from`, the share of the run at which it begins")
+        weights = ",".join(f"{name}={weight}" for name, weight in table.items() if name != "from")
+        words.append(f"{table['from']}:{weights}")
+    return words
