@@ -1,6 +1,7 @@
 """A corpus: one split of local files or of a data set of the hub, tokenized once into the token cache. Called by
 `utils.get_dataset`."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -11,16 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from harness.base.errors import UserError
 from harness.base.package_internals import content_fingerprint
+from harness.data.chat import ChatFormat, example_batches, holds_conversations, no_assistant_mask
 from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, vocabulary_of
-from harness.data.formats import file_records, file_status
+from harness.data.formats import file_records, file_status, file_version
 from harness.data.hub_rows import hub_records, load_documents
-from harness.data.records import Field
+from harness.data.records import CHAT_FIELD, Field
 from harness.data.splits import files_of_split
-from harness.data.token_cache import check_cache, pack_tokens
+from harness.data.storage import DataFile
+from harness.data.token_cache import check_cache, pack_conversations, pack_tokens
 
 CACHE_VERSION = 2  # of the flat files; another one makes them anew
 
@@ -31,44 +32,71 @@ class Corpus:
 
     dataset: str  # as messages name it
     split: str
-    files: list[pathlib.Path]  # local ones, in order
+    files: list[DataFile]  # in order; none of a hub data set
     rows: Any  # of the hub where there are no files: a `datasets.Dataset`
     tokenizer: Any
     vocab_size: int
     text_field: Field
+    chat: ChatFormat | None = None  # of a corpus of conversations
 
     def identity(self) -> str:
         """All that decides which tokens come out: documents (path, size, time; a hub data set's fingerprint),
         tokenizer and vocabulary."""
         if self.files:
-            stats = [(str(file.resolve()), file_status(file)) for file in self.files]
-            content = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+            content: Any = [file_version(file) for file in self.files]
         else:
             content = content_fingerprint(self.rows)
         fields = [self.text_field] if isinstance(self.text_field, str) else self.text_field[-1]
         vocabulary = [vocabulary_of(self.tokenizer), self.tokenizer.eos_token_id, self.vocab_size]
-        return json.dumps([CACHE_VERSION, self.dataset, self.split, content, fields, *vocabulary])
+        chat = self.chat.identity() if self.chat else []
+        return json.dumps([CACHE_VERSION, self.dataset, self.split, content, fields, *vocabulary, *chat])
 
     def token_batches(
         self, skip_bad_records: bool, counts: Counter, progress: Callable[[Counter, int], None]
-    ) -> Iterator[np.ndarray]:
-        """The token ids of all documents, in arrays. `progress` gets the counts so far and what "read" will reach."""
+    ) -> Iterator:
+        """The token ids of all documents, in arrays; of conversations what `example_batches` gives. `progress` gets the
+        counts so far and what "read" will reach."""
         if self.files:
             sources = [(file, file_records(file, self.text_field, counts, batched=True)) for file in self.files]
             total = sum(file_status(file).st_size for file in self.files)
         else:
             sources = [(self.dataset, hub_records(self.rows, self.dataset, self.text_field, counts, batched=True))]
             total = len(self.rows)
-        documents = (read_documents(records, source, skip_bad_records, counts) for source, records in sources)
-        for tokens in token_batches(itertools.chain.from_iterable(documents), self.tokenizer, TOKENIZE_BATCH, counts):
+        if self.chat:
+            sources = [(source, self.chat.encode_records(records, counts)) for source, records in sources]
+        documents = itertools.chain.from_iterable(
+            read_documents(records, source, skip_bad_records, counts) for source, records in sources
+        )
+        if self.chat:
+            batches = example_batches(documents, TOKENIZE_BATCH, counts)
+        else:
+            batches = token_batches(documents, self.tokenizer, TOKENIZE_BATCH, counts)
+        for tokens in batches:
             progress(counts, total)
             yield tokens
+
+    def as_chat(self, template: str | None, loss: str) -> "Corpus":
+        """The corpus with conversations as its documents, where its records are such, see `holds_conversations`; a
+        UserError where these cannot be masked. Any other corpus as it is."""
+        if not holds_conversations(self.files, self.rows, self.text_field):
+            return self
+        chat = ChatFormat(self.tokenizer, template, loss)
+        chat.check(self.dataset)
+        return dataclasses.replace(self, text_field=CHAT_FIELD, chat=chat)
+
+    def check_trained(self, counts: dict) -> None:
+        """Raises a UserError for conversations none of which has a token to train on."""
+        left_out = counts.get("conversations without a trained token", 0)
+        if self.chat and left_out and not counts.get("documents"):
+            raise no_assistant_mask(
+                f"--dataset {self.dataset}: the chat template marks no token of any of the {left_out:,} conversations"
+            )
 
 
 def open_corpus(
     dataset: str,
     split: str,
-    files: list[pathlib.Path],
+    files: list[DataFile],
     tokenizer,
     vocab_size: int,
     text_field: Field,
@@ -108,7 +136,9 @@ def tokenize_once(
                 return path, counts
             start, counts = time.perf_counter(), Counter()
             batches = corpus.token_batches(skip_bad_records, counts, progress)
-            if not pack_tokens(batches, path, corpus.vocab_size, counts):
+            pack_batches = pack_conversations if corpus.chat else pack_tokens
+            if not pack_batches(batches, path, corpus.vocab_size, counts):
+                corpus.check_trained(counts)
                 raise UserError(
                     f"--dataset {corpus.dataset}: it holds no text ({counts['bad records']} bad)", entry="no-text-found"
                 )

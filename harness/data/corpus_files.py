@@ -8,9 +8,12 @@ import pathlib
 from collections.abc import Iterator
 
 from harness.base.errors import UserError
-from harness.base.text import shortened
-from harness.data.formats import DATA_SUFFIXES, reader_of
+from harness.base.text import is_url, shortened
+from harness.data.formats import DATA_SUFFIXES, owner_of, reader_of, reason_to_leave_out
+from harness.data.mapped import damaged
 from harness.data.records import COMPRESSIONS
+from harness.data.storage import DataFile, RemoteFile, has_pattern, list_files
+from harness.flags.sources import Source
 
 
 def inode_of(path) -> tuple:
@@ -85,21 +88,54 @@ def list_paths(top: pathlib.Path, left_out: dict[pathlib.Path, str]) -> list[pat
     return [path for path in paths if not os.path.isdir(path)]
 
 
-def find_files(dataset: str) -> tuple[list[pathlib.Path], list[str]]:
-    """The data files of a local file, folder or pattern, each real file once, and what else is there and is not read,
-    in words. Hidden files are not looked at. None of either when `dataset` is a hub id."""
+def is_folder(dataset: str) -> bool:
+    """Whether a path or URL is that of a folder; of a URL by its name, which is no data file's and no pattern."""
+    if is_url(dataset):
+        return not (has_pattern(dataset) or reader_of(RemoteFile(dataset, 0)))
+    return os.path.isdir(dataset)
+
+
+def find_remote_files(dataset: str) -> tuple[list[RemoteFile], list[str]]:
+    """What `find_files` gives, of a URL."""
+    left_out: dict[str, str] = {}
+    files = []
+    for file in list_files(dataset, left_out):
+        if not reader_of(file) or (file.url != dataset and file.name.lower() == "readme.md"):
+            left_out[str(file)] = ""
+        else:
+            files.append(file)
+    top = f"{dataset.rstrip('/')}/"
+    described = []
+    for url, reason in sorted(left_out.items()):
+        name = url.removeprefix(top)
+        if not name.isprintable():
+            name = ascii(name)
+        described.append(f"{name} ({reason})" if reason else name)
+    return files, described
+
+
+def find_files(dataset: str) -> tuple[list[DataFile], list[str]]:
+    """The data files of a file, folder or pattern on this machine or at a URL, each real file once, and what else is
+    there and is not read, in words. Hidden files are not looked at. None of either when `dataset` is a hub id."""
+    if is_url(dataset):
+        return find_remote_files(dataset)
     top = pathlib.Path(dataset)
     in_folder = os.path.isdir(top)
     left_out: dict[pathlib.Path, str] = {}
     files: dict[tuple, pathlib.Path] = {}
     paths = list_paths(top, left_out)
     for path in sorted(paths, key=lambda path: (path.is_symlink(), path)):
-        if not reader_of(path) or (path != top and path.name.lower() == "readme.md"):
+        owner = owner_of(path)
+        if owner is not None:
+            check_owner(path, owner)
+        elif not reader_of(path) or (path != top and path.name.lower() == "readme.md"):
             left_out[path] = ""
         elif not os.path.exists(path):
             left_out[path] = "a broken link" if path.is_symlink() else "cannot be read"
         elif not os.path.isfile(path):
             left_out[path] = "no regular file"
+        elif reason_to_leave_out(path):
+            left_out[path] = reason_to_leave_out(path)
         else:
             try:
                 same = files.setdefault(inode_of(path), path)
@@ -117,32 +153,51 @@ def find_files(dataset: str) -> tuple[list[pathlib.Path], list[str]]:
     return sorted(files.values()), described
 
 
-def local_files(dataset: str) -> list[pathlib.Path]:
-    """The data files of a local file, folder or pattern; none when `dataset` is a hub id. A UserError where a path or a
-    pattern leads to none."""
+def check_owner(path: pathlib.Path, owner: pathlib.Path) -> None:
+    """Raises a UserError where the data file that an index belongs to is missing."""
+    if not os.path.exists(owner):
+        raise damaged(path, f"it is the index of {owner.name}, which is not there", "restore it, or remove the index")
+
+
+def local_files(dataset: str) -> list[DataFile]:
+    """The data files of a file, folder or pattern on this machine or at a URL; none when `dataset` is a hub id. A
+    UserError where a path, pattern or URL leads to none."""
     files, left_out = find_files(dataset)
     if files:
         return files
     exists = os.path.exists(dataset)
     if exists or left_out:
         seen = f"there is only {shortened(left_out)}" if left_out else "it is empty"
-        if exists and not os.path.isdir(dataset):
-            seen = "convert it"
+        is_file = left_out == [dataset] if is_url(dataset) else exists and not os.path.isdir(dataset)
+        if is_file:
+            owner = None if is_url(dataset) else owner_of(pathlib.Path(dataset))
+            seen = f"give {owner.name}" if owner else "convert it"
         suffixes, packed = "/".join(DATA_SUFFIXES), "/".join(COMPRESSIONS)
         raise UserError(
             f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}",
             entry="no-data-files",
         )
+    if is_url(dataset):
+        raise UserError(f"--dataset {dataset}: no such files in that store, or no such bucket", entry="no-such-data")
     if glob.has_magic(dataset):
         raise UserError(f"--dataset {dataset}: no such files", entry="no-such-data")
     check_exists(dataset)
     return []
 
 
+def check_sources_exist(sources: list[Source]) -> None:
+    """Raises a UserError for the first source that is a local file or folder and does not exist."""
+    for source in sources:
+        check_exists(source.dataset)
+
+
 def check_exists(dataset: str) -> None:
-    """Raises a UserError where `dataset` names a local file or folder that does not exist. A hub id passes, and so does
-    a pattern, whose files would have to be looked for."""
+    """Raises a UserError where `dataset` names a local file or folder that does not exist. A hub id passes, and so do a
+    pattern and a URL, whose files would have to be looked for."""
+    if is_url(dataset):
+        return
     looks_local = reader_of(dataset) or dataset.startswith(("/", ".", "~")) or dataset.count("/") > 1
     path = os.path.expanduser(dataset)
     if looks_local and not os.path.exists(path) and not glob.has_magic(path):
-        raise UserError(f"--dataset {dataset}: no such file or folder", entry="no-such-data")
+        megatron = f"; there is {path}.bin" if os.path.exists(f"{path}.bin") else ""  # which names its corpora without
+        raise UserError(f"--dataset {dataset}: no such file or folder{megatron}", entry="no-such-data")

@@ -5,7 +5,6 @@ import codecs
 import contextlib
 import errno
 import os
-import pathlib
 import re
 import shlex
 import time
@@ -15,8 +14,9 @@ from harness.base.errors import UnreadableError, UserError
 from harness.base.text import first_line
 from harness.data.corpus_files import local_files
 from harness.data.formats import DATA_SUFFIXES, file_records, name_place, reader_of
-from harness.data.records import COMPRESSIONS, DEFAULT_FIELD, BadRecord, Field, open_unpacked
+from harness.data.records import CHAT_FIELD, COMPRESSIONS, DEFAULT_FIELD, BadRecord, Field, open_unpacked
 from harness.data.splits import files_of_split, parse_split
+from harness.data.storage import DataFile, RemoteFile
 from harness.flags.settings import is_local
 
 DISK = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)]
@@ -29,6 +29,8 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: Field = D
     """What to say of data that cannot be read: of an `UnreadableError`, or of what a library raised while reading."""
     source, reason = f"--dataset {dataset}, split {split!r}", first_line(error)
     unreadable = isinstance(error, UnreadableError)
+    if unreadable and error.record and error.record.of_chat:
+        text_field = CHAT_FIELD
     if unreadable and error.record and error.file:
         return name_bad_record(error.record, error.file, dataset, split, text_field)
     if unreadable and error.record:
@@ -54,7 +56,7 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: Field = D
     return UserError(f"{source}: cannot be read ({reason})", entry="data-unreadable")
 
 
-def name_bad_record(record: BadRecord, file: pathlib.Path, dataset: str, split: str, text_field: Field) -> UserError:
+def name_bad_record(record: BadRecord, file: DataFile, dataset: str, split: str, text_field: Field) -> UserError:
     """What to say of a bad record of a local file: where it stands, how many there are, how to mend them."""
     encoding, command = guess_encoding(file) if record.wrong_encoding else ("", "")
     advice = f"convert it: {command}" if command else advise(record)
@@ -71,7 +73,7 @@ def advise(record: BadRecord) -> str:
     return f"{record.advice}, or mend them" if record.advice else "mend them"
 
 
-def count_bad(file: pathlib.Path, others: list[pathlib.Path], text_field: Field) -> tuple[str, bool]:
+def count_bad(file: DataFile, others: list[DataFile], text_field: Field) -> tuple[str, bool]:
     """(how many records of a file are bad, and how many of all files of its split, in words; whether all are)."""
     deadline = time.monotonic() + COUNT_SECONDS
     bad, read, is_complete = count_bad_of_file(file, text_field, deadline)
@@ -91,7 +93,7 @@ def count_bad(file: pathlib.Path, others: list[pathlib.Path], text_field: Field)
     return numbers, bad == read
 
 
-def count_bad_of_file(file: pathlib.Path, text_field: Field, deadline: float) -> tuple[int, int, bool]:
+def count_bad_of_file(file: DataFile, text_field: Field, deadline: float) -> tuple[int, int, bool]:
     """(bad records of a file, records that were read, whether these are all of it)."""
     bad = read = 0
     try:
@@ -106,7 +108,7 @@ def count_bad_of_file(file: pathlib.Path, text_field: Field, deadline: float) ->
     return bad, read, True
 
 
-def guess_encoding(file: pathlib.Path) -> tuple[str, str]:
+def guess_encoding(file: DataFile) -> tuple[str, str]:
     """(in which encoding a text file that is not UTF-8 may be, in words, the command that converts it); nothing where
     it cannot be told, or where a part of it is UTF-8."""
     start = b""
@@ -124,7 +126,9 @@ def guess_encoding(file: pathlib.Path) -> tuple[str, str]:
     return "", ""
 
 
-def convert_command(file: pathlib.Path, encoding: str) -> str:
+def convert_command(file: DataFile, encoding: str) -> str:
+    if isinstance(file, RemoteFile):
+        return f"iconv -f {encoding} -t UTF-8, on a copy that then replaces it"
     old, new = shlex.quote(str(file)), shlex.quote(f"{file}.new")
     command = f"iconv -f {encoding} -t UTF-8"
     if packer := COMPRESSIONS.get(file.suffix.lower()):

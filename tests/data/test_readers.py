@@ -115,7 +115,7 @@ def test_one_new_file_adds_a_format(tmp_path):
     assert cached["encoding.csv"].startswith(f"--dataset encoding.csv, row 3: {fault}")
     fields = "(fields: number, text)"
     assert cached["no_column.csv"] == f"--text-field story: no such field in no_column.csv {fields}"
-    assert "needs .csv/.jsonl/.md/.parquet/.txt files" in cached["none"]
+    assert "needs .arrow/.bin/.csv/.ds/.jsonl/.md/.npy/.npz/.parquet/.txt files" in cached["none"]
 
 
 def test_a_suffix_has_one_reader():
