@@ -4,6 +4,8 @@ import os
 import socket
 import urllib.parse
 
+from harness.base.text import is_url
+
 
 def answer_from_cache_without_network(source: str) -> None:
     """Makes the hub libraries answer from their caches at once where `source` is not local and the hub has no address.
@@ -13,7 +15,8 @@ def answer_from_cache_without_network(source: str) -> None:
     from huggingface_hub import constants
 
     has_proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    if has_proxy or os.path.exists(source):
+    elsewhere = is_url(source) and not source.startswith("hf://")
+    if has_proxy or elsewhere or os.path.exists(source):
         return
     try:
         socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, 443)

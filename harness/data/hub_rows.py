@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from harness.base.errors import NoSplitError, UnreadableError
 from harness.base.text import first_line
-from harness.data.readers.parquet import BATCH_ROWS, read_column
+from harness.data.readers.parquet import BATCH_ROWS, columns_of_record, read_batch
 from harness.data.records import BadRecord, Document, Field, choose_field
 
 
@@ -29,6 +29,11 @@ def load_documents(dataset: str, split: str, subset: str | None = None, streamin
         ) from error
 
 
+def shard_of(rows, number: int):
+    """One of the `rows.num_shards` shards of an `IterableDataset`; mostly that is a file on the hub."""
+    return rows.shard(rows.num_shards, number)
+
+
 def hub_records(
     rows, source: str, text_field: Field, counts: Counter, batched: bool = False
 ) -> Iterator[Document | BadRecord]:
@@ -37,6 +42,7 @@ def hub_records(
     first_row = 1
     for table in rows.with_format("arrow").iter(BATCH_ROWS):
         field = choose_field(source, table.column_names, text_field)
+        columns = columns_of_record(table.column_names, field)
         counts["read"] += len(table)
-        yield from read_column(table[field], field, first_row, counts, batched)
+        yield from read_batch(table, columns, first_row, counts, batched)
         first_row += len(table)

@@ -4,8 +4,8 @@ import functools
 import itertools
 import json
 import shutil
-import types
 from collections import Counter
+from fractions import Fraction
 
 import multirank
 import numpy as np
@@ -19,8 +19,12 @@ import utils
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.data import corpora, documents, held_out, sample_order, streaming
+from harness.data.batches import RankBatches
+from harness.data.data_record import DataRecord, StepSize
 from harness.data.documents import token_batches
+from harness.data.mixture import Mixture, Segment
 from harness.data.records import DOCUMENT_MARK
+from harness.data.training_data import TrainingData
 from harness.data.windows import PackedDataset
 from harness.job.signals import StopRequest
 
@@ -68,8 +72,22 @@ def samples_of(batches) -> list[list[int]]:
     ]
 
 
+def batches_of(stream, batch_size, rank=0, world_size=1, first_sample=0, position=None) -> RankBatches:
+    """The batches of a run on this stream alone; those of one rank."""
+    ones = {"a": Fraction(1)}
+    history = [Segment(0, ones, ones)]
+    record = DataRecord({"a": {}}, "a", 1, {}, history, [StepSize(0, 0, batch_size * world_size)])
+    data = TrainingData({"a": stream}, Mixture(history), record, stream.seq_len, seed=7, end_of_text=stream.end_of_text)
+    positions = {"a": {0: tuple(position)}} if position else {}
+    return RankBatches(data, batch_size, 1, rank, world_size, first_sample, positions)
+
+
 def take(stream, count: int, *share) -> list[dict]:
-    return list(itertools.islice(streaming.StreamedBatches(stream, *share), count))
+    return list(itertools.islice(batches_of(stream, *share), count))
+
+
+def position_of(batch: dict) -> tuple[int, int, int]:
+    return batch["positions"]["a"][0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -93,9 +111,10 @@ def test_ranks_take_the_windows_that_a_packed_data_set_in_this_order_gives_them(
     count = len(packed) // (world_size * batch_size)
     assert count * world_size * batch_size > 2 * len(packed) // 3 + SEQ_LEN  # into the third epoch
     for rank in range(world_size):
-        sampler = sample_order.GlobalOrderSampler(len(packed), batch_size, rank, world_size)
-        sampler.index_of = lambda sample: sample  # the stream is shuffled already
-        expected = [packed[index].tolist() for indices in itertools.islice(sampler, count) for index in indices]
+        expected = []
+        for microbatch in range(count):
+            for index in sample_order.samples_of_microbatch(0, microbatch, batch_size, rank, world_size):
+                expected.append(packed[index].tolist())  # the stream is shuffled already
         assert samples_of(take(stream, count, batch_size, rank, world_size)) == expected
 
 
@@ -106,7 +125,7 @@ def test_any_number_of_ranks_goes_on_from_any_position(stream, tokens, ranks_bef
     starts = set()
     for number, batch in enumerate(batches[:: max(1, len(batches) // 12)]):
         samples = (number * max(1, len(batches) // 12) + 1) * 4 * ranks_before  # all ranks have taken theirs
-        position = json.loads(json.dumps(batch["position"]))
+        position = json.loads(json.dumps(position_of(batch)))
         assert 0 <= position[0] <= (samples - 4 * ranks_before) * SEQ_LEN
         starts.add(tuple(position[1:]))
         for rank in range(ranks_after):
@@ -119,7 +138,7 @@ def test_any_number_of_ranks_goes_on_from_any_position(stream, tokens, ranks_bef
 
 
 def test_what_is_before_a_position_is_not_tokenized_again(stream, tokens, tokenizer, monkeypatch):
-    last = take(stream, len(tokens) // SEQ_LEN // 4, 4)[-1]["position"]
+    last = take(stream, len(tokens) // SEQ_LEN // 4, 4)[-1]["positions"]["a"][0]
     assert last[2] >= streaming.STREAM_BATCH
     encoded = []
     tokenize = token_batches
@@ -140,22 +159,23 @@ def test_a_position_among_long_documents_skips_none_of_them(stream, monkeypatch)
 
 
 def test_a_worker_that_reads_ahead_gives_each_batch_its_own_position(stream):
-    loader = DataLoader(streaming.StreamedBatches(stream, 2), batch_size=None, num_workers=1, prefetch_factor=16)
+    loader = DataLoader(batches_of(stream, 2), batch_size=None, num_workers=1, prefetch_factor=16)
     read = list(itertools.islice(loader, 40))
     alone = take(stream, 40, 2)
     assert samples_of(read) == samples_of(alone)
-    assert [tuple(batch["position"]) for batch in read] == [batch["position"] for batch in alone]
+    assert [tuple(position_of(batch)) for batch in read] == [position_of(batch) for batch in alone]
 
 
 @pytest.mark.parametrize("length", [8, 16, 17, 40])
 def test_a_chunk_that_ends_with_a_batch_leaves_its_last_label_to_the_next(length):
     """Chunks of `length` tokens, batches of two windows of eight."""
 
-    def chunks(position):
+    def chunks(position, stream):
         for number in itertools.count():
             yield (number * length, 0, number), np.arange(number * length, (number + 1) * length)
 
-    counted = types.SimpleNamespace(seq_len=8, vocab_size=2**15, end_of_text=None, counts=Counter(), chunks=chunks)
+    counted = object.__new__(streaming.StreamedDataset)
+    vars(counted).update(seq_len=8, vocab_size=2**15, counts=Counter(), chunks=chunks)
     for rank in (0, 1):
         batches = take(counted, 4, 2, rank, 2)
         starts = [16 * (2 * number + rank) for number in range(4)]
@@ -170,7 +190,7 @@ def test_a_batch_longer_than_many_chunks_and_a_corpus_shorter_than_a_batch(token
     packed = PackedDataset(np.tile(one, 100), 8)
     (batch,) = take(stream, 1, 16, 1, 2)
     assert samples_of([batch]) == [packed[index].tolist() for index in range(16, 32)]
-    assert batch["position"][0] <= 16 * 8 < batch["position"][0] + len(one)
+    assert position_of(batch)[0] <= 16 * 8 < position_of(batch)[0] + len(one)
 
 
 def test_documents_are_masked(stream):
@@ -213,7 +233,7 @@ def flags(corpus, tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
     small = f"--num-steps 12 --sequence-length {SEQ_LEN} --batch-size 32 --precision fp32 --log-interval 1 --no-compile"
     places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {folder}"
-    return words(f"{small} {places} --lr 1e-3 --streaming --dataset {corpus} --document-mask")
+    return words(f"{small} {places} --lr 1e-3 --streaming --streams 1 --dataset {corpus} --document-mask")
 
 
 @pytest.fixture(scope="module")
@@ -225,17 +245,23 @@ def whole(device, flags, tmp_path_factory):
 
 
 def test_a_stopped_run_goes_on_bit_for_bit_and_leaves_no_cache(device, flags, whole, tmp_path, monkeypatch):
-    begun, batches = [], streaming.StreamedBatches
-    monkeypatch.setattr(streaming, "StreamedBatches", lambda *share: begun.append(share[-1]) or batches(*share))
-    run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto"]
+    begun, chunks = [], streaming.StreamedDataset.chunks
+
+    def chunks_from(self, position, stream=0):
+        begun.append(position)
+        return chunks(self, position, stream)
+
+    monkeypatch.setattr(streaming.StreamedDataset, "chunks", chunks_from)
+    run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto", "--num-workers", 0]
     for stop_after in (4, 5):
         assert train(run, device, Stop(stop_after)) == StopRequest.EXIT_CODE
     manifests = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("r/checkpoints/*/manifest.json"))]
     assert [manifest["samples"] for manifest in manifests] == [4 * 32, 9 * 32]
-    assert [manifest["position"][1] for manifest in manifests] == [0, 1]  # in the first epoch, and in the second
-    assert all(manifest["position"][2] > 0 for manifest in manifests)
+    positions = [tuple(next(iter(manifest["positions"].values()))["0"]) for manifest in manifests]
+    assert [position[1] for position in positions] == [0, 1]  # in the first epoch, and in the second
+    assert all(position[2] > 0 for position in positions)
     assert train(run, device) == 0
-    assert begun == [None, *(manifest["position"] for manifest in manifests)]
+    assert begun == [(0, 0, 0), *positions]
     assert losses_of(tmp_path / "r") == losses_of(whole)
     assert len(losses_of(whole)) == 12
     cache = flags[flags.index("--cache-dir") + 1]
@@ -268,18 +294,16 @@ def test_evaluation_reads_what_it_needs(device, flags, stream, tmp_path, corpus,
 # Mistakes
 
 
+def test_random_tokens_are_not_streamed():
+    with pytest.raises(UserError, match="--streaming: synthetic"):
+        parse(["--streaming", "--dataset", "synthetic"])
+
+
 @pytest.mark.parametrize(
-    "more, says",
-    [("--dataset synthetic", "--streaming: synthetic"), ("--num-workers 2", "--num-workers: with --streaming")],
+    "flags, workers",
+    [("", 0), ("--streaming", 1), ("--streaming --num-workers 0", 0), ("--streaming --num-workers 3", 3)],
 )
-def test_flags_that_a_stream_cannot_take_are_refused(more, says):
-    with pytest.raises(UserError) as raised:
-        parse(["--streaming", *words(more)])
-    assert says in str(raised.value)
-
-
-@pytest.mark.parametrize("flags, workers", [("", 0), ("--streaming", 1), ("--streaming --num-workers 0", 0)])
-def test_a_stream_is_read_by_a_worker_unless_the_flag_leaves_it_out(device, flags, workers):
+def test_a_stream_is_read_by_a_worker_unless_the_flag_says_how_many(device, flags, workers):
     settings, _ = resolved(["--model", "demo", "--dataset", "demo", "--sequence-length", 32, *words(flags)])
     assert settings.num_workers == workers
 
@@ -374,6 +398,9 @@ def test_few_documents_are_cut_at_a_share_of_their_tokens_as_is_one(device, toke
         assert named == "the last 5 % of it"
 
 
+RULES_OF_DATA = ("held_out", "ids_first", "corpus", "data")  # fields of a manifest that the version before lacked
+
+
 def test_a_checkpoint_from_before_the_rule_keeps_the_end_of_its_text_held_out(
     device, flags, three_files, tmp_path, capfd
 ):
@@ -386,7 +413,7 @@ def test_a_checkpoint_from_before_the_rule_keeps_the_end_of_its_text_held_out(
             assert train([*run, "--num-steps", 4, "--checkpoint-interval", 2], device) == 0
         assert "held out   the last 5 % of it: " in capfd.readouterr().out
         for manifest in folder.glob("r/checkpoints/*/manifest.json"):
-            forget(manifest, "held_out", "ids_first", "corpus")
+            forget(manifest, *RULES_OF_DATA)
         for steps in (6, 8):  # and what it saves itself keeps it
             more = ["--num-steps", steps, "--checkpoint-interval", 2, "--resume", "auto"]
             assert train([*run, *more], device) == 0
@@ -430,7 +457,7 @@ def test_a_stream_is_not_resumed_on_other_data_that_begin_as_its_own_do(device, 
         train([*run, 4, "--dataset", three_files[0], *more], device)
     assert str(raised.value).startswith(says)
     for manifest in tmp_path.glob("r/checkpoints/*/manifest.json"):
-        forget(manifest, "held_out", "ids_first", "corpus")
+        forget(manifest, *RULES_OF_DATA)
     assert train([*run, 4, "--dataset", three_files[0], *more], device) == 0  # one of the version before
 
 
