@@ -28,9 +28,9 @@ def tokenizer_class_from_name(name: str) -> type | None:
     raise ValueError(f"its tokenizer_class {name} is no tokenizer")
 
 
-def load_tokenizer(settings: Settings, config):
-    """The tokenizer, its vocabulary checked against the model's; None where only synthetic tokens are read."""
-    if settings.dataset == "synthetic" and not (settings.sample_prompt or settings.sample_prompts):
+def load_tokenizer(settings: Settings, config, needed: bool = True):
+    """The tokenizer, its vocabulary checked against the model's; None where it is not `needed`."""
+    if not needed:
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
     answer_from_cache_without_network(source)
