@@ -1,5 +1,5 @@
-"""Corpora: which text a run trains on and which it holds out, and the progress of tokenizing it. Called by the script.
-Independent of how files are read (`formats`, `streaming`) and of which rank takes which window (`sample_order`)."""
+"""Corpora: what of a source a run trains on and what it holds out, and the progress of tokenizing it. Called by
+`loading`. Independent of how files are read (`formats`, `streaming`) and of the order of samples."""
 
 import contextlib
 import functools
@@ -10,119 +10,156 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from tqdm import tqdm
 
-from harness.base.errors import NoSplitError, UnreadableError, UserError
+from harness.base.errors import NoSplitError, UnreadableError
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.ranks import from_main_process, on_main_rank
 from harness.base.text import counted, shortened
 from harness.data import held_out as held
 from harness.data import sample_order, streaming, windows
-from harness.data.corpus_files import find_files
+from harness.data.best_fit import BinnedDataset
+from harness.data.chat import describe_example, holds_conversations, refuse_streaming
+from harness.data.corpus_files import find_files, local_files
 from harness.data.faults import name_fault
-from harness.data.records import DEFAULT_FIELD
-from harness.data.splits import cut_positions
+from harness.data.hub_rows import load_documents
+from harness.data.records import DEFAULT_FIELD, Field
+from harness.data.splits import cut_positions, files_of_split, parse_split
+from harness.data.token_files import differing_tokenizer, is_mapped
 from harness.data.windows import PackedDataset
 from harness.flags.commands import given
 from harness.flags.settings import ASSETS, Settings, is_local
+from harness.flags.sources import Source
 from harness.job import terminal
 from harness.job.printing import say
 
 DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
+LEFT_OUT = ("empty documents", "bad records", "conversations without a trained token")
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30  # between two reports of progress, on a terminal and elsewhere
+ESTIMATE_SECONDS = 1.5  # of tokenizing, after which it is said how long all of it takes
+HOUR = 3600
 
 
-def load_data(settings: Settings, tokenizer, config, get_dataset, manifest: dict | None = None):
-    """The training windows, with their lines of the header in `header`, and, where evaluation is asked for, the
-    held-out ones, else None. `get_dataset` is that of `utils`.
+@dataclass
+class OpenedSource:
+    """One source of a run."""
+
+    train: Any  # a data set of windows, or a StreamedDataset
+    held_out: Any  # windows; None where nothing is evaluated
+    held_out_name: str  # in words
+    split: str  # that is trained on
+    rules: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
+
+
+def open_source(
+    settings: Settings,
+    source: Source,
+    tokenizer,
+    vocab_size: int,
+    get_dataset: Callable,
+    rules: dict[str, Any] | None,
+    streams: int,
+) -> OpenedSource:
+    """The training windows of a source, or its stream, and where evaluation is asked for what is held out.
 
     Held out is the split --eval-split; by default the split `validation`, and where there is none some of the documents
-    that would be trained on, by the rule in `held_out`. `manifest` is that of the checkpoint that the run resumes: its
-    rules apply again, and where it lacks one, those of the versions before that rule.
+    that would be trained on, by the rule in `held_out`. `rules` are those by which a checkpoint says that it was read:
+    they apply again, and where one lacks, that of the versions before it. `streams` is how many logical streams it is
+    cut into where it is streamed.
     """
-    vocab_size = config.get_text_config().vocab_size
-    if settings.dataset == "synthetic":
-        return synthetic_data(settings, vocab_size)
-    if settings.document_mask and tokenizer.eos_token_id is None:
-        raise UserError(
-            f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token)", entry="no-end-of-text"
-        )
-    if not terminal.is_terminal(sys.stderr):
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    source = os.path.expanduser(settings.dataset)
-    if source == "demo":
-        source = str(ASSETS / "demo" / "stories")
-    answer_from_cache_without_network(source)
-    ids_first = prefers_token_ids(settings, manifest)
+    place = os.path.expanduser(source.dataset)
+    if place == "demo":
+        place = str(ASSETS / "demo" / "stories")
+    answer_from_cache_without_network(place)
+    ids_first = prefers_token_ids(settings, rules)
     corpus = {
         "tokenizer": tokenizer,
         "seq_len": settings.sequence_length,
-        "dataset": source,
+        "dataset": place,
         "vocab_size": vocab_size,
         "skip_bad_records": settings.skip_bad_records,
         "accelerator": PartialState(cpu=not torch.cuda.is_available()),  # tells which process is the main one
-        "text_field": ("input_ids", settings.text_field) if ids_first else settings.text_field,
+        "text_field": field_of(settings, ids_first),
         "subset": settings.dataset_config,
     }
-    if settings.streaming:
+    streamed = settings.streaming and not has_token_files(settings, source)
+    if streamed:
+        refuse_streaming(place, settings.packing, holds_chat(settings, source, rules))
         load = functools.partial(streaming.stream_dataset, **corpus, seed=settings.seed)
     else:
+        corpus |= {
+            "packing": settings.packing,
+            "chat_template": settings.chat_template,
+            "chat_loss": settings.chat_loss,
+            "document_mask": bool(settings.document_mask),
+            "seed": settings.seed,
+        }
         load = functools.partial(cached, settings, get_dataset, corpus)
-    train = load(split=settings.dataset_split)
+    split = settings.dataset_split or default_split(settings, place)
+    train = load(split=split)
     held_out, held_out_name, rule = None, "", None
     if settings.eval_interval:
         held_out = load_eval_split(settings, load)
         held_out_name = settings.eval_split or DEFAULT_EVAL_SPLIT
         if held_out is None:
-            rule = held_out_rule(manifest)
-            train, held_out, held_out_name = hold_out(train, source, tokenizer.eos_token_id, rule)
-        if settings.streaming:
+            rule = held_out_rule(rules, streams if streamed else 1)
+            end_of_text = tokenizer.eos_token_id if tokenizer is not None else None
+            train, held_out, held_out_name = hold_out(train, place, end_of_text, rule)
+        if streamed:
             held_out = read_windows(held_out, settings.eval_steps * settings.batch_size * dist.get_world_size())
-    train.header = describe(settings, train, held_out, held_out_name)
-    if is_local(source) and dist.get_rank() == 0:
-        train.header |= describe_files(source)
-    train.rules = {"held_out": rule, "ids_first": ids_first}
-    if settings.streaming:
-        train.rules["corpus"] = train.content
-    elif settings.num_steps:
-        check_fills_a_batch(settings, train)
-    if settings.document_mask:
-        train.end_of_text = tokenizer.eos_token_id
-        if held_out is not None:
-            held_out.end_of_text = tokenizer.eos_token_id
-    return train, held_out
+    if not streamed:
+        trains = settings.num_steps > 0 and not settings.show_samples
+        for name, line in describe_packing(train, tokenizer, with_example=trains).items():
+            say(f"{name:10}", line)
+    found = {"held_out": rule, "ids_first": ids_first, "dataset": train.fingerprint()}
+    if streamed:
+        found["corpus"] = train.content
+        train = train.divide(streams)
+    return OpenedSource(train, held_out, held_out_name, split, found)
 
 
-def synthetic_data(settings: Settings, vocab_size: int):
-    """(random windows to train on, others to evaluate on, None without evaluation)."""
+def default_split(settings: Settings, place: str) -> str:
+    """The split that is trained on where --dataset-split does not say."""
+    return "train" if is_local(place) or settings.streaming else "train[:5%]"
+
+
+def open_synthetic(settings: Settings, vocab_size: int) -> OpenedSource:
+    """Random windows to train on, and others to evaluate on."""
     train = sample_order.SyntheticDataset(vocab_size, settings.sequence_length, settings.seed)
-    train.header = {"data": "synthetic, random tokens"}
     held_out = None
     if settings.eval_interval:
         held_out = sample_order.SyntheticDataset(
             vocab_size, settings.sequence_length, settings.seed + 1, windows=SYNTHETIC_EVAL_WINDOWS
         )
-    return train, held_out
+    return OpenedSource(train, held_out, "synthetic", "", {"dataset": train.fingerprint()})
 
 
-def prefers_token_ids(settings: Settings, manifest: dict | None) -> bool:
+def field_of(settings: Settings, ids_first: bool) -> Field:
+    """The column that is trained on, with that of token ids before it where it is taken first."""
+    return ("input_ids", settings.text_field) if ids_first else settings.text_field
+
+
+def prefers_token_ids(settings: Settings, rules: dict | None) -> bool:
     """Whether a column of token ids is taken before one of text: not where --text-field is given. A resumed run keeps
     what its checkpoint has; older checkpoints are of runs that always did."""
-    if manifest is not None:
-        return manifest.get("ids_first", True)
+    if rules is not None:
+        return rules.get("ids_first", True)
     return "text_field" not in given(settings.argv)
 
 
-def held_out_rule(manifest: dict | None) -> str:
+def held_out_rule(rules: dict | None, streams: int) -> str:
     """The rule by which documents are held out. A resumed run keeps its checkpoint's; older checkpoints name none."""
-    if manifest is None:
-        return held.RULE
-    return manifest.get("held_out", held.OLD_RULE) or held.RULE
+    new = held.RULE if streams == 1 else held.BY_CONTENT
+    if rules is None:
+        return new
+    return rules.get("held_out", held.OLD_RULE) or new
 
 
 def load_eval_split(settings: Settings, load: Callable):
@@ -140,37 +177,48 @@ def read_windows(stream: streaming.StreamedDataset, count: int) -> PackedDataset
     return on_main_rank(lambda: stream.head(count))
 
 
-def check_fills_a_batch(settings: Settings, train: PackedDataset) -> None:
-    """Raises a UserError where a corpus has fewer windows than one optimizer step takes."""
-    needed = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
-    if len(train) < needed:
-        problem = f"{len(train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
-        advice = "use a smaller batch, a shorter sequence or more text"
-        data = f"--dataset {settings.dataset}, split {settings.dataset_split!r}"
-        raise UserError(f"{data}: {problem} of {needed}; {advice}", entry="too-little-text")
+def needs_tokenizer(settings: Settings) -> bool:
+    """Whether a run takes a tokenizer: not where all its tokens are random or come from token files, unless a flag
+    asks for text or for the ends of documents."""
+    if settings.tokenizer or settings.sample_prompt or settings.sample_prompts:
+        return True
+    if settings.dataset == "synthetic":
+        return False
+    ends = settings.document_mask or settings.eval_interval or "[" in (settings.dataset_split or "")
+    if ends or settings.packing == "best-fit" or settings.export:
+        return True
+    return not all(has_token_files(settings, source) for source in settings.sources())
 
 
-def first_words(dataset, tokenizer) -> str:
-    """The first words of a corpus, as the beginning of a generated story; empty where it has no text."""
-    if tokenizer is None or not isinstance(dataset, PackedDataset):
+def has_token_files(settings: Settings, source: Source) -> bool:
+    """Whether a source is of token files that are read in place."""
+    if source.dataset == "demo" or not is_local(source.dataset):
+        return False
+    return is_mapped(local_files(os.path.expanduser(source.dataset)), field_of(settings, ids_first=True))
+
+
+def holds_chat(settings: Settings, source: Source, rules: dict[str, Any] | None) -> bool:
+    """Whether the records of a source are conversations; `rules` are those of `open_source`."""
+    if source.dataset in ("synthetic", "demo"):
+        return False
+    place = os.path.expanduser(source.dataset)
+    split = settings.dataset_split or default_split(settings, place)
+    files, rows = local_files(place), None
+    if files:
+        files = files_of_split(place, parse_split(split)[0], files)
+    else:
+        rows = load_documents(place, split, settings.dataset_config, settings.streaming)
+    return holds_conversations(files, rows, field_of(settings, prefers_token_ids(settings, rules)))
+
+
+def first_words(sources: dict[str, Any], tokenizer) -> str:
+    """The first words of the first source, as the beginning of a generated story; empty where it has no text."""
+    dataset = next(iter(sources.values()))
+    if tokenizer is None or not isinstance(dataset, PackedDataset | BinnedDataset):
         return ""
-    text = tokenizer.decode(dataset[0][:12], skip_special_tokens=True)
+    text = tokenizer.decode(windows.tokens_of(dataset[0])[:12], skip_special_tokens=True)
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()
     return " ".join(words[:-1] or words)  # the last one may be cut
-
-
-def describe(settings: Settings, train, held_out, held_out_name: str) -> dict[str, str]:
-    """The lines of the header about the text: the split that is trained on, and what is held out."""
-    source = ", ".join(filter(None, [settings.dataset, settings.dataset_config, settings.dataset_split]))
-    size = "streamed"
-    if not settings.streaming:
-        tokens = len(train) * settings.sequence_length
-        steps = tokens / settings.tokens_per_step(dist.get_world_size())
-        size = f"{tokens:,} tokens, {steps:,.1f} steps an epoch"
-    lines = {"data": f"{source}: {size}"}
-    if held_out is not None:
-        lines["held out"] = f"{held_out_name}: {len(held_out) * settings.sequence_length:,} tokens"
-    return lines
 
 
 def read_cached(
@@ -184,6 +232,8 @@ def read_cached(
         field = corpus.get("text_field", DEFAULT_FIELD)
         fault = functools.partial(name_fault, error, corpus["dataset"], split, field)
         raise from_main_process(fault, not dist.is_initialized() or dist.get_rank() == 0) from error
+    if packed.mapped is not None:
+        return packed, packed.mapped.describe()
     remove_leftovers(packed.path.parent)
     return packed, describe_cache(packed)
 
@@ -197,17 +247,47 @@ def describe_cache(packed: PackedDataset) -> str:
         if counts["damaged"]:
             tokenized += f" again (the cache was damaged: {counts['damaged']})"
         line = f"{tokenized} in {counts['seconds']:.1f} s, {line}"
-    left_out = [f"{kind} {counts[kind]:,}" for kind in ("empty documents", "bad records") if counts.get(kind)]
+    left_out = [f"{kind} {counts[kind]:,}" for kind in LEFT_OUT if counts.get(kind)]
     if left_out:
         line += f", left out: {', '.join(left_out)}"
     return line
 
 
 def cached(settings: Settings, get_dataset: Callable, corpus: dict, split: str) -> PackedDataset:
-    """A split from the token cache, with its line on the console."""
+    """A split from the token cache or from token files, with its line on the console."""
     packed, line = read_cached(get_dataset, corpus, split, settings.cache_dir, check_whole=settings.resume != "none")
     say("data      ", line)
+    if packed.mapped is not None and dist.get_rank() == 0:
+        warning = differing_tokenizer(packed.mapped, corpus["tokenizer"])
+        if warning:
+            terminal.print_error(f"train_fsdp.py: warning: {warning}")  # entry: other-tokenizer
     return packed
+
+
+def describe_packing(packed, tokenizer, with_example: bool) -> dict[str, str]:
+    """The lines about documents that are packed whole, and about conversations."""
+    lines = {}
+    if isinstance(packed, BinnedDataset):
+        lines["packing"] = packed.describe()
+    if packed.is_chat:
+        share = packed.counts["trained tokens"] / packed.counts["tokens"]
+        lines["chat"] = f"{packed.counts['documents']:,} conversations, trained on {100 * share:.1f} % of their tokens"
+    if packed.is_chat and with_example:
+        colours = terminal.is_terminal(sys.stdout)
+        how = "dim text is not trained on" if colours else "[[ ]] is around what is trained on"
+        example = describe_example(packed[0], tokenizer, colours, packed.real_tokens(0))
+        lines["example"] = f"({how})\n{example}"
+    return lines
+
+
+def describe_tokenizer(train) -> str:
+    """For the header: which tokenizer made a corpus of token ids; "" for text."""
+    mapped = getattr(train, "mapped", None)
+    if mapped is not None:
+        name = f"{mapped.tokenizer_name}, as the files say" if mapped.tokenizer_name else "not known"
+        return f"{name} (tokens are read in place)"
+    counts = getattr(train, "counts", None) or {}
+    return "not known (the records are token ids)" if counts.get("token ids") else ""
 
 
 def describe_files(source: str) -> dict[str, str]:
@@ -224,36 +304,48 @@ def hold_out(train, source: str, end_of_text: int | None, rule: str):
         kept, held_out = train.hold_out(rule)
         documents = " documents" if rule == held.RULE else ""
         return kept, held_out, f"{rule}{documents} of it"
-    tokens, pack = train.tokens, functools.partial(windows.pack, seq_len=train.seq_len, dataset=source)
+    tokens = train.tokens
+    held_out_name, parts = f"{held.OLD_RULE} of it", None
     if rule == held.RULE:
         parts = on_main_rank(lambda: held.divide(tokens, end_of_text))
-        if parts:
-            kept, held_out = (held.Stretches(tokens, *part) for part in parts)
-            return pack(kept, split="train"), pack(held_out, split=rule), f"{rule} documents of it"
-        cut = len(tokens) * (100 - held.PERCENT) // 100  # too few documents to choose among
+        cut = len(tokens) * (100 - held.PERCENT) // 100  # where there are too few documents to choose among
     else:
         (cut,) = on_main_rank(lambda: cut_positions([f"{100 - held.PERCENT}%"], tokens, end_of_text))
-    kept, held_out = pack(tokens[:cut], split="train"), pack(tokens[cut:], split=held.OLD_RULE)
-    return kept, held_out, f"{held.OLD_RULE} of it"
+    if parts:
+        kept, held_out = (train.part(lambda array, part=part: held.Stretches(array, *part)) for part in parts)
+        held_out_name = f"{rule} documents of it"
+    else:
+        kept = train.part(lambda array: held.part_of(array, 0, cut))
+        held_out = train.part(lambda array: held.part_of(array, cut, None))
+    windows.check_has_windows(kept, source, "train")
+    windows.check_has_windows(held_out, source, rule if parts else held.OLD_RULE)
+    return kept, held_out, held_out_name
 
 
 @contextlib.contextmanager
 def progress_of_tokenizing():
     """A function that prints on rank 0 how far the tokenizing is: on a terminal in one line that goes away at the end,
-    elsewhere in a line each half minute."""
+    elsewhere in a line each half minute. Where it takes longer than that, a first line says how long."""
     start = last_report = time.monotonic()
     on_terminal = terminal.is_terminal(sys.stderr)
     interval = TERMINAL_SECONDS if on_terminal else LOG_SECONDS
+    estimated = False
 
     def report(counts: Counter, total: int) -> None:
-        nonlocal last_report
+        nonlocal last_report, estimated
         now = time.monotonic()
-        if now - last_report < interval or (dist.is_initialized() and dist.get_rank()):
+        if dist.is_initialized() and dist.get_rank():
             return
-        last_report, seconds, read = now, now - start, max(counts["read"], 1)
+        seconds, read = now - start, max(counts["read"], 1)
+        speed = f"{counts['tokens'] / max(seconds, 1e-9):,.0f} tokens/s"
+        if not estimated and seconds >= ESTIMATE_SECONDS:
+            estimated = True
+            print_estimate(seconds * max(1, total / read), speed, on_terminal)
+        if now - last_report < interval:
+            return
+        last_report = now
         left = tqdm.format_interval(seconds * max(0, total - read) / read)
-        speed = f"{counts['documents']:,} documents, {counts['tokens'] / seconds:,.0f} tokens/s, {left} left"
-        line = f"tokenizing {min(1, read / total):4.0%}  {speed}"
+        line = f"tokenizing {min(1, read / total):4.0%}  {counts['documents']:,} documents, {speed}, {left} left"
         if on_terminal:
             width = shutil.get_terminal_size().columns - 1
             print(terminal.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
@@ -265,6 +357,18 @@ def progress_of_tokenizing():
     finally:
         if on_terminal and last_report > start:
             print(terminal.CLEAR, end="", file=sys.stderr, flush=True)
+
+
+def print_estimate(seconds: float, speed: str, on_terminal: bool) -> None:
+    """Prints how long tokenizing a corpus takes, where that is longer than the time between two reports in a log."""
+    if seconds < LOG_SECONDS:
+        return
+    line = f"data       tokenizing the text, once, takes about {tqdm.format_interval(seconds)} at {speed}"
+    if seconds > HOUR:
+        line += "; launch/datatrove.py does it beforehand, on several machines"
+    if on_terminal:
+        print(terminal.CLEAR, end="", file=sys.stderr, flush=True)
+    print(line, flush=True)
 
 
 def remove_leftovers(cache: pathlib.Path) -> None:

@@ -6,6 +6,7 @@ documents has some. Which of the 20 is drawn by a checksum of their number: a co
 documents. Ranks, steps and seeds have no part in it. Fewer than 20 documents are cut at a share of their tokens.
 """
 
+import functools
 import math
 import zlib
 
@@ -14,6 +15,7 @@ import numpy as np
 EVERY = 20
 PERCENT = 100 // EVERY
 RULE = f"one of every {EVERY}"  # as manifests name it
+BY_CONTENT = f"one of every {EVERY} by content"  # of a stream that is divided: needs no number of a document
 OLD_RULE = f"the last {PERCENT} %"  # of manifests that name none
 
 
@@ -28,16 +30,28 @@ def place_in_group(group: int) -> int:
     return zlib.crc32(str(group).encode()) % EVERY
 
 
+def is_held_out_by_content(document: str | list[int] | np.ndarray) -> bool:
+    """Whether a document, text or token ids, is held out by BY_CONTENT: by the checksum of its UTF-8 or of its ids as
+    little-endian uint32. The same document twice is held out twice."""
+    content = document.encode() if isinstance(document, str) else np.asarray(document).astype("<u4").tobytes()
+    return zlib.crc32(content) % EVERY == 0
+
+
 def held_out_numbers(documents: int) -> np.ndarray:
     """The numbers of the documents that are held out, among so many."""
-    groups = range(math.ceil(documents / EVERY))
-    drawn = np.array([EVERY * group + place_in_group(group) for group in groups], dtype=np.int64)
+    groups = math.ceil(documents / EVERY)
+    places = np.fromiter((place_in_group(group) for group in range(groups)), np.int64, groups)
+    drawn = EVERY * np.arange(groups) + places
     return drawn[drawn < documents]
 
 
 def document_ends(tokens: np.ndarray, end_of_text: int | None, chunk: int = 2**24) -> np.ndarray:
-    """Where each document of a flat array of tokens ends; the last one where the array does."""
-    ends_of_chunks = []
+    """Where each document of a flat array of tokens ends; the last one where the array does. Token files may know it
+    themselves; otherwise it is after each end-of-text token."""
+    known = getattr(tokens, "document_ends", None)
+    if known is not None:
+        return known
+    ends_of_chunks = [np.empty(0, np.int64)]
     for start in range(0, len(tokens), chunk):
         ends_of_chunks.append(np.flatnonzero(tokens[start : start + chunk] == end_of_text) + start + 1)
     ends = np.concatenate(ends_of_chunks)
@@ -59,11 +73,21 @@ def divide(tokens: np.ndarray, end_of_text: int | None) -> tuple[tuple, tuple] |
     return (kept_starts, kept_ends), (held_starts, held_ends)
 
 
+def part_of(tokens, first: int, last: int | None):
+    """The tokens from a position on to before another: a view of an array, Stretches of any other."""
+    if first == 0 and last is None:
+        return tokens
+    if isinstance(tokens, np.ndarray):
+        return tokens[first:last]
+    first, last, _ = slice(first, last).indices(len(tokens))
+    return Stretches(tokens, np.array([first]), np.array([max(first, last)]))
+
+
 class Stretches:
     """Parts of a flat token array, end to end: what a slice of an array is, without a copy of the whole."""
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray):
-        self.tokens, self.starts = tokens, starts
+        self.tokens, self.starts, self.ends = tokens, starts, ends
         self.before = np.concatenate([[0], np.cumsum(ends - starts)])  # tokens before each part, and all
 
     def __len__(self) -> int:
@@ -80,3 +104,24 @@ class Stretches:
             pieces.append(self.tokens[position + offset : until + offset])
             position, part = until, part + 1
         return np.concatenate(pieces)
+
+    @functools.cached_property
+    def document_ends(self) -> np.ndarray | None:
+        """Where each document of the parts ends, and each part; None where the array itself does not know."""
+        known = getattr(self.tokens, "document_ends", None)
+        if known is None:
+            return None
+        firsts = np.searchsorted(known, self.starts, "right")
+        lasts = np.searchsorted(known, self.ends, "right")
+        begun = np.bincount(firsts, minlength=len(known) + 1) - np.bincount(lasts, minlength=len(known) + 1)
+        is_inside = np.cumsum(begun)[:-1] > 0
+        ends = known[is_inside] + np.repeat(self.before[:-1] - self.starts, lasts - firsts)
+        holds_tokens = self.ends > self.starts
+        if np.array_equal(known[lasts[holds_tokens] - 1], self.ends[holds_tokens]):  # each part ends with a document
+            return ends
+        return np.union1d(ends, self.before[1:][holds_tokens])
+
+    def position(self, index: int) -> int:
+        """Where the token of this index is in the whole array."""
+        part = int(np.searchsorted(self.before, index, "right")) - 1
+        return index - int(self.before[part]) + int(self.starts[part])

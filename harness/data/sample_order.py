@@ -1,52 +1,47 @@
-"""The order of samples: which rank trains on which of them and when, and random samples that need no corpus. Called by
-the script for its data loader. Independent of what is in a sample and of how samples become a batch."""
+"""The order of samples: which window of a source its n-th sample is, which samples a rank takes, and random samples
+that need no corpus. Independent of what is in a sample and of how samples become a batch."""
 
-import functools
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import zlib
 
 import numpy as np
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 
-@dataclass(eq=False)
-class GlobalOrderSampler(Sampler[list[int]]):
-    """Endless batches of data-set indices for one rank: microbatch m of rank r takes the global samples
-    `first_sample + (m * world_size + r) * batch_size ...`, so ranks are disjoint and a step's samples do not depend on
-    how many ranks or microbatches share them.
+class WindowOrder:
+    """Which window of a source each of its samples is: each epoch is one permutation of its windows, so nothing repeats
+    before all is seen. A pure function of (seed, name, sample); with no name, of (seed, sample)."""
 
-    The order is a pure function of (seed, global sample index): each epoch is one permutation of the data set, so
-    nothing repeats before all is seen.
+    def __init__(self, windows: int, seed: int, name: str | None = None):
+        self.windows = windows
+        self.salt = [seed]
+        if name is not None:  # sources of the same length, such as translations, are not read side by side
+            self.salt = [seed, zlib.crc32(name.encode())]
+        self.permutations: dict[int, np.ndarray] = {}  # by epoch: the latest two
+
+    def window_of(self, sample: int) -> int:
+        """The window that the source's sample of this number is."""
+        epoch, offset = divmod(sample, self.windows)
+        if epoch not in self.permutations:
+            generator = np.random.Generator(np.random.PCG64([*self.salt, epoch]))
+            while len(self.permutations) > 1:
+                del self.permutations[min(self.permutations)]
+            self.permutations[epoch] = generator.permutation(self.windows)
+        return int(self.permutations[epoch][offset])
+
+
+def samples_of_microbatch(first_sample: int, microbatch: int, batch_size: int, rank: int, world_size: int) -> range:
+    """The global samples of a rank's microbatch of this number, counted from the microbatch that begins with
+    `first_sample`: ranks are disjoint, and a step's samples do not depend on how many ranks or microbatches share them.
     """
-
-    num_samples: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    seed: int = 0
-    first_sample: int = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for microbatch in itertools.count():
-            first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
-            yield [self.index_of(sample) for sample in range(first, first + self.batch_size)]
-
-    def index_of(self, sample: int) -> int:
-        """Data-set index of the global sample number `sample` (0 is the first sample of the first step)."""
-        epoch, offset = divmod(sample, self.num_samples)
-        return int(_permutation(self.num_samples, self.seed, epoch)[offset])
-
-
-@functools.lru_cache(maxsize=2)
-def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
+    first = first_sample + (microbatch * world_size + rank) * batch_size
+    return range(first, first + batch_size)
 
 
 class SyntheticDataset(Dataset):
     """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
 
     end_of_text = None  # there are no documents
+    is_uniform = True
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
         self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows
@@ -60,3 +55,9 @@ class SyntheticDataset(Dataset):
 
     def fingerprint(self) -> str:
         return f"synthetic, {self.vocab_size:,} ids"
+
+    def total_tokens(self) -> int:
+        return self.windows * self.seq_len
+
+    def documents(self, index: int) -> list[tuple[int, str, int]]:
+        return [(0, "random tokens", 0)]

@@ -1,22 +1,23 @@
 """Splits: which files and which part of a corpus a split's name means."""
 
-import os
-import pathlib
 import re
 
 import numpy as np
 
 from harness.base.errors import NoSplitError, UserError
+from harness.data.corpus_files import is_folder
+from harness.data.held_out import document_ends
+from harness.data.storage import DataFile
 
 SPLITS = {"train": "train(ing)?", "validation": "valid(ation)?|val|dev", "test": "test(ing)?|eval(uation)?"}
 
 
-def files_of_split(dataset: str, split: str, files: list[pathlib.Path]) -> list[pathlib.Path]:
-    """The local files of one split. The split of a file is a word in its path below the folder, by the same words as in
+def files_of_split(dataset: str, split: str, files: list[DataFile]) -> list[DataFile]:
+    """The files of one split. The split of a file is a word in its path below the folder, by the same words as in
     `datasets`; where no word says it, and of a single file, it is train. A NoSplitError where there are none."""
     splits: dict[str, list] = {}
     for file in files:
-        if os.path.isdir(dataset):
+        if is_folder(dataset):
             name = split_in_path(str(file.relative_to(dataset)))
         elif len(files) > 1:
             name = split_in_path(file.name)
@@ -73,10 +74,10 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
     return cuts
 
 
-def cut_positions(bounds: list[str], tokens: np.ndarray, end_of_text: int | None) -> list[int]:
+def cut_positions(bounds: list[str], tokens, end_of_text: int | None) -> list[int]:
     """Where the bounds of a slice cut `tokens`: at ends of documents, or, where these are too few for a percentage, at
     that share of the tokens, as in a file of one document."""
-    ends = np.union1d(np.flatnonzero(tokens == end_of_text) + 1, [0, len(tokens)]).astype(int)
+    ends = np.union1d(document_ends(tokens, end_of_text), [0, len(tokens)]).astype(int)
     positions = []
     for cut, bound in zip(cut_documents(bounds, len(ends) - 1), bounds, strict=True):
         if cut is None:

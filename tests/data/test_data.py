@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoTokenizer
 import train_fsdp
 import utils
 from harness.base.errors import UserError
-from harness.data import corpora, corpus, sample_order, streaming
+from harness.data import corpora, corpus, corpus_tokens, loading, sample_order, streaming
 from harness.data.corpus_files import find_files, local_files
 from harness.data.documents import TOKENIZE_BATCH, token_dtype
 from harness.data.formats import DATA_SUFFIXES, file_records
@@ -155,11 +155,14 @@ def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
 
 
 def order(world_size: int, batch_size: int, microbatches: int, num_samples: int, seed: int = 5) -> list[list[int]]:
-    """Data-set indices in the order of global samples, microbatch by microbatch, of all ranks."""
-    samplers = [
-        iter(sample_order.GlobalOrderSampler(num_samples, batch_size, r, world_size, seed)) for r in range(world_size)
-    ]
-    return [next(sampler) for _ in range(microbatches) for sampler in samplers]
+    """Windows in the order of global samples, microbatch by microbatch, of all ranks."""
+    windows = sample_order.WindowOrder(num_samples, seed)
+    batches = []
+    for microbatch in range(microbatches):
+        for rank in range(world_size):
+            samples = sample_order.samples_of_microbatch(0, microbatch, batch_size, rank, world_size)
+            batches.append([windows.window_of(sample) for sample in samples])
+    return batches
 
 
 divisors = st.sampled_from([1, 2, 3, 4, 6, 12])
@@ -191,19 +194,27 @@ def test_an_epoch_that_ends_within_a_batch_goes_on_with_the_next():
         assert sorted(samples[first : first + 7]) == list(range(7))
 
 
-def test_order_is_a_pure_function_of_seed_and_sample_number():
-    one, same, other = (sample_order.GlobalOrderSampler(100, 4, seed=seed) for seed in (3, 3, 4))
-    backwards = [one.index_of(sample) for sample in reversed(range(300))]
-    assert backwards[::-1] == [same.index_of(sample) for sample in range(300)]
-    assert backwards[::-1] != [other.index_of(sample) for sample in range(300)]
-    epochs = [[one.index_of(sample) for sample in range(first, first + 100)] for first in (0, 100, 200)]
+def test_order_is_a_pure_function_of_seed_name_and_sample_number():
+    one, same, other, named = (
+        sample_order.WindowOrder(100, seed, name) for seed, name in ((3, None), (3, None), (4, None), (3, "web"))
+    )
+    backwards = [one.window_of(sample) for sample in reversed(range(300))]
+    assert backwards[::-1] == [same.window_of(sample) for sample in range(300)]
+    assert backwards[::-1] != [other.window_of(sample) for sample in range(300)]
+    assert backwards[::-1] != [named.window_of(sample) for sample in range(300)]
+    epochs = [[one.window_of(sample) for sample in range(first, first + 100)] for first in (0, 100, 200)]
     assert epochs[0] != list(range(100)) and epochs[0] != epochs[1] != epochs[2]
 
 
+def test_the_order_of_one_source_is_that_of_the_versions_before_mixtures():
+    windows = sample_order.WindowOrder(5, 42)
+    assert [windows.window_of(sample) for sample in range(10)] == [4, 2, 3, 1, 0, 4, 0, 1, 2, 3]
+
+
 def test_an_order_can_be_taken_up_in_the_middle():
-    whole = sample_order.GlobalOrderSampler(50, 2, rank=1, world_size=3)
-    later = sample_order.GlobalOrderSampler(50, 2, rank=1, world_size=3, first_sample=7 * 2 * 3)
-    assert list(itertools.islice(whole, 7, 12)) == list(itertools.islice(later, 5))
+    whole = [sample_order.samples_of_microbatch(0, microbatch, 2, 1, 3) for microbatch in range(7, 12)]
+    later = [sample_order.samples_of_microbatch(7 * 2 * 3, microbatch, 2, 1, 3) for microbatch in range(5)]
+    assert whole == later
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -342,6 +353,21 @@ def test_how_far_the_tokenizing_is_can_be_told(tokenizer, tmp_path):
     assert shares[:4] == sorted(shares[:4]) and 0 < shares[0] < shares[3] <= 1
     assert [round(share, 1) for share in shares[4:]] == [0.2, 0.5, 0.8, 1.0] or shares[7] <= 1
     assert told[3][2] == told[7][2] == len(encoded(tokenizer, STORIES_OF_FORTY * 200))
+
+
+@pytest.mark.parametrize(
+    "share, said", [(0.1, ""), (0.02, "takes about 01:40 at 500 tokens/s"), (0.0002, "on several machines")]
+)
+def test_a_long_tokenizing_says_how_long_it_takes_within_two_seconds(monkeypatch, capsys, share, said):
+    """Also in a log, which has the next line after half a minute; not where all of it takes less than that."""
+    clock = [0.0]
+    monkeypatch.setattr(corpora.time, "monotonic", lambda: clock[0])
+    with corpora.progress_of_tokenizing() as report:
+        for clock[0] in (1.0, 2.0, 3.0):
+            report({"read": share * 1e9 * clock[0] / 2, "documents": 5, "tokens": 500 * clock[0]}, 10**9)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == bool(said)
+    assert all(said in line and "tokenizing the text, once, takes about" in line for line in lines)
 
 
 def test_what_lies_beside_the_text_files_of_a_folder_is_not_read(tokenizer, tmp_path):
@@ -511,7 +537,7 @@ def test_a_twentieth_of_hub_data_is_the_default_of_a_library(tokenizer, monkeypa
         asked.append(split)
         raise UserError("not opened")
 
-    monkeypatch.setattr(utils, "open_corpus", open_corpus)
+    monkeypatch.setattr(corpus_tokens, "open_corpus", open_corpus)
     with pytest.raises(UserError, match="not opened"):
         utils.get_dataset(tokenizer, 16, dataset="someone/stories")
     assert asked == ["train[:5%]"]
@@ -557,7 +583,11 @@ def test_the_flag_for_the_text_field_is_asking_and_a_checkpoint_keeps_its_rule(
     )
     given = ["--dataset", file, "--cache-dir", tmp_path / "cache", "--sequence-length", 4, *flags.split()]
     config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
-    train, _ = corpora.load_data(parse(given), tokenizer, config, utils.get_dataset, manifest)
+    if manifest is not None:
+        flags_before = {"dataset": str(file), "batch_size": 1, "gradient_accumulation_steps": 1}
+        manifest = {"flags": flags_before, "world_size": 1, "step": 0, "samples": 0} | manifest
+    data, _ = loading.load_data(parse(given), tokenizer, config, utils.get_dataset, manifest)
+    (train,) = data.sources.values()
     assert train.tokens.tolist() == ([5, 6, END] * len(TEXTS) if trained == "ids" else encoded(tokenizer, TEXTS)) * 4
 
 
@@ -1085,7 +1115,7 @@ def test_a_file_that_is_deleted_after_it_was_listed_is_named(tokenizer, tmp_path
 
     monkeypatch.setattr(corpus, "check_cache", check_and_delete)
     if checks == 0:
-        monkeypatch.setattr(utils, "local_files", list_and_delete)
+        monkeypatch.setattr(corpus_tokens, "local_files", list_and_delete)
     with pytest.raises(UserError) as raised:
         load(tokenizer, tmp_path, file)
     assert str(raised.value).startswith(f"--dataset {file}: cannot be read ([Errno 2] No such file or directory")

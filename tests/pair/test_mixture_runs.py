@@ -1,0 +1,338 @@
+"""Runs of several sources by the program itself: their samples on any number of ranks, their resumes, their figures."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+import sys
+
+import multirank
+import numpy as np
+import pytest
+from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, start, train, words, write_model
+from transformers import AutoTokenizer
+
+import train_fsdp
+from harness.base import saved
+from harness.base.errors import UserError
+
+SEQ_LEN = 32
+BATCH = 4  # sequences of a step
+TOKENS = {"a": (10, 500), "b": (500, 900), "c": (900, 1400)}  # the ids in the token files
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """Three files of tokens, each with ids of its own, two of text, and a tiny model."""
+    folder = tmp_path_factory.mktemp("corpora")
+    generator = np.random.default_rng(3)
+    for name, (least, below) in TOKENS.items():
+        np.save(folder / f"{name}.npy", generator.integers(least, below, 2001, dtype=np.uint16))  # 62 windows
+    stories = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "web.jsonl").write_text("".join(stories[:40]))
+    (folder / "code.jsonl").write_text("".join(stories[40:70]))
+    write_model(folder / "model", "llama", **multirank.SIZES | {"tie_word_embeddings": False})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags(corpora):
+    small = (
+        f"--num-steps 8 --sequence-length {SEQ_LEN} --batch-size {BATCH} --num-workers 0 --precision fp32 --no-compile"
+    )
+    places = f"--model {corpora / 'model'} --tokenizer {ROOT / 'assets' / 'demo'} --cache-dir {corpora / 'cache'}"
+    return words(f"{small} {places} --log-interval 1 --lr 1e-3 --lr-scheduler constant --run-name r --resume auto")
+
+
+@pytest.fixture
+def run(device, flags, corpora, tmp_path, monkeypatch):
+    """Trains in this process in tmp_path/r, in the folder of the corpora; the windows that each step took, as lists of
+    tokens."""
+    monkeypatch.chdir(corpora)
+
+    def start_run(*more, stop_after: int = -1, output=tmp_path) -> dict[int, list[list[int]]]:
+        steps: dict[int, list[list[int]]] = {}
+        with recording(lambda step, _, windows: steps.setdefault(step, []).extend(windows)):
+            train([*flags, "--output-dir", output, *more], device, Stop(stop_after))
+        return steps
+
+    return start_run
+
+
+@contextlib.contextmanager
+def recording(record):
+    """Calls `record` with the step, the microbatch and the windows of each batch that the training step takes."""
+    training_batches = train_fsdp.training_batches
+
+    def recorded(settings, data, state, device):
+        for number, batch in enumerate(training_batches(settings, data, state, device)):
+            windows = np.concatenate([batch["input_ids"].numpy(), batch["labels"].numpy()[:, -1:]], axis=1)
+            record(state.step + 1, number % settings.gradient_accumulation_steps, windows.tolist())
+            yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_fsdp, "training_batches", recorded)
+        yield
+
+
+def program_with_records(folder: str, corpora: str, *argv: str) -> None:
+    """A rank that writes down what it trains on."""
+    os.chdir(corpora)
+    rank = int(os.environ["RANK"])
+    file = (pathlib.Path(folder) / f"rank-{rank}.jsonl").open("w", buffering=1)  # the rank ends without closing it
+    with recording(lambda step, number, windows: print(json.dumps([step, number, rank, windows]), file=file)):
+        multirank.program(*argv)
+
+
+def source_of(window: list[int]) -> str:
+    """The token file that a window is of."""
+    (name,) = (name for name, (least, below) in TOKENS.items() if least <= min(window) and max(window) < below)
+    return name
+
+
+def counts_of(steps: dict[int, list]) -> dict[int, dict[str, int]]:
+    """How many windows of each source each step took."""
+    counts = {}
+    for step, windows in steps.items():
+        names = [source_of(window) for window in windows]
+        counts[step] = {name: names.count(name) for name in sorted(set(names))}
+    return counts
+
+
+def windows_of(name: str, *runs: dict[int, list]) -> list:
+    """The windows of a source in the order in which runs took them."""
+    found = [window for steps in runs for step in sorted(steps) for window in steps[step]]
+    return [window for window in found if source_of(window) == name]
+
+
+def line_of(text: str, name: str) -> str:
+    """The last line of the console that begins with a name."""
+    return [line for line in text.splitlines() if line.startswith(name)][-1]
+
+
+def reseal(checkpoint: pathlib.Path, remove: str) -> None:
+    """Takes a field out of a manifest, as one of a version that did not know it."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["sha256"], manifest[remove]
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Samples
+
+
+@pytest.mark.parametrize("layout", ["--batch-size 1 --gradient-accumulation-steps 2 --num-workers 2"])
+def test_two_ranks_train_on_the_samples_of_one_in_their_order(run, flags, corpora, tmp_path, layout):
+    mixed = words("--dataset a=a.npy:0.5 web=web.jsonl:0.3 b=b.npy:0.2 --mixture-stage 0.5:web=1,b=1")
+    expected = run(*mixed, output=tmp_path / "one")
+    argv = [*flags, *mixed, "--output-dir", tmp_path / "two", *words(layout)]
+    forked(2, program_with_records, str(tmp_path), str(corpora), *map(str, argv))
+    lines = [line for rank in range(2) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()]
+    steps: dict[int, list] = {}
+    for step, _, _, windows in sorted(map(json.loads, lines)):
+        steps.setdefault(step, []).extend(windows)
+    assert steps == expected
+    assert losses_of(tmp_path / "two" / "r") == pytest.approx(losses_of(tmp_path / "one" / "r"), rel=1e-6)
+
+
+def test_a_stage_begins_at_its_step_also_when_the_run_becomes_longer(run, tmp_path):
+    mixed = words("--dataset a=a.npy:3 b=b.npy:1 --mixture-stage 0.5:b=1")
+    begun = counts_of(run(*mixed, stop_after=3))
+    went_on = counts_of(run(*mixed, "--num-steps", "12"))
+    assert begun == {step: {"a": 3, "b": 1} for step in (1, 2, 3)}
+    assert went_on == {4: {"a": 3, "b": 1}} | {step: {"b": 4} for step in range(5, 13)}
+    shares = [(line["share/a"], line["share/b"]) for line in metrics_of(tmp_path / "r") if not line.get("final")]
+    assert shares == [(0.75, 0.25)] * 4 + [(0.0, 1.0)] * 8
+
+
+def test_tables_of_a_toml_file_are_the_flags(run, tmp_path):
+    (tmp_path / "mixture.toml").write_text(
+        '[dataset]\na = {path = "a.npy", weight = 0.75}\nb = "b.npy:0.25"\n[[mixture-stage]]\nfrom = 0.5\nb = 1\n'
+    )
+    by_file = run("--config", tmp_path / "mixture.toml", output=tmp_path / "file")
+    by_flags = run(*words("--dataset a=a.npy:3 b=b.npy:1 --mixture-stage 0.5:b=1"), output=tmp_path / "flags")
+    assert by_file == by_flags
+    assert losses_of(tmp_path / "file" / "r") == losses_of(tmp_path / "flags" / "r")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resumes
+
+
+def test_sources_are_added_removed_and_reweighted_at_a_resume_and_the_others_go_on(run, tmp_path, capsys):
+    first = run(*words("--dataset a=a.npy:0.5 b=b.npy:0.5"), stop_after=4)
+    capsys.readouterr()
+    then = run(*words("--dataset a=a.npy:0.25 c=c.npy:0.75"))
+    assert counts_of(first) == {step: {"a": 2, "b": 2} for step in range(1, 5)}
+    assert counts_of(then) == {step: {"a": 1, "c": 3} for step in range(5, 9)}
+    printed = capsys.readouterr().out
+    assert "source c added, source b removed, mixture a 50 %, b 50 % -> a 25 %, c 75 %" in line_of(printed, "changed")
+    assert "a 50 %, b 50 %" in line_of(printed, "mixture") and "a 25 %, c 75 %" in line_of(printed, "mixture")
+    lines = {line["step"]: line for line in metrics_of(tmp_path / "r") if not line.get("final")}
+    assert (lines[4]["share/a"], lines[4]["share/b"]) == (0.5, 0.5)
+    assert (lines[8]["share/a"], lines[8]["share/c"]) == (0.25, 0.75)
+    assert lines[8]["epochs/a"] == pytest.approx(12 / 62) and lines[8]["epochs/c"] == pytest.approx(12 / 62)
+    assert "Mixture" in (tmp_path / "r" / "report.html").read_text()
+    assert len({tuple(window) for window in windows_of("a", first, then)}) == 12  # none of it twice
+
+    (tmp_path / "alone").mkdir()
+    alone = run(*words("--dataset a=a.npy:0.5 b=b.npy:0.5"), output=tmp_path / "alone")
+    assert windows_of("a", alone)[:12] == windows_of("a", first, then)
+
+
+def test_a_run_of_one_source_goes_on_in_its_order_as_a_mixture_and_back(run, tmp_path):
+    alone = run(*words("--dataset a.npy --num-steps 16"), output=tmp_path / "alone")
+    first = run(*words("--dataset a.npy"), stop_after=3)
+    mixed = run(*words("--dataset a=a.npy:1 b=b.npy:1"), stop_after=3)
+    back = run(*words("--dataset a.npy"), stop_after=1)
+    again = run(*words("--dataset a.npy"))  # whose history has three segments
+    found = windows_of("a", first, mixed, back, again)
+    assert len(found) == 12 + 6 + 8
+    assert found == windows_of("a", alone)[: len(found)]
+
+
+def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_path):
+    for name in ("x", "y"):
+        shutil.copy(corpora / "a.npy", tmp_path / f"{name}.npy")
+    both = [f"x={tmp_path / 'x.npy'}:1", f"y={tmp_path / 'y.npy'}:1"]
+    run("--dataset", *both, stop_after=2)
+    run("--dataset", tmp_path / "x.npy", stop_after=2, output=tmp_path / "single")
+    run("--dataset", *both, stop_after=1, output=tmp_path / "left")
+    run("--dataset", both[1], stop_after=1, output=tmp_path / "left")
+    np.save(tmp_path / "x.npy", np.load(tmp_path / "x.npy")[::-1])
+    for output in (tmp_path, tmp_path / "single", tmp_path / "left"):
+        with pytest.raises(UserError) as refused:
+            run("--dataset", *both, output=output)
+        said = "--dataset: the source x is not what it was at the checkpoint (dataset); give it as it was"
+        assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+    with pytest.raises(UserError, match=r"--dataset: .*x.npy is not what it was at the checkpoint"):
+        run("--dataset", tmp_path / "x.npy", output=tmp_path / "single")
+
+
+def test_a_single_source_that_was_moved_is_no_change(run, corpora, tmp_path, capsys):
+    run("--dataset", "a.npy", stop_after=2)
+    shutil.copy(corpora / "a.npy", tmp_path / "elsewhere.npy")
+    capsys.readouterr()
+    run("--dataset", tmp_path / "elsewhere.npy", stop_after=2)
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
+
+
+def test_a_text_is_added_to_a_run_of_token_files(run):
+    assert len(run(*words("--dataset a=a.npy:1 b=b.npy:1"), stop_after=2)) == 2
+    assert len(run(*words("--dataset a=a.npy:1 web=web.jsonl:1"), stop_after=2)) == 2
+    assert len(run(*words("--dataset a=a.npy:1 b=b.npy:1"))) == 4
+
+
+def test_a_checkpoint_of_a_version_before_mixtures_goes_on_bit_for_bit(run, tmp_path):
+    text = words("--dataset web.jsonl")
+    whole = run(*text, output=tmp_path / "whole")
+    run(*text, stop_after=3)
+    for checkpoint in saved.complete(tmp_path / "r"):
+        reseal(checkpoint, "data")
+    went_on = run(*text)
+    assert went_on == {step: whole[step] for step in range(4, 9)}
+    assert losses_of(tmp_path / "r") == losses_of(tmp_path / "whole" / "r")
+
+
+def test_too_many_epochs_are_refused_before_the_run_with_their_number(run, tmp_path):
+    with pytest.raises(UserError) as refused:
+        run(*words("--dataset a=a.npy:1 b=b.npy:3 --num-steps 62 --max-epochs 2.9"))
+    said = "--max-epochs 2.9: b would be read 3 times in 62 steps; give it a smaller weight, or fewer --num-steps"
+    assert str(refused.value) == said
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
+    assert run(*words("--dataset a=a.npy:1 b=b.npy:3 --num-steps 62 --max-epochs 3"), stop_after=1)
+
+
+def test_a_streamed_mixture_goes_on_where_it_was_in_other_batches(run, tmp_path):
+    streamed = words("--dataset web=web.jsonl:2 code=code.jsonl:1 --streaming --num-workers 0")
+    whole = run(*streamed, output=tmp_path / "whole")
+    first = run(*streamed, stop_after=3)
+    then = run(*streamed, *words("--batch-size 2 --gradient-accumulation-steps 2"))
+    assert first | then == whole
+    assert len({tuple(window) for windows in whole.values() for window in windows}) == 8 * BATCH
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Held-out loss
+
+
+def test_held_out_losses_of_sources_are_those_of_evaluations_of_each_and_together_by_tokens(
+    run, flags, tmp_path, capfd
+):
+    run(*words("--dataset web=web.jsonl:1 code=code.jsonl:3 --eval-interval 8"))
+    last = [line for line in metrics_of(tmp_path / "r") if "eval_loss" in line][-1]
+    alone = {}
+    for name in ("web", "code"):
+        capfd.readouterr()
+        run("--num-steps", 0, "--resume", tmp_path / "r", *words(f"--eval-interval 1 --json --dataset {name}.jsonl"))
+        alone[name] = json.loads(capfd.readouterr().out.splitlines()[-1])
+    for name, found in alone.items():
+        assert last[f"eval_loss/{name}"] == pytest.approx(found["eval_loss"], rel=1e-6)
+    tokens = {name: found["tokens"] for name, found in alone.items()}
+    assert tokens["web"] != tokens["code"]
+    both = sum(found["eval_loss"] * tokens[name] for name, found in alone.items()) / sum(tokens.values())
+    assert last["eval_loss"] == pytest.approx(both, rel=1e-6)
+    assert not math.isclose(last["eval_loss/web"], last["eval_loss/code"], rel_tol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --show-samples
+
+
+def shown(printed: str) -> dict[int, tuple[str, str]]:
+    """By sample its source and its text without white space, from what --show-samples printed."""
+    samples: dict[int, tuple[str, str]] = {}
+    for line in printed.splitlines():
+        if line.startswith("sample "):
+            number, name = line.removeprefix("sample ").split(", ")[0].split(": ")
+            samples[int(number.replace(",", ""))] = (name, "")
+        elif line.startswith("  "):
+            name, text = samples[max(samples)]
+            samples[max(samples)] = (name, text + "".join(line.split(": ", 1)[1].split()))
+    return samples
+
+
+def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device, tmp_path, capsys):
+    mixed = words("--dataset web=web.jsonl:0.5 code=code.jsonl:0.5")
+    steps = run(*mixed, stop_after=3)
+    steps |= run(*mixed, "--batch-size", 2)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
+    places = {"--resume": saved.newest(tmp_path / "r"), "--config": tmp_path / "r" / "config.json"}
+    ways = [[flag, str(path)] for flag, path in places.items()]
+    ways.append([*flags, *mixed, "--output-dir", str(tmp_path), "--resume", "none"])
+    for way in ways:
+        for step, first in ((2, BATCH), (5, 3 * BATCH + 2)):
+            capsys.readouterr()
+            train([*way, "--cache-dir", corpora / "cache", "--show-samples", step], device)
+            found = shown(capsys.readouterr().out)
+            assert list(found) == list(range(first, first + len(steps[step])))
+            for (_, text), window in zip(found.values(), steps[step], strict=True):
+                assert text == "".join(tokenizer.decode(window[:-1]).split())
+    assert {name for name, _ in found.values()} == {"web", "code"}
+
+
+def test_a_sample_of_a_source_that_was_removed_is_named(run, flags, device, tmp_path, capsys):
+    steps = run(*words("--dataset web=web.jsonl:1 code=code.jsonl:1"), stop_after=2)
+    run(*words("--dataset web.jsonl"), stop_after=2)
+    show = [*flags, "--output-dir", tmp_path, "--resume", "none", "--show-samples", 1, "--dataset"]
+    with pytest.raises(UserError, match=r"--show-samples 1: sample \d is of the source code, which was removed since"):
+        train([*show, "web.jsonl"], device)
+    capsys.readouterr()
+    train([*show, "web=web.jsonl:1", "code=code.jsonl:1"], device)
+    assert len(shown(capsys.readouterr().out)) == len(steps[1])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kills
+
+
+@pytest.mark.slow
+def test_kills_lose_and_double_no_sample(tmp_path):
+    driver, result = ROOT / "benchmarks" / "data_kill.py", tmp_path / "result.json"
+    start([sys.executable, driver, *words("--kills 1 --ranks 1 2 --kinds stages streamed-mixture --json"), result])
+    kinds = json.loads(result.read_text())["kinds"]
+    for found in kinds.values():
+        assert found["kills"] >= 2 and not found["wrong"]
+        assert (found["lost"], found["doubled"], found["others"]) == (0, 0, 0)
