@@ -19,7 +19,15 @@ from torch.utils import _python_dispatch, _pytree
 
 # Owner, a module or "module:class", and what is used of it.
 NAMES = {
-    "torch": ("_foreach_add_", "_foreach_norm", "_fused_sdp_choice"),
+    "torch": (
+        "_foreach_add_",
+        "_foreach_copy_",
+        "_foreach_div_",
+        "_foreach_lerp_",
+        "_foreach_mul_",
+        "_foreach_norm",
+        "_fused_sdp_choice",
+    ),
     "torch:ScriptObject": ("_type",),
     "torch:Tensor": ("_version",),
     "torch:ops.aten": ("_unsafe_view",),
@@ -103,6 +111,31 @@ def was_written(tensor: torch.Tensor) -> bool:
 def add_to_each(tensors: list[torch.Tensor], number: float) -> None:
     """Adds a number to each tensor in place, in one kernel. torch documents other operators of this kind."""
     torch._foreach_add_(tensors, number)
+
+
+def add_each(tensors: list[torch.Tensor], others: list[torch.Tensor], factor: float) -> None:
+    """Adds a multiple of another tensor to each tensor in place."""
+    torch._foreach_add_(tensors, others, alpha=factor)
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies each source into its target, which may be of another dtype or device."""
+    torch._foreach_copy_(targets, sources)
+
+
+def divide_each(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
+    """Divides each tensor in place by a number that is still on the device."""
+    torch._foreach_div_(tensors, divisor)
+
+
+def lerp_each(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Moves each tensor in place by `weight` of its way to another."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def multiply_each(tensors: list[torch.Tensor], number: float) -> None:
+    """Multiplies each tensor in place by a number."""
+    torch._foreach_mul_(tensors, number)
 
 
 def norm_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

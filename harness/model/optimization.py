@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,15 @@ from harness.base.package_internals import wrapped_weight
 from harness.base.torch_internals import norm_of_each
 from harness.flags.settings import OPTIMIZERS, Settings
 from harness.job.host import ParameterBytes
+from harness.model.weights import on_meta
+
+
+def decay_matrices(model: nn.Module, settings: Settings) -> list[dict]:
+    """Groups of a model's parameters that are trained: weight decay on those of two dimensions and more only."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    return [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +44,10 @@ class OptimizerKind:
     package: str | None = None  # what pip installs for it
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
     before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
+    groups: Callable[[nn.Module, Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
+    # bytes of the states of a whole model, where `state_bytes` does not hold for each parameter
+    model_state_bytes: Callable[[nn.Module, Settings], int] | None = None
+    describe: Callable[[nn.Module], str] | None = None  # for the header: which parameters it updates how
 
     def is_installed(self) -> bool:
         return self.package is None or find_spec(self.package) is not None
@@ -50,23 +64,24 @@ def memory_saving_optimizers(name: str) -> list[str]:
     return [other for other, kind in kinds.items() if name in kind.stands_in_for and kind.is_installed()]
 
 
-def parameter_bytes(settings: Settings) -> ParameterBytes:
-    """What one parameter takes, with its optimizer."""
+def parameter_bytes(settings: Settings, config: Any = None) -> ParameterBytes:
+    """What one parameter takes, with its optimizer; on average over the model of a config where they differ."""
     kind, weight = find_optimizer(settings.optimizer), 2 if settings.precision == "bf16-pure" else 4
+    if kind.model_state_bytes and config is not None:
+        model = on_meta(config)
+        states = kind.model_state_bytes(model, settings) / sum(parameter.numel() for parameter in model.parameters())
+        return ParameterBytes(weight, states=states, saved_states=states)
     saved_state_bytes = kind.saved_state_bytes or kind.state_bytes
     return ParameterBytes(weight, states=kind.state_bytes(weight), saved_states=saved_state_bytes(weight))
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters, weight decay on matrices only, its states made already."""
+    """The optimizer over the sharded parameters, its states made already."""
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
         raise UserError(f"--optimizer {settings.optimizer}: {needs}", entry="missing-package")
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = kind.groups(model, settings)
     optimizer = kind.build([group for group in groups if group["params"]], settings)
     if not optimizer.state:
         make_states(optimizer)

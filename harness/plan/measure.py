@@ -84,7 +84,8 @@ def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[t
         if ranks == world:
             group = dist.group.WORLD
         else:
-            group = mesh["replicate" if kind == "all_reduce" else "shard"].get_group()
+            among_replicas = kind == "all_reduce" or mesh["shard"].size() != ranks
+            group = mesh["replicate" if among_replicas else "shard"].get_group()
         count = max(ranks, int(nbytes) // 4 // ranks * ranks)  # of float32
         whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
         if kind == "all_gather":
@@ -93,6 +94,8 @@ def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[t
             call = functools.partial(collectives.reduce_scatter, part, whole, group, dist.ReduceOp.SUM)
         elif kind == "all_reduce":
             call = functools.partial(dist.all_reduce, whole, group=group)
+        elif kind == "all_to_all":
+            call = functools.partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=group)
         else:
             continue
         timed.setdefault(f"{kind} {ranks} {per_node}", []).append((nbytes, time_together(call, device)))

@@ -185,7 +185,7 @@ def move_states_to_host(step: Step, settings: Settings) -> np.ndarray:
 
     moved = 0.0
     for phase, operator in list(step.operators):
-        if phase == "optimizer":
+        if phase == "optimizer" and not operator.flops:  # matrix products stay on the GPU
             moved += step.operators.pop((phase, operator)) * operator.nbytes
     moved += sum(size for key, size in step.counts.items() if key[:2] == ("list_bytes", "optimizer"))
     step.counts["host_bytes", "optimizer"] = moved

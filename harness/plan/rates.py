@@ -21,6 +21,7 @@ LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL'
 CONTENTION = 0.8
 HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
 PHASES = ("forward", "backward", "optimizer")  # of a step
+DIVIDES_WORK = ("all_to_all", "all_gather")  # what an optimizer moves while it computes something else
 LIST = "a list"  # shape of an operator over many tensors, whose time is in proportion to their bytes
 
 
@@ -150,8 +151,9 @@ def predict_time(
 
     On a GPU collectives run beside the computation of their pass, which they slow down. Exposed is what does not fit
     beside it, and the ends: the first gathers of a step before there is anything to compute, the last reductions after
-    everything is computed. Launches run ahead of the GPU: the step takes what all kernels take or what all launches
-    take, whichever is more. On a CPU nothing runs beside anything, and ranks wait for each other in each collective.
+    everything is computed. An optimizer's are exposed, but those by which it divides its work. Launches run ahead of
+    the GPU: the step takes what all kernels take or what all launches take, whichever is more. On a CPU nothing runs
+    beside anything, and ranks wait for each other in each collective.
     """
     times = StepTimes()
     add_operators(times, counts, operators, parts, rates)
@@ -162,10 +164,11 @@ def predict_time(
     compute = {phase: times.compute[phase] for phase in PHASES}
     communication = sum(times.communication.values())
     if rates.overlaps:
-        exposed = times.communication["optimizer"]
-        for phase in ("forward", "backward"):
+        exposed = times.communication["optimizer"] - times.divides_work
+        beside = dict(times.communication) | {"optimizer": times.divides_work}
+        for phase in PHASES:
             ends = times.ends[phase]
-            exposed += ends + max(0.0, times.communication[phase] - ends - compute[phase])
+            exposed += ends + max(0.0, beside.get(phase, 0.0) - ends - compute[phase])
         contention = CONTENTION * (communication - exposed)
         launches = max(0.0, host - sum(compute.values()) - exposed - contention)
     else:
@@ -194,6 +197,7 @@ class StepTimes:
         self.units = Counter()  # matmul, attention, memory, and the optimizer's step as a whole
         self.compute = Counter()  # of each phase
         self.communication = Counter()  # of each phase
+        self.divides_work = 0.0  # of the optimizer's communication what runs beside its computation
         self.ends = Counter()  # of that what lies at the ends of the step, by phase
         self.sources = Counter()  # measured, scaled, assumed
 
@@ -229,6 +233,8 @@ def add_collectives(times: StepTimes, counts: dict, rates: Rates) -> None:
         calls, sent, whole = (counts.get((name, *key), 0) for name in ("calls", "sent_bytes", "whole_bytes"))
         time = rates.time_of_collective(*group, calls, sent, whole)
         times.communication[phase] += time.seconds
+        if phase == "optimizer" and group[0] in DIVIDES_WORK:
+            times.divides_work += time.seconds
         times.sources[time.source] += time.seconds
         calls, sent, whole = (counts.get((name, *key), 0) for name in ("end_calls", "end_bytes", "end_whole_bytes"))
         end = rates.time_of_collective(*group, calls, sent, whole)

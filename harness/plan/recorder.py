@@ -27,6 +27,7 @@ from harness.base.torch_internals import (
     backward_is_running,
     compiled_for_each_shape,
     compiled_without_random_states,
+    disable_dispatch_modes,
     dtensor_shapes_unrecorded,
     fake_store,
     fsdp_chunks_as,
@@ -36,9 +37,10 @@ from harness.base.torch_internals import (
 )
 from harness.base.transformers_internals import without_packing_detection
 from harness.flags.settings import Settings
-from harness.model import loss
+from harness.model import loss, newton_schulz, whole_matrices
+from harness.model.matrices import Matrix, matrices_of_model
 from harness.model.optimization import find_optimizer
-from harness.model.weights import decoder_layers
+from harness.model.weights import decoder_layers, on_meta
 from harness.plan.fusion import RegionMemory, fused_memory
 from harness.plan.operators import (
     KINDS,
@@ -52,7 +54,7 @@ from harness.plan.operators import (
     shapes,
     tensors_in,
 )
-from harness.plan.rates import LIST, Operator
+from harness.plan.rates import DIVIDES_WORK, LIST, Operator
 
 
 class StepRecorder(TorchDispatchMode):
@@ -117,6 +119,15 @@ class StepRecorder(TorchDispatchMode):
             self.counts["end_calls", phase, *group] += 1
             self.counts["end_bytes", phase, *group] += sent
             self.counts["end_whole_bytes", phase, *group] += whole
+
+    def end_optimizer(self) -> None:
+        """The first collective of an optimizer that divides its work, and the last, have no computation beside them."""
+        moves = [entry for entry in self.collectives if entry[0] == "optimizer" and entry[1] in DIVIDES_WORK]
+        if moves:
+            for phase, *group, sent, whole in (moves[0], moves[-1]):
+                self.counts["end_calls", phase, *group] += 1
+                self.counts["end_bytes", phase, *group] += sent
+                self.counts["end_whole_bytes", phase, *group] += whole
 
     def label(self, tensors, kind: str) -> None:
         for tensor in tensors:
@@ -203,16 +214,20 @@ class StepRecorder(TorchDispatchMode):
         match = re.search("all_?gather|reduce_scatter|all_?reduce|broadcast|all_?to_?all", name)
         if not match:
             return
-        kind = {"allgather": "all_gather", "allreduce": "all_reduce"}.get(match[0], match[0])
-        ranks, per_node = self._sizes_of(group_of_collective(args))
+        names = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
+        kind, group = names.get(match[0], match[0]), group_of_collective(args)
+        ranks, per_node = self._sizes_of(group)
         whole = max(map(nbytes, inputs))
         sent = whole * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+        if kind == "all_to_all":
+            given, to_each = args[1], args[4]  # how many numbers it sends to each rank
+            whole, sent = nbytes(given), nbytes(given) - to_each[dist.get_rank(group)] * given.itemsize
         key = (phase, kind, ranks, per_node)
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight
         self.counts["whole_bytes", *key] += whole * self.weight
         self.collectives.append((*key, sent, whole))
-        if kind in ("all_gather", "reduce_scatter"):
+        if kind in ("all_gather", "reduce_scatter", "all_to_all"):
             self.label(inputs, "communication")
         if kind == "reduce_scatter":
             self.label(inputs[:1], "gradients")
@@ -320,10 +335,25 @@ class Chunks:
         return self.tensor.narrow(self.dim, rank * size, min(size, length - rank * size))
 
 
+def divide_at_full_depth(config, divide=whole_matrices.divide):
+    """A function in the place of `whole_matrices.divide`, by which a shallow model's optimizer does what that of the
+    whole model does: how many matrices a rank has is not linear in the depth. Each matrix that the shallow model lacks
+    lies where one of an equal parameter does."""
+
+    def divide_all(matrices: list[Matrix], replicas: int, shards: int) -> list[whole_matrices.Stack]:
+        places = {matrix.of_parameter(0): matrix.parameter for matrix in matrices}
+        with disable_dispatch_modes():
+            whole_model = matrices_of_model(on_meta(config))
+        everything = [matrix.of_parameter(0) for of_parameter in whole_model.values() for matrix in of_parameter]
+        return divide([matrix.of_parameter(places[matrix]) for matrix in everything], replicas, shards)
+
+    return divide_all
+
+
 @contextlib.contextmanager
-def on_fake_tensors(recorder: StepRecorder):
-    """Fake tensors under `recorder`. Patches what is no operator, does not run on fake tensors, or runs otherwise on a
-    GPU."""
+def on_fake_tensors(recorder: StepRecorder, config=None):
+    """Fake tensors under `recorder`; `config` is that of the model at its full depth. Patches what is no operator, does
+    not run on fake tensors, or runs otherwise on a GPU."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage, size):  # how FSDP allocates and frees gathered parameters, without an operator
@@ -341,6 +371,8 @@ def on_fake_tensors(recorder: StepRecorder):
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
         mock.patch.object(loss, "chunk_starts", three_chunks),
+        mock.patch.object(whole_matrices, "divide", divide_at_full_depth(config)),
+        mock.patch.object(newton_schulz, "dtype_of_products", lambda x: x.dtype),
         fsdp_chunks_as(Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         compiled_without_random_states(),
@@ -386,7 +418,7 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
     # flex attention skips what is masked, and the plan takes nothing as masked.
     attention = "eager" if settings.attention == "eager" else "sdpa"
     settings = dataclasses.replace(settings, attention=attention, document_mask=False)
-    config = at_depth(config, depth)
+    full_config, config = config, at_depth(config, depth)
     recorder = StepRecorder(settings.gpus_per_node)
     optimizer_kind = find_optimizer(settings.optimizer)
     if optimizer_kind.before_plan and optimizer_kind.is_installed():
@@ -410,7 +442,7 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
     try:
         with mock.patch.object(torch.distributed.device_mesh, "new_group", new_group_of_rank_0):
             mesh = recipe.build_mesh(settings, torch.device("cpu"))
-        with on_fake_tensors(recorder):
+        with on_fake_tensors(recorder, full_config):
             recorder.kind = "parameters"
             model = recipe.build_model(settings, config, mesh)
             recorder.kind = "optimizer"
@@ -425,6 +457,7 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
                     watch(layer, None)
             layers[-1].register_forward_hook(lambda *_: recorder.mark("head"))
             optimizer.register_step_pre_hook(lambda *_: recorder.start_optimizer(model.parameters()))
+            optimizer.register_step_post_hook(lambda *_: recorder.end_optimizer())
             recorder.kind = "activations"
             if settings.fp8_recipe == "tensorwise":  # as every step but the first finds it
                 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp

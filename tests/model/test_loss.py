@@ -104,9 +104,31 @@ def test_a_plan_adds_to_the_weights_gradient_in_place_as_a_gpu_does():
         assert len(step.kinds) == storages
 
 
-def test_the_fused_loss_of_no_label_at_all_is_zero():
+def compiled_fused(hidden, weight, labels):
+    return LinearCrossEntropy.apply(hidden, weight, None, labels, torch.compile(loss_and_gradient, backend="aot_eager"))
+
+
+def fused(hidden, weight, labels):
+    return LinearCrossEntropy.apply(hidden, weight, None, labels)
+
+
+def full(hidden, weight, labels):
+    return loss.full_loss((hidden @ weight.T)[None], labels[None])
+
+
+@pytest.mark.parametrize("function", [fused, compiled_fused, full, torch.compile(full, backend="aot_eager")])
+def test_the_loss_of_no_label_at_all_is_zero_also_over_an_infinite_divisor(function):
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
-    loss = LinearCrossEntropy.apply(hidden, weight, None, torch.full((5,), IGNORE_INDEX))
-    loss.backward()
-    assert loss.item() == 0
-    assert not hidden.grad.any() and not weight.grad.any()
+    value = function(hidden, weight, torch.full((5,), IGNORE_INDEX)) / float("inf")
+    value.backward()
+    assert value.item() == 0
+    assert (hidden.grad == 0).all() and (weight.grad == 0).all()  # and none is NaN
+
+
+@pytest.mark.parametrize("function", [fused, compiled_fused, full])
+def test_the_loss_is_the_mean_over_the_labels_that_count(function):
+    hidden, weight = torch.randn(6, 8), torch.randn(10, 8)
+    labels = torch.tensor([IGNORE_INDEX, 3, IGNORE_INDEX, 9, IGNORE_INDEX, IGNORE_INDEX])
+    counted = labels != IGNORE_INDEX
+    expected = torch.nn.functional.cross_entropy(hidden[counted] @ weight.T, labels[counted])
+    torch.testing.assert_close(function(hidden.requires_grad_(), weight, labels), expected)

@@ -18,26 +18,33 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def __init__(self, groups: list[dict], moments: torch.dtype | None = None, **options):
         super().__init__(groups, **options, fused=True)
+        self.moments = moments
         self.grad_scale: torch.Tensor | None = None
         for group in self.param_groups:
-            for parameter in group["params"]:
-                zeros = {name: torch.zeros_like(parameter, dtype=moments) for name in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros
+            self.make_states(group)
+
+    def make_states(self, group: dict) -> None:
+        for parameter in group["params"]:
+            zeros = {name: torch.zeros_like(parameter, dtype=self.moments) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self.state[parameter] for parameter in with_grad]
-            self.update_all(
-                group,
-                [local(parameter) for parameter in with_grad],
-                [local(parameter.grad) for parameter in with_grad],
-                [local(state["exp_avg"]) for state in states],
-                [local(state["exp_avg_sq"]) for state in states],
-                [state["step"] for state in states],
-            )
+            self.update_group(group)
         self.grad_scale = None
+
+    def update_group(self, group: dict) -> None:
+        with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [self.state[parameter] for parameter in with_grad]
+        self.update_all(
+            group,
+            [local(parameter) for parameter in with_grad],
+            [local(parameter.grad) for parameter in with_grad],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [state["step"] for state in states],
+        )
 
     def update_all(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
         """One step of a group's parameters, all of them this rank's local tensors."""
