@@ -12,7 +12,7 @@ import sys
 from harness.base import console
 from harness.base.errors import UserError
 from harness.base.text import first_line
-from harness.report.figure_list import BY_KEY, FIGURES, figures_by_chart
+from harness.report.figure_list import BY_KEY, FIGURES, SOURCE, Chart, Figure, figures_by_chart
 
 SECTIONS = ("Loss", "Training", "Speed", "Memory", "Data")  # in this order; any others follow
 
@@ -34,10 +34,10 @@ def build(entity: str, project: str):
     panels: dict[str, list] = {section: [] for section in SECTIONS}
     for chart, figures in figures_by_chart().items():
         section = panels.setdefault(chart.section, [])
-        section.append(reports.LinePlot(x="Step", y=[figure.name for figure in figures]))
-        over_tokens = [figure.name for figure in figures if figure.over_tokens]
+        section.append(reports.LinePlot(x="Step", **lines_of(chart, figures)))
+        over_tokens = [figure for figure in figures if figure.over_tokens]
         if over_tokens:
-            section.append(reports.LinePlot(x=BY_KEY["tokens_seen"].name, y=over_tokens))
+            section.append(reports.LinePlot(x=BY_KEY["tokens_seen"].name, **lines_of(chart, over_tokens)))
     panels["Stories"] = [reports.WeavePanelSummaryTable(table_name="stories")]
     panels["Differences"] = [reports.RunComparer(diff_only="split")]
     columns = [f"summary:{figure.name}" for figure in FIGURES if figure.compared]
@@ -48,6 +48,15 @@ def build(entity: str, project: str):
         sections=[workspaces.Section(name=name, panels=shown, is_open=True) for name, shown in panels.items()],
         runset_settings=workspaces.RunsetSettings(pinned_columns=["run:displayName", *columns]),
     )
+
+
+def lines_of(chart: Chart, figures: list[Figure]) -> dict:
+    """What a `LinePlot` draws: figures by their names, or a line for each source of the data by a regular expression,
+    as no run is known here."""
+    if not figures[0].by_source:
+        return {"y": [figure.name for figure in figures]}
+    names = "|".join(figure.name.removesuffix(SOURCE) for figure in figures)
+    return {"title": chart.title, "metric_regex": f"^({names})"}
 
 
 def main() -> None:

@@ -4,6 +4,8 @@ page, Prometheus, the wandb view and docs/TRACKING.md, which all ask this list. 
 
 import dataclasses
 
+SOURCE = "SOURCE"  # in a key and a name of the list: stands for the name of each source of the data
+
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
@@ -15,12 +17,15 @@ class Chart:
     on_page: bool = True
     from_zero: bool = True  # whether the page's vertical axis begins at 0
     loss_axis: bool = False  # the page's axis is linear or logarithmic by its switch, and fits the later steps
+    stepped: bool = False  # a value holds until the next one
+    expected: bool = True  # whether the page says so where it was not logged
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """A number in metrics.jsonl, and where it is shown: nowhere but in metrics.jsonl, the trackers and Prometheus where
-    an optional field is left out."""
+    an optional field is left out. One whose key and name end with `/SOURCE` is a number for each source of the data,
+    such as `eval_loss/web`; its chart has a line for each, and Prometheus a label `source`."""
 
     key: str  # in metrics.jsonl; in Prometheus behind `training_`
     name: str | None  # in wandb and tensorboard, group/name; None: it is their axis
@@ -45,6 +50,10 @@ class Figure:
     def group(self) -> str:
         return (self.name or "").partition("/")[0]
 
+    @property
+    def by_source(self) -> bool:
+        return self.key.endswith(f"/{SOURCE}")
+
 
 LOSS = Chart("Loss", section="Loss", from_zero=False, loss_axis=True)
 TOKENS = Chart("Tokens", section="Data", on_page=False)
@@ -53,6 +62,10 @@ STEP_TIME = Chart("Time of a step", "ms", section="Speed", on_page=False)
 MFU = Chart("MFU", "% of the dense bf16 peak", section="Speed")
 MEMORY = Chart("Memory of the fullest GPU", "GiB at the peak", section="Memory")
 DATA_WAIT = Chart("Waiting for data", "% of the step", section="Data")
+PADDING = Chart("Padding", "% of the windows", section="Data", expected=False)
+SOURCES_LOSS = Chart("Held-out loss of the sources", section="Loss", from_zero=False, loss_axis=True, expected=False)
+SOURCES_SHARE = Chart("Shares of the sources", "of the tokens, as asked for", "Data", stepped=True, expected=False)
+SOURCES_EPOCHS = Chart("Epochs of the sources", section="Data", expected=False)
 GOODPUT = Chart("Goodput", "%", section="Speed", on_page=False)
 GRAD_NORM = Chart("Gradient norm", "before clipping", section="Training", from_zero=False)
 LEARNING_RATE = Chart("Learning rate", section="Training")
@@ -79,6 +92,14 @@ FIGURES = (  # tiles, charts and tables have this order
         chart=LOSS,
         line="held out",
         compared=True,
+        over_tokens=True,
+    ),
+    Figure(
+        "eval_loss/SOURCE",
+        "eval/loss/SOURCE",
+        "nats per token",
+        "mean loss over the held-out tokens of a source, at evaluations",
+        chart=SOURCES_LOSS,
         over_tokens=True,
     ),
     Figure(
@@ -137,7 +158,18 @@ FIGURES = (  # tiles, charts and tables have this order
         label="MFU",
         written="{:.2f} %",
         chart=MFU,
+        line="across documents",
         compared=True,
+    ),
+    Figure(
+        "mfu_documents_percent",
+        "perf/mfu_documents_percent",
+        "%",
+        "mfu_percent with attention over each document's own length, with --document-mask",
+        label="MFU by documents",
+        written="{:.2f} %",
+        chart=MFU,
+        line="by documents",
     ),
     Figure(
         "actual_tflops_per_sec",
@@ -189,6 +221,23 @@ FIGURES = (  # tiles, charts and tables have this order
         line="data wait",
     ),
     Figure(
+        "padding_percent",
+        "data/padding_percent",
+        "%",
+        "share of padding in the windows that were trained on since the last line",
+        label="padding",
+        written="{:.1f} %",
+        chart=PADDING,
+    ),
+    Figure(
+        "share/SOURCE",
+        "data/share/SOURCE",
+        "",
+        "share of a source in the tokens that was asked for at this step, 0 to 1",
+        chart=SOURCES_SHARE,
+    ),
+    Figure("epochs/SOURCE", "data/epochs/SOURCE", "epochs", "passes over a source so far", chart=SOURCES_EPOCHS),
+    Figure(
         "goodput_percent",
         "perf/goodput_percent",
         "%",
@@ -235,6 +284,50 @@ FIGURES = (  # tiles, charts and tables have this order
 )
 BY_KEY = {figure.key: figure for figure in FIGURES}
 NOTES = ("final", "samples", "changed")  # keys of a line that are not figures
+
+
+def split_source(key: str) -> tuple[str, str]:
+    """(the key, the source of the data): `eval_loss/web` is ("eval_loss", "web"). The source is empty where the key
+    names none."""
+    key, _, source = key.partition("/")
+    return key, source
+
+
+def find_figure(key: str) -> Figure | None:
+    """The entry of a key of metrics.jsonl, of any source of the data too; None where it has none."""
+    key, source = split_source(key)
+    return BY_KEY.get(f"{key}/{SOURCE}" if source else key)
+
+
+def tracker_name(key: str) -> str | None:
+    """The name of a key in the trackers, None for their axis; without an entry it is in the group `other`."""
+    figure = find_figure(key)
+    if figure is None:
+        return f"other/{key}"
+    if figure.by_source:
+        return figure.name.removesuffix(SOURCE) + split_source(key)[1]
+    return figure.name
+
+
+def sources_in(lines: list[dict]) -> list[str]:
+    """The sources of the data that lines of metrics.jsonl have figures of, in the order in which they come first."""
+    sources: dict[str, None] = {}
+    for line in lines:
+        for key in line:
+            source = split_source(key)[1]
+            if source:
+                sources[source] = None
+    return list(sources)
+
+
+def of_each_source(line: dict, key: str) -> dict[str, float]:
+    """A figure of a line for each source of the data: the values of `eval_loss/web` and its like by "web"."""
+    values = {}
+    for name, value in line.items():
+        figure_key, source = split_source(name)
+        if figure_key == key and source:
+            values[source] = value
+    return values
 
 
 def figures_in(line: dict) -> dict[str, float]:

@@ -9,6 +9,7 @@ from harness.base.text import counted
 from harness.flags.settings import Settings
 from harness.job.printing import columns
 from harness.model.attention import describe_attention
+from harness.model.optimization import find_optimizer
 
 
 def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | None, verified: str) -> str:
@@ -28,7 +29,8 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
         sharding += ", offloaded to the host"
     lines = {}
     if settings.demo and settings.dataset != "demo":
-        lines["demo"] = f"the embedded model and its sizes, but on {settings.dataset} in place of the embedded stories"
+        data = settings.describe_dataset()
+        lines["demo"] = f"the embedded model and its sizes, but on {data} in place of the embedded stories"
     lines["model"] = (
         f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
         f"{parameters:,} parameters, {flops}, {describe_peak(peak, mesh.device_type)}"
@@ -37,6 +39,9 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
     lines["verified"] = verified
     lines["precision"] = describe_precision(settings)
     lines["technique"] = ", ".join(techniques(settings, model, mesh.device_type))
+    kind = find_optimizer(settings.optimizer)
+    if kind.describe:
+        lines["optimizer"] = f"{settings.optimizer} on {kind.describe(model)}"
     lines["batch"] = f"{settings.describe_batch(world_size)}, {settings.num_steps:,} steps"
     lines |= train_set.header
     return columns(lines, wrap=True)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from harness.base.errors import UserError
 from harness.base.saved import place_of
 from harness.base.text import first_line
+from harness.data.data_record import DataRecord
 from harness.flags.settings import Settings
 from harness.job import endings, terminal
 from harness.job.folders import lock_folder
@@ -23,7 +24,7 @@ from harness.report.header import watching
 from harness.report.metrics_file import MetricsFile
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_identity, describe_run, describe_starts, keep_config
-from harness.report.summary import describe_held_out, describe_unsaved
+from harness.report.summary import describe_held_out, describe_held_out_sources, describe_unsaved
 from harness.report.trackers import Trackers
 from harness.state.train_state import TrainState
 
@@ -39,6 +40,7 @@ class Report:
         endpoint: Endpoint,
         folder: pathlib.Path,
         state: TrainState,
+        data: DataRecord,
         changed: str = "",  # which flags are not those of the checkpoint that it resumes from, in words
     ):
         self.settings, self.num_steps = settings, settings.num_steps
@@ -53,8 +55,10 @@ class Report:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock_folder(folder)
                 starts = describe_starts(folder, state, changed)
+                starts[-1]["mixture"] = data.describe_history()
                 self.file = MetricsFile(folder / "metrics.jsonl", state.step)
                 run = describe_run(settings) | describe_identity(folder, state) | {"starts": starts}
+                run["data"] = data.record()
                 keep_config(folder, run)
                 endpoint.identify(run)
             except OSError as error:
@@ -122,7 +126,7 @@ class Report:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
         held_out = describe_held_out(metrics)
         if held_out:
-            parts.append(held_out)
+            parts += [held_out, *describe_held_out_sources(metrics)]
         name = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  "
         line = name + "  ".join(part.replace(" ", NO_BREAK_SPACE) for part in parts)  # to break between parts only
         say(terminal.wrap(line, indent=len(name)).replace(NO_BREAK_SPACE, " "))

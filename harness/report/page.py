@@ -12,13 +12,23 @@ import sys
 
 from harness.base import console
 from harness.base.errors import UserError
-from harness.base.text import first_line
+from harness.base.text import first_line, one_or_more
 from harness.flags.settings import Settings
 from harness.report import page_parts as parts
-from harness.report.figure_list import BY_KEY, FIGURES, Chart, Figure, figures_by_chart
+from harness.report.figure_list import (
+    BY_KEY,
+    FIGURES,
+    Chart,
+    Figure,
+    figures_by_chart,
+    find_figure,
+    sources_in,
+    split_source,
+)
 from harness.report.run_files import Run, is_number, read_run
 
 MAX_STRETCHES = 1000  # of a line in a chart; each has at most two points
+MAX_SOURCES_OF_HALF = 4  # of the data, in a chart of half the page's width
 MAX_STORIES = 6  # of a prompt, that are not folded away
 
 
@@ -82,7 +92,7 @@ def summary_of(run: Run) -> str:
     flags, world_size = run.flags(), run.config.get("world_size")
     words = []
     if flags:
-        words.append(f"{flags.get('model', '')} on {flags.get('dataset', '')}")
+        words.append(f"{flags.get('model', '')} on {one_or_more(flags.get('dataset', ''))}")
     if world_size:
         words.append(f"{world_size} x {run.config.get('gpu') or 'CPU'}")
     words += [origin_of(run), state_of(run), times_of(run)]
@@ -170,54 +180,81 @@ def charts_on_page() -> dict[Chart, list[Figure]]:
     return {chart: figures for chart, figures in figures_by_chart().items() if chart.on_page}
 
 
-def absent_charts(runs: list[Run]) -> list[str]:
-    logged_keys = set()
+def keys_logged(runs: list[Run]) -> set[str]:
+    keys: set[str] = set()
     for run in runs:
         for line in run.lines:
-            logged_keys |= line.keys()
+            keys |= line.keys()
+    return keys
+
+
+def absent_charts(runs: list[Run]) -> list[str]:
+    logged = keys_logged(runs)
     absent = []
     for chart, figures in charts_on_page().items():
-        if not any(figure.key in logged_keys for figure in figures):
+        if chart.expected and not any(figure.key in logged for figure in figures):
             absent.append(chart.title)
     return absent
 
 
 def charts_of(runs: list[Run]) -> list[dict]:
     """The charts for which there are figures: of one run a line for each figure, of several a line for each run."""
+    logged = keys_logged(runs)
+    sources: dict[str, None] = {}  # of all runs, each once
+    for run in runs:
+        sources |= dict.fromkeys(sources_in(run.lines))
     drawn = []
     for chart, figures in charts_on_page().items():
+        keys = keys_in_chart(figures, list(sources))
         if len(runs) == 1:
-            drawn.append(draw(chart, chart.title, [(runs[0], figure, figure.line_name) for figure in figures]))
+            drawn.append(draw(chart, chart.title, [(runs[0], key, name) for key, name in keys.items()]))
             continue
-        for figure in figures:
+        shown = {key: name for key, name in keys.items() if key in logged}
+        for key, name in shown.items():
             title = chart.title
-            if len(figures) > 1:
-                title += f", {figure.line_name}"
-            drawn.append(draw(chart, title, [(run, figure, run.name) for run in runs]))
+            if len(shown) > 1:
+                title += f", {name}"
+            drawn.append(draw(chart, title, [(run, key, run.name) for run in runs]))
     return [chart for chart in drawn if chart["traces"]]
 
 
-def draw(chart: Chart, title: str, lines: list[tuple[Run, Figure, str]]) -> dict:
-    """What the template draws of a chart with these lines: (run, figure, name)."""
+def keys_in_chart(figures: list[Figure], sources: list[str]) -> dict[str, str]:
+    """The keys of the lines of a chart, with their names."""
+    keys = {}
+    for figure in figures:
+        if figure.by_source:
+            key, _ = split_source(figure.key)
+            keys |= {f"{key}/{source}": source for source in sources}
+        else:
+            keys[figure.key] = figure.line_name
+    return keys
+
+
+def draw(chart: Chart, title: str, lines: list[tuple[Run, str, str]]) -> dict:
+    """What the template draws of a chart with these lines: (run, key, name)."""
     traces = []
-    for color, (run, figure, name) in enumerate(lines):
-        trace = trace_of(run, figure, name, color)
+    for color, (run, key, name) in enumerate(lines):
+        trace = trace_of(run, key, name, color)
         if trace:
             traces.append(trace)
+    of_sources = any(name == split_source(key)[1] for _, key, name in lines)
     return {
         "title": title,
         "unit": chart.unit,
         "traces": traces,
         "loss_axis": chart.loss_axis,
         "from_zero": chart.from_zero,
+        "stepped": chart.stepped,
+        "legend": len(traces) > 1 or of_sources,  # the title does not say which source a single line is of
+        "wide": of_sources and len(traces) > MAX_SOURCES_OF_HALF,
     }
 
 
-def trace_of(run: Run, figure: Figure, name: str, color: int) -> dict | None:
+def trace_of(run: Run, key: str, name: str, color: int) -> dict | None:
     """A line of a chart, over steps and over tokens; None where nothing was logged."""
     points = []
     for line in run.lines:
-        value = line.get(figure.key)
+        value = line.get(key)
         if is_number(value) and is_number(line["step"]):
             points.append((line["step"], line.get("tokens_seen"), value))
     if not points:
@@ -229,7 +266,7 @@ def trace_of(run: Run, figure: Figure, name: str, color: int) -> dict | None:
         "x": steps,
         "tokens": tokens if all(map(is_number, tokens)) else None,
         "y": values,
-        "points": figure.group == "eval",  # evaluations are few: marked one by one
+        "points": find_figure(key).group == "eval",  # evaluations are few: marked one by one
     }
 
 
@@ -326,7 +363,41 @@ def start_sections(run: Run) -> list[dict]:
     if len(starts) > 1:
         words = f"{len(starts)} starts, {lost_steps:,} logged steps done again"
     listing = parts.table(rows, ["time", "from step", "steps lost", "ranks", "changed"])
-    return [parts.section("Starts", parts.text(words), listing)]
+    sections = [parts.section("Starts", parts.text(words), listing)]
+    mixture = mixture_table(starts)
+    if mixture:
+        sections.append(parts.section("Mixture", mixture))
+    return sections
+
+
+def mixture_table(starts: list[dict]) -> dict | None:
+    """The shares of the sources, a row for each change, as the latest start has them; None for a single source.
+
+    A start's `mixture` is a list of {"from_sample": 0, "from_step": 0 or None, "weights": {"web": 0.7}}.
+    """
+    changes = []
+    for start in starts:
+        if isinstance(start.get("mixture"), list):
+            changes = [change for change in start["mixture"] if isinstance(change, dict)]
+    changes = [change for change in changes if isinstance(change.get("weights"), dict)]
+    sources: dict[str, None] = {}  # each once
+    for change in changes:
+        sources |= dict.fromkeys(change["weights"])
+    if len(sources) < 2:
+        return None
+    rows = []
+    for change in changes:
+        shares = [format_share(change["weights"].get(source)) for source in sources]
+        rows.append([format_count(change.get("from_step")), format_count(change.get("from_sample")), *shares])
+    return parts.table(rows, ["from step", "from sample", *sources])
+
+
+def format_share(share) -> str:
+    return f"{100 * share:.4g} %" if is_number(share) else ""
+
+
+def format_count(count) -> str:
+    return f"{count:,}" if is_number(count) else ""
 
 
 def configuration_sections(run: Run) -> list[dict]:

@@ -18,7 +18,7 @@ from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
 from harness.job import endings, heartbeats
-from harness.report.figure_list import BY_KEY
+from harness.report.figure_list import find_figure, split_source
 
 HELP_OF_RUN = {  # HELP of the figures that are not keys of metrics.jsonl
     "num_steps": "optimizer steps that the run is to take, by --num-steps",
@@ -118,7 +118,8 @@ class Endpoint:
     def identify(self, run: dict) -> None:
         """Shows the run and this start as config.json has them."""
         self.show({"starts": len(run["starts"]), "world_size": run["world_size"]})
-        labels = {"model": self.settings.model, "dataset": self.settings.dataset, "torch": run["versions"]["torch"]}
+        labels = {"model": self.settings.model, "dataset": self.settings.describe_dataset()}
+        labels["torch"] = run["versions"]["torch"]
         labels |= {key: run[key] for key in ("run_id", "commit", "gpu", "world_size")}
         self.labels = {key: str(value or "") for key, value in labels.items()}
 
@@ -146,8 +147,14 @@ class Endpoint:
         if self.labels:
             info = GaugeMetricFamily("training_info", "what runs; always 1", labels=["run", *self.labels])
             yield labelled(info, 1, **self.labels)
+        gauges = {}
         for key, value in self.figures.items():
-            yield labelled(GaugeMetricFamily(f"training_{key}", describe(key), labels=labels), value)
+            name, source = split_source(key)
+            if name not in gauges:
+                gauges[name] = GaugeMetricFamily(f"training_{name}", describe(key))
+            of = {"source": source} if source else {}
+            gauges[name].add_sample(f"training_{name}", {"run": self.run} | of, value)
+        yield from gauges.values()
 
     def end(self, exit_code: int) -> None:
         """Shows how the run ended until every scraper has read that, `LAST_SCRAPE_SECONDS` at most. A scraper that has
@@ -169,7 +176,7 @@ class Endpoint:
 
 def describe(key: str) -> str:
     """The HELP of a figure."""
-    if key in BY_KEY:
-        figure = BY_KEY[key]
+    figure = find_figure(key)
+    if figure:
         return f"{figure.words}, {figure.unit}" if figure.unit else figure.words
     return HELP_OF_RUN.get(key, key)

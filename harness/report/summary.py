@@ -18,7 +18,7 @@ from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.folders import replace_file
 from harness.job.printing import columns, say
-from harness.report.figure_list import figures_in
+from harness.report.figure_list import figures_in, of_each_source
 from harness.report.header import significant
 from harness.report.metrics_file import as_json, metrics_text
 from harness.report.run_files import read_metrics
@@ -40,14 +40,14 @@ def only_json_on_stdout(settings: Settings):
         yield stdout
 
 
-def say_evaluation(settings: Settings, loss: float, tokens: int, step: int | None, stdout) -> None:
+def say_evaluation(settings: Settings, losses: dict[str, float], tokens: int, step: int | None, stdout) -> None:
     """The line of an evaluation without training, and with --json its object on stdout."""
     weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
-    result = f"{describe_held_out({'eval_loss': loss})}, {tokens:,} tokens"
-    say(columns({"evaluated": f"{weights} on {settings.dataset}: {result}"}))
+    result = ", ".join([describe_held_out(losses), *describe_held_out_sources(losses), f"{tokens:,} tokens"])
+    say(columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {result}"}))
     if settings.json and dist.get_rank() == 0:
-        figures = {"model": settings.model, "step": step, "dataset": settings.dataset, "tokens": tokens}
-        figures |= {"eval_loss": loss, "perplexity": perplexity(loss)}
+        figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}
+        figures |= losses | {"perplexity": perplexity(losses["eval_loss"])}
         print(json.dumps(as_json(figures), allow_nan=False), file=stdout, flush=True)
 
 
@@ -65,6 +65,14 @@ def describe_held_out(metrics: dict) -> str:
     if loss is None:
         return ""
     return f"held-out loss {loss:.4f} (perplexity {perplexity(loss):,.2f})"
+
+
+def describe_held_out_sources(metrics: dict) -> list[str]:
+    """The held-out loss of each source in a log line, `web 2.0104`; none where there is one source."""
+    losses = of_each_source(metrics, "eval_loss")
+    if len(losses) < 2:
+        return []
+    return [f"{source} {loss:.4f}" for source, loss in losses.items()]
 
 
 def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> dict:
@@ -91,6 +99,9 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
 def summarize(metrics: dict, folder: pathlib.Path, state: TrainState) -> str:
     """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them."""
     lines = {"done": describe_training(metrics, state), "speed": describe_speed(metrics)}
+    sources = describe_sources(metrics)
+    if sources:
+        lines["sources"] = sources
     prefix = "peak_memory_"
     memory = [f"{key.removeprefix(prefix)} {gib:.2f} GiB" for key, gib in metrics.items() if key.startswith(prefix)]
     if memory:
@@ -119,8 +130,17 @@ def describe_training(metrics: dict, state: TrainState) -> str:
     words += f", loss {metrics['loss']:.4f}"
     held_out = describe_held_out(metrics)
     if held_out:
-        words += f", {held_out}"
+        words = ", ".join([words, held_out, *describe_held_out_sources(metrics)])
     return words
+
+
+def describe_sources(metrics: dict) -> str:
+    """How often each source of the data was passed over: `web 1.0 epochs, code 3.2`; empty where that is not known."""
+    passes = [f"{source} {epochs:.1f}" for source, epochs in of_each_source(metrics, "epochs").items()]
+    if not passes:
+        return ""
+    passes[0] += " epochs"
+    return ", ".join(passes)
 
 
 def describe_speed(metrics: dict) -> str:
@@ -133,6 +153,8 @@ def describe_speed(metrics: dict) -> str:
         words += f", {significant(metrics['actual_tflops_per_sec'])} TFLOPS"
     if "mfu_percent" in metrics:
         words += f" of {significant(metrics['theoretical_tflops_total'])}, MFU {metrics['mfu_percent']:.2f} %"
+    if "mfu_documents_percent" in metrics:
+        words += f" ({metrics['mfu_documents_percent']:.2f} % by documents)"
     if "goodput_percent" in metrics:
         words += f", goodput {metrics['goodput_percent']:.1f} %"
     return words

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable
 
+from harness.base.text import one_or_more
 from harness.flags.settings import Settings
 from harness.job import endings
 from harness.report.figure_list import FIGURES
@@ -130,7 +131,13 @@ class Tensorboard:
 
 def compared_flags(config: dict) -> dict[str, bool | int | float | str]:
     run = config["flags"] | {"world_size": config["world_size"]}
-    return {key: run[key] if isinstance(run[key], int | float) else str(run[key]) for key in COMPARED_FLAGS}
+    compared = {}
+    for key in COMPARED_FLAGS:
+        value = run[key]
+        if isinstance(value, list):
+            value = one_or_more(value)
+        compared[key] = value if isinstance(value, int | float) else str(value)
+    return compared
 
 
 def data_type(value) -> str:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 
-from harness.report.figure_list import BY_KEY, FIGURES
+from harness.report.figure_list import find_figure, tracker_name
 
 
 def grouped(metrics: dict) -> dict[str, float]:
@@ -15,7 +15,7 @@ def grouped(metrics: dict) -> dict[str, float]:
     the group `other`."""
     named = {}
     for key, value in metrics.items():
-        name = BY_KEY[key].name if key in BY_KEY else f"other/{key}"
+        name = tracker_name(key)
         if name is not None:
             named[name] = value
     return named
@@ -24,9 +24,10 @@ def grouped(metrics: dict) -> dict[str, float]:
 def by_tokens(metrics: dict) -> dict[str, float]:
     """The figures that are shown over tokens too, under their names there."""
     named = {}
-    for figure in FIGURES:
-        if figure.over_tokens and figure.key in metrics:
-            named[f"by_tokens/{figure.key}"] = metrics[figure.key]
+    for key, value in metrics.items():
+        figure = find_figure(key)
+        if figure and figure.over_tokens:
+            named[f"by_tokens/{key}"] = value
     return named
 
 

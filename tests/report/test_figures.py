@@ -2,15 +2,18 @@
 
 import random
 import shutil
+import subprocess
 import sys
 import types
 
 import pytest
 from conftest import ROOT, metrics_of, parse, start, words
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from test_page import charts_on, text_of
 from test_program import read_events
 
-from harness.report.figure_list import FIGURES
+from harness.report.figure_list import FIGURES, SOURCE, sources_in, tracker_name
 from harness.report.figures import RankFigures, gather, worst_of_ranks
 from harness.report.prometheus import Endpoint
 from tools import figure_table, wandb_view
@@ -96,7 +99,30 @@ def test_an_entry_is_told_from_every_other_and_its_words_fit_a_table_and_a_help_
     assert len({figure.name for figure in FIGURES}) == len(FIGURES)
     for figure in FIGURES:
         assert figure.words and not set(figure.words + figure.unit) & set("|\n")
-        assert figure.name is None or figure.name.count("/") == 1
+        assert figure.name is None or figure.name.removesuffix(f"/{SOURCE}").count("/") == 1
+        assert figure.name is None or figure.name.endswith(f"/{SOURCE}") == figure.by_source
+
+
+@pytest.mark.parametrize(
+    "key, name",
+    [
+        ("eval_loss", "eval/loss"),
+        ("eval_loss/web", "eval/loss/web"),
+        ("epochs/the-stack_v2.py", "data/epochs/the-stack_v2.py"),
+        ("share/SOURCE", "data/share/SOURCE"),  # a source may be called so
+        ("step", None),
+        ("new", "other/new"),
+        ("new/web", "other/new/web"),
+    ],
+)
+def test_a_figure_of_a_source_has_the_name_of_its_entry_and_of_the_source(key, name):
+    assert tracker_name(key) == name
+
+
+def test_the_sources_of_a_run_are_those_of_its_lines_in_their_order():
+    lines = [{"step": 1, "share/web": 0.7, "share/code": 0.3}, {"step": 2, "epochs/books": 0.1, "epochs/web": 0.2}]
+    assert sources_in(lines) == ["web", "code", "books"]
+    assert sources_in([{"step": 1, "loss": 2.0}]) == []
 
 
 def test_prometheus_tells_what_a_figure_is_and_shows_one_without_an_entry(tmp_path):
@@ -107,6 +133,32 @@ def test_prometheus_tells_what_a_figure_is_and_shows_one_without_an_entry(tmp_pa
     assert families["training_mfu_percent"].documentation == f"{mfu.words}, %"
     assert "--num-steps" in families["training_num_steps"].documentation
     assert families["training_new"].samples[0].value == 3.0
+
+
+def test_prometheus_has_the_figure_of_a_source_behind_a_label_in_the_family_of_the_whole(tmp_path):
+    served = Endpoint(parse([]), tmp_path / "r")
+    served.show({"eval_loss": 2.0, "loss": 1.5, "eval_loss/web": 2.5, "eval_loss/v1.2-b_c": 3.0, "share/web": 0.5})
+    odd = 'a"b\\c\nd'  # what no source is called
+    served.show({"eval_loss": 1.0, f"eval_loss/{odd}": 4.0})
+    registry = CollectorRegistry()
+    registry.register(served)
+    text = generate_latest(registry).decode()
+    assert text.count("# TYPE training_eval_loss gauge\n") == 1
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        samples[family.name] = [(sample.labels, sample.value) for sample in family.samples]
+    run = {"run": "r"}
+    assert samples["training_eval_loss"] == [
+        (run, 1.0),
+        (run | {"source": "web"}, 2.5),
+        (run | {"source": "v1.2-b_c"}, 3.0),
+        (run | {"source": odd}, 4.0),
+    ]
+    assert samples["training_share"] == [(run | {"source": "web"}, 0.5)]
+    if shutil.which("promtool"):
+        checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
+        ours = [line for line in checked.stderr.splitlines() if "training_" in line]
+        assert checked.returncode in (0, 3) and ours == []
 
 
 def test_the_view_of_wandb_has_every_chart_in_its_section(monkeypatch):
@@ -125,11 +177,15 @@ def test_the_view_of_wandb_has_every_chart_in_its_section(monkeypatch):
     view = wandb_view.build("entity", "project")
     panels = {section.name: section.panels for section in view.sections}
     assert [*panels] == words("Loss Training Speed Memory Data Stories Differences")
-    over_steps, over_tokens = panels["Loss"]
+    over_steps, over_tokens, of_sources, _ = panels["Loss"]
+    assert of_sources.title == "Held-out loss of the sources"
     assert (over_steps.x, over_steps.y[:2]) == ("Step", ["train/loss", "eval/loss"])
     assert (over_tokens.x, over_tokens.y) == ("data/tokens_seen", ["train/loss", "eval/loss"])
     shown = [name for section in panels.values() for panel in section for name in getattr(panel, "y", ())]
-    assert {*shown} == {figure.name for figure in FIGURES if figure.chart}
+    assert {*shown} == {figure.name for figure in FIGURES if figure.chart and not figure.by_source}
+    patterns = [getattr(panel, "metric_regex", "") for section in panels.values() for panel in section]
+    patterns = [pattern for pattern in patterns if pattern]
+    assert patterns == ["^(eval/loss/)", "^(eval/loss/)", "^(data/share/)", "^(data/epochs/)"]
     columns = view.runset_settings.pinned_columns
     assert columns == ["run:displayName", *(f"summary:{figure.name}" for figure in FIGURES if figure.compared)]
 

@@ -90,7 +90,7 @@ def text_of(path: pathlib.Path) -> str:
 def test_a_page_has_the_runs_figures_stories_plan_starts_and_flags(full):
     path = write_report([full], full / "report.html")
     charts, text = charts_on(path), text_of(path)
-    assert charts.keys() == {chart.title for chart in page.charts_on_page()}
+    assert charts.keys() == {chart.title for chart in page.charts_on_page() if chart.expected}
     training, held_out = charts["Loss"]["traces"]
     assert (training["x"], training["y"]) == ([*range(1, 41)], [8 / step for step in range(1, 41)])
     assert training["tokens"] == [1000 * step for step in range(1, 41)]
@@ -154,6 +154,102 @@ def test_runs_side_by_side_have_a_line_each_and_what_differs(full, tmp_path):
     assert [trace["name"] for trace in charts["Loss, held out"]["traces"]] == names[:1]
     assert "lr 0.0003 0.1" in text and "num_steps" not in text
     assert "ended at step 2 of 40" in text
+
+
+SOURCES = ("web", "code", "v1.2-wiki_en", "books", "papers", "math")
+
+
+def write_mixture(folder: pathlib.Path, count: int, **config) -> pathlib.Path:
+    """A run on so many sources, with evaluations, padding and other shares from step 21 on."""
+    lines = []
+    for step in range(1, 41):
+        more = {"padding_percent": 3.0, "mfu_documents_percent": 38.0}
+        for number, source in enumerate(SOURCES[:count]):
+            more[f"share/{source}"] = (number + 1 if step <= 20 else count - number) / sum(range(1, count + 1))
+            more[f"epochs/{source}"] = step * (number + 1) / 20
+            if step % 5 == 0:
+                more |= {"eval_loss": 9 / step, f"eval_loss/{source}": (9 + number) / step}
+        lines.append(line(step, **more))
+    return write_run(folder, [*lines, lines[-1] | {"final": True}], **config)
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_a_page_has_a_line_for_each_source_in_its_own_color_and_its_name_where_it_is_alone(tmp_path, count):
+    folder = write_mixture(tmp_path / "r", count)
+    path = write_report([folder], folder / "report.html")
+    charts = charts_on(path)
+    titles = ["Held-out loss of the sources", "Shares of the sources", "Epochs of the sources"]
+    for title in titles:
+        chart = charts[title]
+        assert [(trace["name"], trace["color"]) for trace in chart["traces"]] == [
+            (source, color) for color, source in enumerate(SOURCES[:count])
+        ]
+        assert chart["legend"] and chart["stepped"] == title.startswith("Shares")
+        assert chart["wide"] == (count == 6)
+    losses, shares, epochs = (charts[title]["traces"][0] for title in titles)
+    assert losses["points"] and not shares["points"]
+    assert (losses["x"], losses["y"]) == ([*range(5, 41, 5)], [9 / step for step in range(5, 41, 5)])
+    assert shares["y"][19:21] == [1 / sum(range(1, count + 1)), count / sum(range(1, count + 1))]
+    assert epochs["y"][-1] == 2.0 and epochs["tokens"][-1] == 40_000
+    assert [trace["name"] for trace in charts["MFU"]["traces"]] == ["across documents", "by documents"]
+    assert charts["Padding"]["traces"][0]["y"] == 40 * [3.0] and not charts["Padding"]["legend"]
+    assert "3.0 %" in text_of(path) and "38.00 %" in text_of(path)
+
+
+def test_runs_on_several_sources_are_compared_source_by_source(full, tmp_path):
+    both = [write_mixture(tmp_path / f"on {count}", count) for count in (1, 2)]
+    charts = charts_on(write_report([full, *both], tmp_path / "all.html"))
+    for title in ("Held-out loss of the sources", "Shares of the sources", "Epochs of the sources"):
+        assert [trace["name"] for trace in charts[f"{title}, web"]["traces"]] == ["on 1", "on 2"]
+        assert [(trace["name"], trace["color"]) for trace in charts[f"{title}, code"]["traces"]] == [("on 2", 2)]
+    assert len(charts["MFU, across documents"]["traces"]) == 3
+    assert len(charts["MFU, by documents"]["traces"]) == 2
+
+
+def test_a_run_without_sources_has_the_charts_that_it_had_and_misses_none(full, tmp_path):
+    page = write_report([full], full / "report.html")
+    names = set(charts_on(page))
+    assert names == {
+        "Loss", "Throughput", "MFU", "Memory of the fullest GPU", "Waiting for data", "Gradient norm", "Learning rate"
+    }  # fmt: skip
+    assert parts_of(page, "note") == [] and "Mixture" not in text_of(page)
+    without = write_run(tmp_path / "cpu", [{"step": 1, "loss": 2.0}])
+    (note,) = parts_of(write_report([without], tmp_path / "r.html"), "note")
+    assert "MFU" in note["text"] and "ources" not in note["text"] and "Padding" not in note["text"]
+
+
+def started(**mixture) -> dict:
+    return {"time": "2026-11-23T10:00:00Z", "step": 0, "lost_steps": 0, "world_size": 4} | mixture
+
+
+MIXTURE = [
+    {"from_sample": 0, "from_step": 0, "weights": {"web": 0.7, "code": 0.3}},
+    {"from_sample": 12_800, "from_step": 100, "weights": {"web": 0.5, "code": 0.3, "<b>math": 0.2}},
+    {"from_sample": 99_999, "from_step": None, "weights": {"code": 1 / 3, "<b>math": 2 / 3}},
+]
+
+
+def test_a_page_has_the_shares_of_the_sources_from_which_step_on(tmp_path):
+    first, second = started(mixture=MIXTURE[:1]), started(mixture=MIXTURE)
+    folder = write_run(tmp_path / "r", [line(1)], starts=[first, second, started()])
+    tables = {tuple(part["head"]): part["rows"] for part in parts_of(write_report([folder], tmp_path / "p"), "table")}
+    assert tables["from step", "from sample", "web", "code", "<b>math"] == [
+        ["0", "0", "70 %", "30 %", ""],
+        ["100", "12,800", "50 %", "30 %", "20 %"],
+        ["", "99,999", "", "33.33 %", "66.67 %"],
+    ]
+
+
+def test_odd_values_in_a_record_of_the_mixture_are_left_out(tmp_path):
+    odd = [{"from_sample": "first", "weights": {"web": "half", "code": 0.5}}, {"from_step": 2, "weights": {}}]
+    folder = write_run(tmp_path / "r", [line(1)], starts=[started(mixture=odd)])
+    assert "Mixture from step from sample web code    50 % 2" in text_of(write_report([folder], tmp_path / "p"))
+
+
+def test_several_words_of_a_flag_stand_side_by_side(tmp_path):
+    flags = {"model": "demo", "dataset": ["web=a.jsonl:0.7", "b.bin:0.3"]}
+    folder = write_run(tmp_path / "r", [line(1)], flags=flags)
+    assert "demo on web=a.jsonl:0.7 b.bin:0.3 · 4 x H100" in text_of(write_report([folder], tmp_path / "p"))
 
 
 def test_many_stories_are_folded_away_but_for_some_from_first_to_last(tmp_path):

@@ -26,6 +26,7 @@ from test_tracker import FLOPS, TOKENS
 import utils
 from harness.base.errors import UserError
 from harness.job import endings
+from harness.model.flops import DocumentFlops
 from harness.plan import own_plan
 from harness.report import figures, tensorboard_tracker, tracker_rows, trackers, wandb_tracker
 from harness.report.figure_list import FIGURES
@@ -67,14 +68,18 @@ def line(step: int, **more) -> dict:
 
 
 def test_every_figure_of_metrics_jsonl_has_its_entry(monkeypatch, device):
-    clock = utils.PerformanceTracker(warmup_steps=0, num_gpus=2, peak_tflops=100)
-    keys = {"loss", "eval_loss", "grad_norm", "learning_rate", "tokens_seen", *clock.step(TOKENS, FLOPS)}
+    options = {"num_gpus": 2, "peak_tflops": 100, "document_flops": DocumentFlops(1, 1)}
+    clock = utils.PerformanceTracker(warmup_steps=0, **options)
+    keys = {"loss", "eval_loss", "grad_norm", "learning_rate", "tokens_seen", "padding_percent"}
+    keys |= {"eval_loss/SOURCE", "share/SOURCE", "epochs/SOURCE"}
+    speed = clock.step(TOKENS, FLOPS)
     stats = dict.fromkeys(("active_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak"), 1)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     memory = memory_figures(types.SimpleNamespace(type="cuda"))
     ranks = [figures.RankFigures(**memory, step_time_ms=9, data_wait_percent=1, waited_ms=2)] * 2
     keys |= {*figures.worst_of_ranks(ranks)}
-    state = types.SimpleNamespace(productive_seconds=lambda: 1, elapsed=2)
+    state = types.SimpleNamespace(productive_seconds=lambda: 1, elapsed=2, tracker=clock)
+    keys |= {*figures_of_all_ranks(speed, state, device, waited_ms=0.0)}
     keys |= {*figures_of_all_ranks(clock.summary(), state, device, waited_ms=0.0)}
     plan = {"memory_gib": {"total": 1, "reserved": 2}, "step_time_ms": 3}
     monkeypatch.setattr(own_plan, "read_plan", lambda process, patience: (plan, ""))
@@ -84,6 +89,11 @@ def test_every_figure_of_metrics_jsonl_has_its_entry(monkeypatch, device):
 
 def test_a_figure_without_an_entry_is_shown_all_the_same():
     assert tracker_rows.grouped({"step": 3, "loss": 1.5, "new": 2}) == {"train/loss": 1.5, "other/new": 2}
+
+
+def test_the_loss_of_a_source_is_shown_over_tokens_too_and_its_share_is_not():
+    shown = tracker_rows.by_tokens({"loss": 2.0, "eval_loss/web": 3.0, "share/web": 0.5, "new/web": 1})
+    assert shown == {"by_tokens/loss": 2.0, "by_tokens/eval_loss/web": 3.0}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,6 +138,30 @@ def test_a_row_is_in_the_files_before_the_run_ends_so_that_a_kill_leaves_it(begi
     assert (exit_codes(tmp_path), status(tmp_path / "train_fsdp")) == ([], "STATUS_RUNNING")
     end(1, monkeypatch)
     assert (exit_codes(tmp_path), status(tmp_path / "train_fsdp")) == ([1], "STATUS_FAILURE")
+
+
+def test_both_trackers_have_the_figures_of_each_source_under_its_name(begin, tmp_path, monkeypatch):
+    shown, sources = begin("all"), ("web", "v1.2-wiki_en", "step")
+    for step in (1, 2):
+        more = {f"eval_loss/{source}": step + number for number, source in enumerate(sources)}
+        shown.log(line(step, eval_loss=1.5, **more, **{"share/web": 0.7}), [])
+    shown.settle()
+    shown.summarize(line(2, **more))
+    events = read_events(tmp_path / "train_fsdp")
+    for number, source in enumerate(sources):
+        name = f"eval/loss/{source}"
+        assert [(event.step, event.value) for event in events.Scalars(name)] == [(1, 1 + number), (2, 2 + number)]
+        over_tokens = read_events(tmp_path / "train_fsdp" / "by_tokens").Scalars(f"by_tokens/eval_loss/{source}")
+        assert [(event.step, event.value) for event in over_tokens] == [(64, 1 + number), (128, 2 + number)]
+        assert [row[name] for row in rows(tmp_path)] == [1 + number, 2 + number]
+        assert rows(tmp_path)[1][f"by_tokens/eval_loss/{source}"] == 2 + number
+    assert [row["data/share/web"] for row in rows(tmp_path)] == [0.7, 0.7]
+    end(0, monkeypatch)
+
+
+def test_a_run_on_several_sources_is_compared_by_the_words_of_its_flag():
+    flags = CONFIG["flags"] | {"dataset": ["web=a.jsonl:0.7", "b.bin:0.3"]}
+    assert tensorboard_tracker.compared_flags(CONFIG | {"flags": flags})["dataset"] == "web=a.jsonl:0.7 b.bin:0.3"
 
 
 def test_a_stopped_run_that_goes_on_is_shown_as_it_ended_last(begin, tmp_path, monkeypatch):
