@@ -8,7 +8,8 @@ Where to change what:
 
     a flag or its default              harness/flags/settings.py
     when a step logs, evaluates, saves harness/job/schedule.py
-    the order of the data              harness/data/sample_order.py
+    a corpus format                    harness/data/readers/
+    the order and mixture of the data  harness/data/mixture.py, harness/data/sample_order.py
     an optimizer, groups, clipping     harness/model/optimizers/, harness/model/optimization.py
     what a checkpoint holds            harness/state/train_state.py
     a figure and where it is shown     harness/report/figure_list.py, harness/report/figures.py
@@ -53,10 +54,15 @@ from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line, one_line
 from harness.data.batches import training_batches
-from harness.data.corpora import first_words, load_data
-from harness.data.corpus_files import check_exists
+from harness.data.corpora import first_words, needs_tokenizer
+from harness.data.corpus_files import check_sources_exist
+from harness.data.data_record import read_record
+from harness.data.loading import as_recorded, load_data, mask_conversations
+from harness.data.show_samples import describe_step
+from harness.data.training_data import TrainingData
 from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
+from harness.flags.sources import same_dataset
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
@@ -68,7 +74,7 @@ from harness.model.attention import choose_attention, skip_packing_detection
 from harness.model.collectives import alias_reduce_scatter_buffers, make_replicas_equal
 from harness.model.configs import choose_sequence_length, find_source, load_config
 from harness.model.float8 import check_float8, fp8_converter
-from harness.model.flops import known_flops
+from harness.model.flops import known_document_flops, known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
 from harness.model.sampling import evaluating, sample
@@ -96,8 +102,8 @@ from harness.report.summary import (
 )
 from harness.report.waiting import Waiting
 from harness.state.export import export, step_of_export
-from harness.state.find import find_checkpoint
-from harness.state.identity import check_resume_compatible, describe_identity, keep_global_batch
+from harness.state.find import find_checkpoint, find_recorded_data
+from harness.state.identity import check_resume_compatible, check_sources, describe_identity, keep_global_batch
 from harness.state.store import Checkpoints, remove_leftovers
 from harness.state.train_state import TrainState
 
@@ -114,6 +120,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     if settings.activation_memory_budget is not None and not settings.compile:
         raise UserError("--activation-memory-budget: needs --compile", entry="memory-budget")
     settings = dataclasses.replace(settings, sequence_length=choose_sequence_length(settings, config))
+    settings = dataclasses.replace(settings, document_mask=bool(settings.document_mask))
     attention, fused_loss = choose_attention(settings, config), choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, attention=attention, fused_loss=fused_loss)
     check_float8(settings)
@@ -279,18 +286,27 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def evaluate(settings: Settings, model: nn.Module, dataset, device: torch.device) -> tuple[float, int]:
-    """(mean loss over every token of the held-out windows, how many tokens these are)."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
+def evaluate(
+    settings: Settings, model: nn.Module, held_out: dict[str, Any], device: torch.device
+) -> tuple[dict[str, float], int]:
+    """(mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of each as
+    `eval_loss/NAME`; how many tokens these are)."""
+    totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
     heartbeats.enter_phase("evaluation")
     with evaluating(model):
-        for batch in held_out_batches(settings, dataset, device):
-            heartbeats.enter_phase("evaluation")
-            tokens = (batch["labels"] != IGNORE_INDEX).sum()
-            loss = model(**batch, use_cache=False).loss
-            total += torch.stack([loss.double() * tokens, tokens.double()])
-    dist.all_reduce(total)
-    return (total[0] / total[1]).item(), int(total[1].item())
+        for total, windows in zip(totals, held_out.values(), strict=True):
+            for batch in held_out_batches(settings, windows, device):
+                heartbeats.enter_phase("evaluation")
+                tokens = (batch["labels"] != IGNORE_INDEX).sum()
+                loss = model(**batch, use_cache=False).loss
+                total += torch.stack([loss.double() * tokens, tokens.double()])
+    dist.all_reduce(totals)
+    summed_loss, tokens = totals.sum(0).tolist()
+    losses = {"eval_loss": summed_loss / tokens}
+    if len(held_out) > 1:
+        for name, (summed_loss, tokens_of_source) in zip(held_out, totals.tolist(), strict=True):
+            losses[f"eval_loss/{name}"] = summed_loss / tokens_of_source
+    return losses, int(tokens)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -311,8 +327,10 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
         heartbeats.enter_phase("data")
         with tracker.data_wait():
             batch = next(batches)
+        tracker.note_documents(batch.pop("squared_lengths", 0))
         heartbeats.enter_phase("forward")
-        loss = model(**batch, use_cache=False).loss / settings.gradient_accumulation_steps
+        divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)  # see training_batches
+        loss = model(**batch, use_cache=False).loss / divisor
         heartbeats.enter_phase("backward")
         loss.backward()
         total = total + loss.detach()
@@ -350,8 +368,8 @@ class Job:
     tokenizer: Any
     prompts: list[str]
     beginning: str  # of a story, for the summary: the first words of the text
-    train_set: Any
-    eval_set: Any
+    data: TrainingData
+    held_out: dict[str, Any] | None  # windows of each source by its name; None without evaluation
     identity: dict  # what a resumed run must have in common with it
     flops_per_token: int
     state: TrainState
@@ -370,7 +388,7 @@ class Job:
 def load_model_files(settings: Settings) -> tuple:
     """(the model's config, its tokenizer, the prompts to write stories from); the weights come later."""
     config = on_main_rank(lambda: load_config(settings.model))
-    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config))
+    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config, needs_tokenizer(settings)))
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     return config, tokenizer, prompts
 
@@ -386,21 +404,21 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     on_main_rank(endpoint.open)
     if settings.memory_snapshot:
         record_memory(folder)
-    on_main_rank(lambda: check_exists(settings.dataset))
+    on_main_rank(lambda: check_sources_exist(settings.sources()))
     config, tokenizer, prompts = load_model_files(settings)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, folder)
-    settings = resolve(settings, config, manifest)
-    parameters, sizes = count_parameters(config), parameter_bytes(settings)
+    settings = resolve(on_main_rank(lambda: mask_conversations(settings, manifest)), config, manifest)
+    parameters, sizes = count_parameters(config), parameter_bytes(settings, config)
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, parameters, sizes, mesh["shard"].size())
     resumed_step = manifest["step"] if manifest else 0
     settings = preflight.check(settings, parameters, sizes, mesh, device, folder, resumed_step)
-    train_set, eval_set = load_data(settings, tokenizer, config, utils.get_dataset, manifest)
-    beginning = on_main_rank(lambda: first_words(eval_set or train_set, tokenizer))
+    data, held_out = load_data(settings, tokenizer, config, utils.get_dataset, manifest)
+    beginning = on_main_rank(lambda: first_words(held_out or data.sources, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
         prompts = [beginning]  # the demo's prompt is for the demo's stories
-    identity = describe_identity(settings, config, tokenizer, train_set)
+    identity = describe_identity(settings, config, tokenizer, data)
     changed = check_resume_compatible(settings, identity, manifest) if manifest else ""
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
@@ -411,10 +429,12 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if settings.min_mfu and not flops_per_token:
         raise UserError(f"--min-mfu: {flops_in_words}", entry="no-mfu")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
+    if settings.document_mask and flops_per_token:
+        tracker.document_flops = known_document_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     state = TrainState(model, optimizer, scheduler, tracker=tracker)
     if checkpoint:
         load_state(state, checkpoint, manifest, folder)
-    say(describe_setup(settings, model, mesh, train_set, flops_in_words, peak, verified))
+    say(describe_setup(settings, model, mesh, data, flops_in_words, peak, verified))
     if checkpoint:
         say(columns({"resumed": f"{checkpoint} at step {state.step:,}"}))
         if changed:
@@ -429,8 +449,8 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         tokenizer=tokenizer,
         prompts=prompts,
         beginning=beginning,
-        train_set=train_set,
-        eval_set=eval_set,
+        data=data,
+        held_out=held_out,
         identity=identity,
         flops_per_token=flops_per_token,
         state=state,
@@ -465,9 +485,8 @@ def freeze_objects() -> None:
 def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
     """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
-    tokens = settings.tokens_per_step(dist.get_world_size())
-    batches = training_batches(settings, job.train_set, state, job.device)
-    schedule = Schedule(settings, job.first_step, has_held_out=job.eval_set is not None)
+    batches = training_batches(settings, job.data, state, job.device)
+    schedule = Schedule(settings, job.first_step, has_held_out=job.held_out is not None)
     profiler, waiting, slow_ranks = Profiler(job.folder, state), Waiting(state.model), SlowRanks(job.device.type)
     losses, metrics, stopped = [], {}, False
     while state.step < settings.num_steps and not stopped:
@@ -478,7 +497,9 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
             losses.append(loss)
             state.scheduler.step()
-            state.count(tokens // settings.sequence_length, tokens)
+            samples = job.data.record.samples_of_step(due.step)
+            tokens, _ = job.data.count_tokens(samples)
+            state.count(len(samples), tokens)
         reporter.count_step()
         if due.first:
             with tracker.excluded():
@@ -492,6 +513,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             if due.log or problem:
                 gc.collect()
                 metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), slow_ranks)
+                metrics |= job.data.figures(state.samples, state.tokens)
                 problem = evaluate_and_log(job, reporter, due, metrics, problem)
             if problem:
                 saver.finish()
@@ -534,7 +556,8 @@ def evaluate_and_log(
     settings, state, stories = job.settings, job.state, []
     if due.evaluate and not problem:
         with state.tracker.excluded():
-            metrics["eval_loss"], _ = evaluate(settings, state.model, job.eval_set, job.device)
+            losses, _ = evaluate(settings, state.model, job.held_out, job.device)
+            metrics |= losses
             if not due.last:  # after the last step finish() writes them
                 stories = job.sample()
             if due.first_evaluation:
@@ -607,6 +630,19 @@ def nothing_to_train(job: Job) -> int:
     return 0
 
 
+def show_samples(settings: Settings) -> int:
+    """--show-samples: what a step of this run trains on, by the order that the run recorded, if there is one."""
+    config, tokenizer, _ = load_model_files(settings)
+    recorded = find_recorded_data(settings)
+    settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
+    data, _ = load_data(settings, tokenizer, config, utils.get_dataset, recorded)
+    if recorded:
+        check_sources(read_record(recorded), data.record)
+        data = as_recorded(data, read_record(recorded))
+    say(describe_step(data, tokenizer, settings.show_samples))
+    return 0
+
+
 def without_training(settings: Settings, device: torch.device, stdout) -> int:
     """--num-steps 0: loads a checkpoint or pretrained weights, then evaluates, writes stories, and exports."""
     if settings.export:
@@ -614,9 +650,9 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     config, tokenizer, prompts = load_model_files(settings)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, pathlib.Path())
-    settings = resolve(settings, config)
+    settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
     if settings.eval_interval:
-        same_data = manifest is not None and manifest["flags"]["dataset"] == settings.dataset
+        same_data = manifest is not None and same_dataset(manifest["flags"]["dataset"], settings.dataset)
         rules = manifest if same_data else None  # the run's rules decide what was held out
         _, held_out = load_data(settings, tokenizer, config, utils.get_dataset, rules)
     if checkpoint:
@@ -626,8 +662,8 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
         state.load(checkpoint, manifest)
         say(f"loaded     {checkpoint}, step {manifest['step']:,}")
     if settings.eval_interval:
-        loss, tokens = evaluate(settings, state.model, held_out, device)
-        say_evaluation(settings, loss, tokens, manifest["step"] if manifest else None, stdout)
+        losses, tokens = evaluate(settings, state.model, held_out, device)
+        say_evaluation(settings, losses, tokens, manifest["step"] if manifest else None, stdout)
     for prompt in prompts:
         say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
@@ -640,6 +676,8 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
 
 def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     """One run, from its flags to its last line; returns the exit code."""
+    if settings.show_samples:
+        return show_samples(settings)
     if settings.num_steps == 0:
         with only_json_on_stdout(settings) as stdout:
             return without_training(settings, device, stdout)
@@ -651,7 +689,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)
     with contextlib.ExitStack() as cleanup:
-        reporter = Report(job.settings, job.endpoint, job.folder, job.state, job.changed)
+        reporter = Report(job.settings, job.endpoint, job.folder, job.state, job.data.record, job.changed)
         cleanup.callback(reporter.close)
         saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         planned = cleanup.enter_context(own_plan.planning_in_background(job.settings, device))

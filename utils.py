@@ -5,32 +5,30 @@ Importing this module starts nothing and needs no GPU, no network and no optiona
 
 import contextlib
 import os
-import pathlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from harness.base.devices import wait_for_device
 from harness.base.gpu_table import find_gpu
-from harness.base.ranks import from_main_process
-from harness.data.corpus import open_corpus, tokenize_once
-from harness.data.corpus_files import local_files
-from harness.data.documents import token_dtype
+from harness.data.best_fit import BinnedDataset
+from harness.data.corpus_tokens import CorpusReader, load_windows
 from harness.data.records import DEFAULT_FIELD, Field
-from harness.data.splits import cut_positions, parse_split
-from harness.data.windows import PackedDataset, create_collate_fn, pack
-from harness.model.flops import count_flops_per_token, formula_holds
+from harness.data.training_data import TrainingData, mix
+from harness.data.windows import PackedDataset, create_collate_fn
+from harness.flags.sources import sources_of
+from harness.model.flops import DocumentFlops, count_flops_per_token, document_flops, formula_holds
 
 __all__ = [
     "PackedDataset",
     "PerformanceTracker",
     "create_collate_fn",
     "estimate_mfu",
+    "flops_of_documents",
     "get_dataset",
     "get_gpu_peak_tflops",
     "get_model_flops_per_token",
@@ -41,7 +39,7 @@ def get_dataset(
     tokenizer,
     seq_len: int,
     accelerator=None,
-    dataset: str = "roneneldan/TinyStories",
+    dataset: str | Sequence[str] = "roneneldan/TinyStories",
     split: str | None = None,
     vocab_size: int | None = None,
     cache_dir: str | os.PathLike | None = None,
@@ -50,17 +48,24 @@ def get_dataset(
     text_field: Field = DEFAULT_FIELD,
     subset: str | None = None,
     progress: Callable[[Counter, int], None] = lambda counts, total: None,
-) -> PackedDataset:
-    """Tokenizes a corpus once, caches it as one flat file, and returns it as packed windows.
+    packing: str | None = None,
+    chat_template: str | None = None,
+    chat_loss: str = "assistant",
+    document_mask: bool | None = None,
+    seed: int = 0,
+) -> PackedDataset | BinnedDataset | TrainingData:
+    """Tokenizes a corpus once, caches it as one flat file, and returns it as packed windows. Token files that can be
+    mapped (`harness/data/token_files.py`) are neither tokenized nor cached; of them `mapped` has the tokens.
 
     The main process of each node tokenizes, on all cores; the others map the same file. The file's name covers the
     documents, the tokenizer and the vocabulary, so a second start only reads it. Local files are tokenized whole, and a
     slice is taken of their tokens, see `cut_positions`.
 
     Args:
-        tokenizer: of transformers; its `eos_token` goes after each document.
+        tokenizer: of transformers; its `eos_token` goes after each document. None for token files.
         accelerator: the run's `Accelerator`, or None for one process.
-        dataset: hub id, with its `subset` if it has several, or a local file, folder or pattern (`find_files`).
+        dataset: hub id, with its `subset` if it has several, or a file, folder, pattern or URL. A list of several, each
+            `[name=]dataset[:weight]`, is a mixture: sample i of the result is that of a run with this seed.
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
@@ -68,35 +73,38 @@ def get_dataset(
         skip_bad_records: leave out, and count, records that have no text; otherwise the first is an UnreadableError.
         check_whole: compare a cache with its checksum even if it has not changed since that was last done.
         progress: called while tokenizing with the counts so far (documents, tokens, read) and what "read" will reach.
+        packing: "concatenate" cuts documents where windows end, "best-fit" makes windows of whole ones (`best_fit.py`);
+            by default conversations, which are records with `messages`, are packed best-fit and all else concatenated.
+        chat_template: file with the jinja template of conversations; by default the tokenizer's.
+        chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
+        document_mask: whether windows say where their documents begin; by default those of conversations do.
+        seed: of best-fit packing, and of a mixture's order.
 
     Raises:
         UserError: no such data or split, no text in it, the hub is not reachable, less than one window, a token id
             without an embedding.
     """
-    vocab_size, dataset = vocab_size or len(tokenizer), os.path.expanduser(dataset)
-    if cache_dir is None:
-        cache_dir = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "train_fsdp"
-
-    def prepare() -> tuple:
-        files = local_files(dataset)
-        part = split
-        if part is None:
-            part = "train" if files else "train[:5%]"
-        name, bounds = parse_split(part) if files else (part, [])  # the hub's slices are cut by `datasets`
-        corpus = open_corpus(dataset, name, files, tokenizer, vocab_size, text_field, subset)
-        path, counts = tokenize_once(corpus, pathlib.Path(cache_dir), skip_bad_records, check_whole, progress)
-        first, last = 0, None
-        if bounds:
-            tokens = np.memmap(path, token_dtype(vocab_size), mode="r")
-            first, last = cut_positions(bounds, tokens, tokenizer.eos_token_id)
-        return part, path, counts, slice(first, last)
-
+    reader = CorpusReader(
+        tokenizer,
+        vocab_size or len(tokenizer),
+        cache_dir,
+        skip_bad_records,
+        check_whole,
+        text_field,
+        subset,
+        chat_template,
+        chat_loss,
+        progress,
+    )
     is_main = accelerator is None or accelerator.is_local_main_process
-    part, path, counts, positions = from_main_process(prepare, is_main)
-    tokens = np.memmap(path, token_dtype(vocab_size), mode="r")[positions]
-    packed = pack(tokens, seq_len, dataset, part)
-    packed.path, packed.counts = path, counts
-    return packed
+
+    def load(place: str):
+        return load_windows(reader, os.path.expanduser(place), split, seq_len, packing, document_mask, seed, is_main)
+
+    if isinstance(dataset, str):
+        return load(dataset)
+    sources = sources_of(tuple(dataset))
+    return mix({source.name: load(source.dataset) for source in sources}, sources, seq_len, seed)
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
@@ -142,6 +150,22 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     return 6 * matmul_parameters + attention
 
 
+def flops_of_documents(model, lengths: Iterable[int]) -> int:
+    """FLOPs of forward and backward of documents of these lengths, each of which attends to itself alone:
+
+        6 x (parameters of the matmuls) x (sum of the lengths) + 12 x layers x heads x head_dim x (sum of their squares)
+
+    for the models for which PaLM's formula holds. For others both factors come from `get_model_flops_per_token` at
+    several lengths. A ValueError where it is no straight line over them, as with a sliding window that is shorter than
+    the longest document.
+
+    `lengths` are in tokens; `model` is a causal language model of transformers or its config.
+    """
+    lengths = list(lengths)
+    flops = document_flops(model, max(lengths), get_model_flops_per_token)
+    return int(flops.of(sum(lengths), sum(length * length for length in lengths)))  # of integers
+
+
 def estimate_mfu(
     model_flops_per_token: float,
     num_tokens: float,
@@ -179,6 +203,7 @@ class PerformanceTracker:
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
     num_gpus: int = 1  # that share the tokens
     peak_tflops: float | None = None  # dense, of one device; by default that of the current GPU
+    document_flops: DocumentFlops | None = None  # where attention stays inside documents: for MFU by their lengths
 
     def __post_init__(self):
         self.reset()
@@ -187,6 +212,7 @@ class PerformanceTracker:
         """Forgets everything; the warmup begins again."""
         self.steps_seen, self.warmup_seconds = 0, 0.0
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
+        self.total |= {"document_tokens": 0.0, "document_flops": 0.0}  # of all ranks, see `count_documents`
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._start: float | None = None  # when the clock of this window started; None while it is stopped
         self._open_window()
@@ -196,7 +222,8 @@ class PerformanceTracker:
 
         Returns `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards
         the metrics of the window that this step closes: those of `estimate_mfu` and `tokens_per_sec_per_gpu`,
-        `steps_per_sec`, `step_time_ms`, `data_wait_percent`.
+        `steps_per_sec`, `step_time_ms`, `data_wait_percent`. Where there is MFU by documents, `squared_lengths` is what
+        `note_documents` added up in the window on this rank.
         """
         self.steps_seen += 1
         if self.steps_seen < self.warmup_steps:
@@ -216,8 +243,26 @@ class PerformanceTracker:
             self.total[key] += value
         self.windows.append((self.window["steps"], self.window["seconds"]))
         metrics = self._metrics(self.window)
+        if self.document_flops and "mfu_percent" in metrics:
+            metrics["squared_lengths"] = self.squared_lengths
+        self.closed = self.window
         self._open_window()
         return metrics
+
+    def note_documents(self, squared_lengths: int) -> None:
+        """Adds the documents of a microbatch of this rank: the sum of the squares of their lengths."""
+        if self._start is not None:
+            self.squared_lengths += squared_lengths
+
+    def count_documents(self, squared_lengths: float) -> dict[str, float]:
+        """`mfu_documents_percent` of the window that was closed last, by the `squared_lengths` of all ranks together.
+        The averages of `summary` have it too if every window was counted."""
+        tokens = self.closed["tokens"]
+        counted = {"document_tokens": tokens, "document_flops": self.document_flops.of(tokens, squared_lengths)}
+        for key, value in counted.items():
+            self.total[key] += value
+        metrics = self._metrics(self.closed | counted)
+        return {"mfu_documents_percent": metrics["mfu_documents_percent"]}
 
     def summary(self) -> dict[str, float]:
         """Averages over every step after warmup; `{}` when there was none."""
@@ -263,6 +308,7 @@ class PerformanceTracker:
     def _open_window(self) -> None:
         wait_for_device()
         self.window = dict.fromkeys(self.total, 0.0)
+        self.squared_lengths = 0  # of this rank's documents in the window
         self._start = time.perf_counter()
 
     def _metrics(self, window: dict[str, float]) -> dict[str, float]:
@@ -271,6 +317,8 @@ class PerformanceTracker:
         speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, peak_tflops)
         if not flops:
             del speed["actual_tflops_per_sec"]
+        if "mfu_percent" in speed and window["document_tokens"] == tokens:
+            speed["mfu_documents_percent"] = speed["mfu_percent"] * window["document_flops"] / flops
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
             "steps_per_sec": window["steps"] / seconds,

@@ -145,7 +145,8 @@ def check_place(settings: Settings, folder: pathlib.Path, outputs: pathlib.Path 
             f"--run-name {folder.name}: {folder} is a link that leads out of {outputs}; remove it",
             entry="link-out-of-run",
         )
-    for flag, path in {"--model": settings.model, "--dataset": settings.dataset}.items():
+    inputs = [("--model", settings.model), *(("--dataset", source.dataset) for source in settings.sources())]
+    for flag, path in inputs:
         if os.path.exists(folder) and os.path.realpath(os.path.expanduser(path)) == str(folder.resolve()):
             raise UserError(
                 f"--run-name {folder.name}: {folder} is the folder of {flag}; choose another name", entry="folder-taken"

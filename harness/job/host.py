@@ -152,16 +152,16 @@ class ParameterBytes:
     """Bytes that one parameter of a model takes, by what is kept of it."""
 
     weight: int
-    states: int  # of the optimizer, in memory
-    saved_states: int  # of the optimizer, in a checkpoint
+    states: float  # of the optimizer, in memory; an average where parameters differ
+    saved_states: float  # of the optimizer, in a checkpoint
 
     @property
-    def at_rest(self) -> int:
+    def at_rest(self) -> float:
         """In memory: the parameter, its gradient and its optimizer states."""
         return 2 * self.weight + self.states
 
     @property
-    def in_checkpoint(self) -> int:
+    def in_checkpoint(self) -> float:
         return self.weight + self.saved_states
 
 
@@ -173,7 +173,7 @@ def check_memory(settings: Settings, parameters: int, each: ParameterBytes, shar
 
     need, available = parameters * each.at_rest * ranks_here() / shards, memory()
     if need > available:
-        what = f"{parameters:,} parameters x {each.at_rest} bytes with their gradients and optimizer states"
+        what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their gradients and optimizer states"
         advice = "try --demo, or look for GPUs that hold it by --plan"
         have = f"training on the host takes {need / GIB:,.1f} GiB and more ({what}), it has {available / GIB:,.1f}"
         raise UserError(f"--model {settings.model}: {have}; {advice}", entry="host-too-small")

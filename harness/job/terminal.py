@@ -65,9 +65,11 @@ def begin(settings) -> None:
     signal.signal(signal.SIGINT, interrupt)
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
-    what = f"{settings.model} on {settings.dataset}, {settings.num_steps:,} steps"
+    what = f"{settings.model} on {settings.describe_dataset()}, {settings.num_steps:,} steps"
     if settings.plan or settings.measure:
         what = f"{'plan of' if settings.plan else 'measuring with'} {settings.model}"
+    elif settings.show_samples:
+        what = f"samples of step {settings.show_samples:,} on {settings.describe_dataset()}"
     elif settings.num_steps == 0:
         what = f"{settings.model}, without training"
     if is_first_rank() and not settings.json:  # a plan as JSON is all that stdout has

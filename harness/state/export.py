@@ -35,11 +35,14 @@ SHAPES_NO_WEIGHT = (
     "demo config cache_dir num_workers num_steps eval_steps sample_prompt sample_prompts sample_tokens "
     "checkpoint_interval keep_checkpoints async_checkpoint final_checkpoint resume export timeout_minutes output_dir "
     "run_name log_with project_name log_interval metrics_port metrics_host perf_warmup_steps peak_tflops min_mfu "
-    "max_memory_gib profile memory_snapshot plan plan_gpus plan_gpu gpus_per_node plan_rates plan_seconds gpu_hour_usd "
+    "max_memory_gib profile memory_snapshot show_samples max_epochs "
+    "plan plan_gpus plan_gpu gpus_per_node plan_rates plan_seconds gpu_hour_usd "
     "json html measure own_plan argv lacks_disk lacks_memory "
     "gradient_accumulation_steps"  # which follows from given_accumulation and ranks
 )
-DECIDED_LATER = "sequence_length batch_size attention compile fused_loss warmup_steps"  # where they are not given
+DECIDED_LATER = (
+    "sequence_length batch_size attention compile fused_loss warmup_steps document_mask"  # where they are not given
+)
 FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
 
 

@@ -9,6 +9,7 @@ from harness.base.errors import UserError
 from harness.base.ranks import of_all_ranks
 from harness.base.saved import MANIFEST
 from harness.flags.resume import checkpoint_folder, no_checkpoint
+from harness.flags.settings import Settings
 from harness.job.printing import say
 from harness.state.shards import sha256
 
@@ -75,6 +76,23 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
         say(f"skipped    {path.name} is damaged: {problem}")
     origin = of_all_ranks(saved.read_origin(folder))[0]
     return find_branch_point(folder, origin) if origin else (None, None)
+
+
+def find_recorded_data(settings: Settings) -> dict | None:
+    """What a run recorded of its data, as a checkpoint's manifest has it: of --resume, or of the config.json of
+    --run-name or --config. None where they name no run."""
+    if settings.resume not in ("none", "auto"):
+        return find_checkpoint(settings.resume, pathlib.Path())[1]
+    folders = []
+    if settings.run_name:
+        folders.append(pathlib.Path(settings.output_dir).expanduser() / settings.run_name)
+    if settings.config:
+        folders.append(pathlib.Path(settings.config).expanduser().parent)
+    for folder in folders:
+        config = of_all_ranks(saved.read_config(folder))[0]
+        if "data" in config:
+            return {"data": config["data"], "step": 0, "samples": 0}
+    return None
 
 
 def find_branch_point(folder: pathlib.Path, origin: dict) -> tuple[pathlib.Path, dict]:

@@ -7,6 +7,7 @@ import json
 import torch.distributed as dist
 
 from harness.base.errors import UserError
+from harness.data.data_record import DataRecord, describe_changes, read_record, renamed
 from harness.data.documents import vocabulary_of
 from harness.flags.settings import Settings
 
@@ -40,6 +41,10 @@ REPORTED = (
     "precision",
     "fp8_recipe",
     "lr",
+    "adamw_lr",
+    "muon_iteration",
+    "muon_scale",
+    "momentum_dtype",
     "lr_scheduler",
     "warmup_steps",
     "weight_decay",
@@ -50,29 +55,45 @@ REPORTED = (
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
 
 
-def describe_identity(settings: Settings, config, tokenizer=None, train_set=None) -> dict:
+def describe_identity(settings: Settings, config, tokenizer=None, data=None) -> dict:
     """What a resumed run must have in common with the run that saved the checkpoint: each field is written into the
     manifest and compared by `check_resume_compatible`. Without data, as for an export, only the model."""
     identity = {"model": {key: value for key, value in config.to_dict().items() if key not in NOT_COMPARED}}
-    if train_set is not None:
+    if data is not None:
+        if data.is_mapped:  # no token of these is the tokenizer's
+            tokenizer = None
         identity |= {
             "tokenizer": tokenizer and hashlib.sha256(vocabulary_of(tokenizer).encode()).hexdigest(),
             "streaming": settings.streaming,
-            "dataset": train_set.fingerprint(),
             "sequence_length": settings.sequence_length,
             "seed": settings.seed,
         }
-        identity |= getattr(train_set, "rules", {})
+        identity |= data.identity()
     return json.loads(json.dumps(identity, default=str))
 
 
 def check_resume_compatible(settings: Settings, identity: dict, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words; a UserError names what makes it another run."""
     saved_flags = dataclasses.asdict(Settings()) | manifest["flags"]  # the default of a flag newer than the checkpoint
+    saved_flags["document_mask"] = bool(saved_flags["document_mask"])  # None, where a checkpoint is older than the flag
     saved = saved_flags | manifest
-    for key, now in (identity | {"optimizer": settings.optimizer}).items():
+    compared = identity | {"optimizer": settings.optimizer}
+    changed = []
+    if "data" in compared:
+        before, after = read_record(manifest), read_record(compared)
+        if len(before.sources) > 1 or len(after.sources) > 1:
+            check_sources(before, after)
+            for key in ("dataset", "held_out", "ids_first", "corpus"):  # those of one source
+                compared.pop(key, None)
+        else:
+            before = renamed(before, next(iter(after.sources)))
+        changed = describe_changes(before, after, manifest["samples"])
+        del compared["data"]
+    for key, now in compared.items():
         if key not in saved or saved[key] == now:  # a field newer than the checkpoint is not compared
             continue
+        if key == "tokenizer" and "data" in manifest and None in (saved[key], now):
+            continue  # token files alone have none: a text was added, or the last one removed
         flag = f"--{key.replace('_', '-')}"
         if isinstance(now, dict):
             refuse_changed_field(flag, saved[key], now)
@@ -82,8 +103,21 @@ def check_resume_compatible(settings: Settings, identity: dict, manifest: dict) 
             refuse(flag, saved[key], now)
     flags_now = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     now = flags_now | {"world_size": dist.get_world_size()}
-    changed = [key for key in REPORTED if saved.get(key) != now[key]]
-    return ", ".join(f"{key.replace('_', ' ')} {saved[key]} -> {now[key]}" for key in changed)
+    for key in REPORTED:
+        if saved.get(key) != now[key]:
+            changed.append(f"{key.replace('_', ' ')} {saved[key]} -> {now[key]}")
+    return ", ".join(changed)
+
+
+def check_sources(before: DataRecord, now: DataRecord) -> None:
+    """Raises a UserError for a source that is no longer what it was at the checkpoint, or when it was removed."""
+    known = before.removed | before.sources
+    for name, rules in now.sources.items():
+        for key, value in known.get(name, {}).items():
+            if rules.get(key) != value:
+                problem = f"the source {name} is not what it was at the checkpoint ({key.replace('_', ' ')})"
+                advice = "give it as it was, or under another name as a source of its own"
+                raise UserError(f"--dataset: {problem}; {advice}", entry="not-the-same-run")
 
 
 def refuse(flag: str, before, now) -> None:

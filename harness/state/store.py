@@ -71,6 +71,8 @@ class Checkpoints:
             # entry: checkpoint-skipped
             say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
             return
+        if self.settings.streaming:
+            state.share_positions()
         tensors = state.tensors()
         if not wait:  # otherwise they do not change while they are written, and no memory is needed for a copy
             tensors = self.stager.stage(tensors)

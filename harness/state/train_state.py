@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from harness.base.errors import UserError
 from harness.base.package_internals import wrapped_weight
+from harness.base.ranks import of_all_ranks
 from harness.state.shards import SafeReader, checkpoint_error
 from harness.state.staging import like, local_part
 
@@ -73,11 +74,19 @@ def restore_totals(state: "TrainState", totals: dict, manifest: dict) -> None:
         state.tracker.total |= totals
 
 
+def restore_positions(state: "TrainState", positions: dict, manifest: dict) -> None:
+    if manifest.get("position"):  # of a version that had one stream, of one source
+        positions = {"": {"0": manifest["position"]}}
+    state.positions = {}
+    for source, of_source in positions.items():
+        state.positions[source] = {int(stream): tuple(position) for stream, position in of_source.items()}
+
+
 @dataclasses.dataclass
 class TrainState:
     """Everything that must survive a restart: tensors in the shards, every field that is `in_manifest` there. Only the
-    model is needed for an export. The data position is `samples`, as the order of the data is fixed; in a stream
-    `position` is the last place before it where reading can begin."""
+    model is needed for an export. The data position is `samples`, as the order of the data is fixed; of each stream
+    `positions` has the last place before it where reading can begin."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None = None
@@ -85,7 +94,13 @@ class TrainState:
     _: dataclasses.KW_ONLY
     step: int = in_manifest(0, taken_by_branch=True)
     samples: int = in_manifest(0, taken_by_branch=True)  # global, consumed so far
-    position: tuple[int, int, int] | None = in_manifest(None, taken_by_branch=True)  # as StreamedDataset.chunks has it
+    # of streams, by source and stream, as StreamedDataset.chunks has them; where the checkpoint had them
+    positions: dict = in_manifest(  # noqa: RUF009 - it returns a field, as dataclasses.field does
+        default_factory=dict,
+        taken_by_branch=True,
+        write=lambda state: state.shared_positions,
+        restore=restore_positions,
+    )
     tokens: int = in_manifest(0, taken_by_branch=True)  # global
     started: float = in_manifest(PROCESS_STARTED)  # when the first process of the run started, seconds since the epoch
     run_id: str = in_manifest(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
@@ -99,6 +114,28 @@ class TrainState:
     )
     # productive_seconds() of the processes before this one
     productive_before: float = in_manifest(0.0, key="productive", write=lambda state: state.productive_seconds())
+
+    def __post_init__(self):
+        self.moved: dict[tuple[str, int], tuple[int, int, int]] = {}  # positions that this rank's batches have moved
+        self.shared_positions: dict = {}  # positions of all ranks at the last `share_positions`
+
+    def move_positions(self, positions: dict[str, dict[int, tuple[int, int, int]]]) -> None:
+        """Takes over the positions that came with a batch."""
+        for source, of_source in positions.items():
+            for stream, position in of_source.items():
+                self.moved[source, stream] = position
+
+    def share_positions(self) -> None:
+        """Brings the positions of all ranks together for a save; every rank calls this. Of a stream that several ranks
+        read the earliest one counts: a rank may still need what follows it."""
+        shared = {(source, stream): place for source, of in self.positions.items() for stream, place in of.items()}
+        latest: dict[tuple[str, int], tuple[int, int, int]] = {}
+        for moved in of_all_ranks(self.moved):
+            for key, position in moved.items():
+                latest[key] = min(position, latest.get(key, position))
+        self.shared_positions = {}
+        for (source, stream), position in (shared | latest).items():
+            self.shared_positions.setdefault(source, {})[stream] = position
 
     def count(self, samples: int, tokens: int) -> None:
         """One more step of a global batch of `samples` with `tokens`."""

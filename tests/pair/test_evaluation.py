@@ -41,7 +41,7 @@ def evaluation(trained, device, capfd, monkeypatch):
     def evaluate(*flags) -> dict:
         def load_data(*args):
             data = load(*args)
-            evaluate.windows = data[1]
+            (evaluate.windows,) = data[1].values()
             return data
 
         load = train_fsdp.load_data

@@ -158,6 +158,8 @@ def checkpoint_names(*steps: int) -> list[str]:
         "--precision fp8 --fp8-emulate",
         "--optimizer adamw8bit",
         "--optimizer adamw-bf16",
+        "--optimizer normuon",
+        "--optimizer muon --momentum-dtype bf16 --precision bf16-pure",
         "--cpu-offload --zero-stage 0",
         "--model {dropout}",
     ],
@@ -190,9 +192,9 @@ def test_saving_changes_no_number(run, finished, tmp_path):
 
 def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
     seen = []
-    index_of = sample_order.GlobalOrderSampler.index_of
+    window_of = sample_order.WindowOrder.window_of
     monkeypatch.setattr(
-        sample_order.GlobalOrderSampler, "index_of", lambda self, sample: seen.append(sample) or index_of(self, sample)
+        sample_order.WindowOrder, "window_of", lambda self, sample: seen.append(sample) or window_of(self, sample)
     )
     run("r", stop_after=2)
     run("r", "--resume", "auto")
@@ -388,6 +390,7 @@ def test_a_path_that_leads_to_no_checkpoint_is_told_with_those_that_are_there(re
         ("--dataset synthetic", "--dataset was demo in the checkpoint and is synthetic now"),
         ("--dataset-split train[:50%]", "--dataset-split was train in the checkpoint and is train[:50%] now"),
         ("--optimizer adamw-bf16", "--optimizer was adamw"),
+        ("--optimizer muon", "--optimizer was adamw in the checkpoint and is muon now"),
         ("--model {wider}", "--model: intermediate_size was 96"),
         ("--tokenizer {other}", "--tokenizer was {demo} in the checkpoint and is {other} now"),
     ],
@@ -596,9 +599,10 @@ def test_a_field_that_an_older_checkpoint_lacks_has_its_default_and_a_branch_tak
     older, branch = TrainState(torch.nn.Linear(1, 1), productive_before=7.0), TrainState(None, run_id="b")
     older.restore_counters(manifest | {"world_size": 1, "tracker": {}})
     assert (older.step, older.samples, older.tokens, older.run_id) == (3, 6, 9, "a")
-    assert (older.position, older.branched_from, older.productive_before) == (None, None, 0.0)
+    assert (older.positions, older.branched_from, older.productive_before) == ({}, None, 0.0)
     branch.restore_counters(manifest | {"elapsed": 1000.0, "position": [8, 0, 2]}, branch=True)
-    assert (branch.step, branch.samples, branch.tokens, branch.position) == (3, 6, 9, [8, 0, 2])
+    assert (branch.step, branch.samples, branch.tokens) == (3, 6, 9)
+    assert branch.positions == {"": {0: (8, 0, 2)}}
     assert (branch.run_id, branch.elapsed_before) == ("b", 0.0)
 
 
