@@ -2,18 +2,26 @@
 
     python benchmarks/data_speed.py {pack,read} {ours,map_and_lists}
     python benchmarks/data_speed.py tokenize {ours,map,library}
+    python benchmarks/data_speed.py stream {1,64,2x64,1p,64p}
+    python benchmarks/data_speed.py batches {single,mixture}
 
 pack: from a tokenized corpus of 8 M tokens to windows of 8,192. read: each window once, as tensors. tokenize: the
-demo's stories, four times; `library` calls the tokenizers library and nothing else, 2,000 stories a call.
+demo's stories, four times; `library` calls the tokenizers library and nothing else, 2,000 stories a call. stream: the
+demo's stories, 7 times, in one .jsonl file that is read and tokenized on one core, one epoch in windows of 512, as one
+stream (1) or divided into 64 (64), by two processes that have 32 streams each (2x64), of a Parquet file (1p, 64p). Its
+time is the CPU time of reading, from the first window on; of two processes that of the longer one. batches: the batches
+of a rank, 64 M tokens in windows of 2,048, of one source or of the same tokens as three in unequal shares; CPU time.
 """
 
 import collections
 import json
+import multiprocessing
 import os
 import pathlib
 import sys
 import tempfile
 import time
+from fractions import Fraction
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,11 +31,15 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from harness.data.batches import RankBatches
 from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, token_dtype
 from harness.data.hub_rows import hub_records
 from harness.data.records import DEFAULT_FIELD
+from harness.data.streaming import StreamReader, stream_dataset
 from harness.data.token_cache import pack_tokens
+from harness.data.training_data import mix
 from harness.data.windows import PackedDataset, create_collate_fn
+from harness.flags.sources import Source
 
 SEQUENCE, VOCABULARY = 8192, 49152
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -94,8 +106,80 @@ def tokenize_library(texts: list[str], tokenizer) -> int:
     return total
 
 
+def read_streams(dataset, streams: list[int], windows: int, begin, results) -> None:
+    """Reads so many windows of all streams together, in their order."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    reader = StreamReader(dataset, {})
+    begin.wait()
+    start = time.process_time()
+    for number in range(windows):
+        reader.window(streams[number % len(streams)], number // len(streams))
+    results.put(time.process_time() - start)
+
+
+def time_streams(way: str, folder: str) -> tuple[float, int]:
+    """(seconds, tokens) of one epoch."""
+    processes = 2 if way.startswith("2x") else 1
+    streams = int(way.removeprefix("2x").removesuffix("p"))
+    stories = (ROOT / "assets/demo/stories/train.jsonl").read_text().splitlines() * 7
+    file = pathlib.Path(folder, "stories.jsonl")
+    file.write_text("\n".join(stories))
+    if way.endswith("p"):
+        table = datasets.load_dataset("json", data_files=str(file), split="train").select_columns("text")
+        file = pathlib.Path(folder, "stories.parquet")
+        table.to_parquet(str(file))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/demo")
+    dataset = stream_dataset(tokenizer, 512, dataset=str(file))
+    windows = 2_000_000 // 512
+    begin, results = multiprocessing.Barrier(processes), multiprocessing.Queue()
+    divided = dataset.divide(streams)
+    readers = []
+    for process in range(processes):
+        own = list(range(process, streams, processes))
+        arguments = (divided, own, windows // processes, begin, results)
+        readers.append(multiprocessing.Process(target=read_streams, args=arguments))
+    for reader in readers:
+        reader.start()
+    seconds = max(results.get() for _ in readers)
+    for reader in readers:
+        reader.join()
+    return seconds, windows * 512
+
+
+def time_batches(way: str, folder: str) -> tuple[float, int]:
+    """(seconds, tokens) of the batches of one rank."""
+    seq_len, windows = 2048, 2**15
+    path = pathlib.Path(folder, "tokens.bin")
+    np.random.default_rng(0).integers(0, VOCABULARY, windows * seq_len + 1, dtype=np.uint16).tofile(path)
+    tokens = np.memmap(path, np.uint16, mode="r")
+    weights = {"web": Fraction(7, 10), "code": Fraction(2, 10), "math": Fraction(1, 10)}
+    if way == "single":
+        weights = {"web": Fraction(1)}
+    sources = [Source(name, name, weight) for name, weight in weights.items()]
+    parts = np.array_split(np.arange(windows), len(sources))
+    packed = {}
+    for source, part in zip(sources, parts, strict=True):
+        packed[source.name] = PackedDataset(tokens[part[0] * seq_len : (part[-1] + 1) * seq_len + 1], seq_len)
+    batches = iter(RankBatches(mix(packed, sources, seq_len, seed=0), batch_size=8))
+    next(batches)  # the first permutations
+    start = time.process_time()
+    for _ in range(windows // 8):
+        next(batches)
+    return time.process_time() - start, windows * seq_len
+
+
 def main() -> None:
     task, way = sys.argv[1:]
+    if task == "batches":
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, tokens = time_batches(way, folder)
+        print(json.dumps({"tokens_per_sec": tokens / seconds, "tokens": tokens, "seconds": seconds}))
+        return
+    if task == "stream":
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, tokens = time_streams(way, folder)
+        print(json.dumps({"tokens_per_sec": tokens / seconds, "tokens": tokens, "seconds": seconds}))
+        return
     call = globals()[f"{task}_{way}"]
     with tempfile.TemporaryDirectory() as folder:
         if task == "tokenize":
