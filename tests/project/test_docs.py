@@ -390,6 +390,7 @@ OTHERS = {
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
     "harness/report/page.py": {"--output"},
+    "launch/datatrove.py": {"--executor", "--slurm-option", "--tasks", "--workers"},
 }
 
 

@@ -21,6 +21,7 @@ FILES = [
     ROOT / "utils.py",
     *sorted((ROOT / "harness").rglob("*.py")),
     ROOT / "tools" / "wandb_view.py",
+    ROOT / "launch" / "datatrove.py",
 ]
 EXCEPTIONS = {"UserError", "NoSplitError", "UnreadableError"}
 OF_ARGPARSE = {"ArgumentTypeError", "error"}  # with a text of their own: a variable has its entry where it is written
