@@ -277,10 +277,14 @@ def main(
 
 
 class Moves(TorchDispatchMode):
-    """Counts the collectives by which an optimizer divides its work, and the bytes that this rank sends in them."""
+    """Counts the collectives by which an optimizer divides its work, and the bytes that this rank sends in them.
 
-    def __init__(self):
+    What a rank keeps in an all-to-all is not sent.
+    """
+
+    def __init__(self, optimizer):
         super().__init__()
+        self.optimizer = optimizer
         self.calls, self.sent = collections.Counter(), collections.Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -289,7 +293,7 @@ class Moves(TorchDispatchMode):
         if "alltoall" in op.name():
             given, to_each = args[1], args[4]
             self.calls["all_to_all"] += 1
-            self.sent["all_to_all"] += (sum(to_each) - to_each[dist.get_rank()]) * given.itemsize
+            self.sent["all_to_all"] += (sum(to_each) - to_each[self.optimizer.ranks.shard]) * given.itemsize
         elif "c10d" in op.namespace and "allgather" in op.name():
             self.calls["all_gather"] += 1
             self.sent["all_gather"] += args[1].nbytes
@@ -302,7 +306,7 @@ def moves(folder: pathlib.Path, run: dict, out: pathlib.Path) -> None:
     _, model, optimizer = build(folder, run, device)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with Moves() as seen:
+    with Moves(optimizer) as seen:
         optimizer.step()
     stacks = [stack for of_all in optimizer.stacks.values() for stack in of_all]
     owned = sum(len(stack.owned[optimizer.ranks.replica][optimizer.ranks.shard]) for stack in stacks)
