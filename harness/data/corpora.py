@@ -19,7 +19,6 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from harness.base.errors import NoSplitError, UnreadableError
-from harness.base.hub import answer_from_cache_without_network
 from harness.base.ranks import from_main_process, on_main_rank
 from harness.base.text import counted, shortened
 from harness.data import held_out as held
@@ -77,7 +76,6 @@ def open_source(
     place = os.path.expanduser(source.dataset)
     if place == "demo":
         place = str(ASSETS / "demo" / "stories")
-    answer_from_cache_without_network(place)
     ids_first = prefers_token_ids(settings, rules)
     corpus = {
         "tokenizer": tokenizer,

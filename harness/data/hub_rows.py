@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from harness.base.errors import NoSplitError, UnreadableError
+from harness.base.hub import answer_from_cache_without_network
 from harness.base.text import first_line
 from harness.data.readers.parquet import BATCH_ROWS, columns_of_record, read_batch
 from harness.data.records import BadRecord, Document, Field, choose_field
@@ -13,6 +14,7 @@ from harness.data.records import BadRecord, Document, Field, choose_field
 
 def load_documents(dataset: str, split: str, subset: str | None = None, streaming: bool = False):
     """A split of a hub data set as a `datasets.Dataset` or `IterableDataset`."""
+    answer_from_cache_without_network(dataset)  # before the import, which reads it
     import datasets
 
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # the error below alone reports what goes wrong

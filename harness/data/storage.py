@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch.distributed as dist
 
 from harness.base.errors import UnreadableError, UserError
+from harness.base.hub import answer_from_cache_without_network
 from harness.base.text import first_line
 from harness.job.printing import say
 
@@ -195,6 +196,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
             f"--dataset {scheme}://: a password in a URL would stand in logs; give it as {scheme}'s package takes it",
             entry="bad-url",
         )
+    answer_from_cache_without_network(url)
     options: dict[str, Any] = {"use_listings_cache": False}  # a file may change while a run reads others
     if scheme in ("s3", "s3a"):  # tries are counted here, so that each is one request
         given = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
