@@ -205,7 +205,10 @@ def holds_chat(settings: Settings, source: Source, rules: dict[str, Any] | None)
     if files:
         files = files_of_split(place, parse_split(split)[0], files)
     else:
-        rows = load_documents(place, split, settings.dataset_config, settings.streaming)
+        try:
+            rows = load_documents(place, split, settings.dataset_config, settings.streaming)
+        except UnreadableError as error:
+            raise name_fault(error, place, split) from error
     return holds_conversations(files, rows, field_of(settings, prefers_token_ids(settings, rules)))
 
 
