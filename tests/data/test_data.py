@@ -618,6 +618,7 @@ def test_tokenized_lines_and_text_keep_their_order(tokenizer, tmp_path):
     assert load(tokenizer, tmp_path, file) == [*encoded(tokenizer, TEXTS[:1]), 5, 6, 0, *encoded(tokenizer, TEXTS[1:2])]
 
 
+@pytest.mark.slow
 def test_one_document_may_be_large(tokenizer, tmp_path):
     text = "Tom had a red ball. " * 500_000  # 10 MB, a chunk of what reads lines
     file = write_jsonl(tmp_path / "data.jsonl", [TEXTS[0], text, TEXTS[1]])

@@ -75,6 +75,7 @@ ROWS = '1,"A fox said ""hello"".\n\nThe end, he said."\n2,Tom had a red ball.\n'
 STORIES = ['A fox said "hello".\n\nThe end, he said.', "Tom had a red ball."]
 
 
+@pytest.mark.slow
 def test_one_new_file_adds_a_format(tmp_path):
     """In a copy of the project: read beside another format, streamed, packed, and named where a record is bad."""
     tree = tmp_path / "tree"

@@ -314,6 +314,7 @@ def test_what_takes_too_many_operators_is_continued_from_short_sequences(monkeyp
     assert len(counts) > 4
 
 
+@pytest.mark.slow
 def test_products_that_are_rounded_up_to_a_chunk_are_not_continued(monkeypatch):
     monkeypatch.setattr(flops, "MAX_OPERATORS", 12_000)
     config = families.small_config("kimi_linear")

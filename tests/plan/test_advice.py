@@ -443,6 +443,7 @@ planning.plan(parse_args([*flags.split(), "--plan-gpu", "Voodoo 7 Ultra"]), trai
 """
 
 
+@pytest.mark.slow
 def test_a_gpu_is_added_by_one_row(tmp_path):
     """In a copy of the program: its peak is known by the driver's name, and --plan-gpu takes what users call it."""
     for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):

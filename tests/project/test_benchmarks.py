@@ -299,6 +299,7 @@ def test_a_switch_that_would_do_nothing_is_refused(tmp_path, switch, ranks):
         forked(ranks, multirank.switched, switch, *flags)
 
 
+@pytest.mark.slow
 def test_any_two_values_of_two_techniques_stand_together_in_a_run_that_the_command_line_takes(tmp_path):
     base = covering.prepare(tmp_path)
     takes = lambda combination: covering.is_accepted(base, combination)  # noqa: E731

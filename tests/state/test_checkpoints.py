@@ -156,7 +156,7 @@ def checkpoint_names(*steps: int) -> list[str]:
         "--precision bf16 --num-workers 2",
         "--precision bf16-pure --lr-scheduler warmup_stable_decay",
         "--precision fp8 --fp8-emulate",
-        "--optimizer adamw8bit",
+        slow_case("--optimizer adamw8bit"),
         "--optimizer adamw-bf16",
         "--optimizer normuon",
         "--optimizer muon --momentum-dtype bf16 --precision bf16-pure",
@@ -573,6 +573,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_field_of_a_checkpoint_is_added_by_one_line(flags, tmp_path):
     """In a copy of the program: a count of steps survives a restart."""
     for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
