@@ -424,7 +424,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
-    verified = verify_sharding(model, optimizer, mesh, keeps_states=sizes.states > 0)
+    verified = verify_sharding(settings, model, optimizer, mesh, keeps_states=sizes.states > 0)
     flops_per_token, flops_in_words = known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
         raise UserError(f"--min-mfu: {flops_in_words}", entry="no-mfu")

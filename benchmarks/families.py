@@ -205,7 +205,7 @@ def train(folder: pathlib.Path, device) -> dict:
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
     optimizer = train_fsdp.build_optimizer(settings, model)
-    train_fsdp.verify_sharding(model, optimizer, mesh)
+    train_fsdp.verify_sharding(settings, model, optimizer, mesh)
     batch, problems = next(batches(0, 1)), []
     with train_fsdp.evaluating(model):
         loss = model(**batch, use_cache=False).loss

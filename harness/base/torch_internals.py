@@ -65,6 +65,7 @@ NAMES = {
         "_all_gather_comm",
         "_reduce_scatter_comm",
         "fsdp_params",
+        "mp_policy",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_group",),
     "torch.distributed.tensor._sharding_prop:ShardingPropagator": ("_propagate_tensor_meta_non_cached",),
@@ -236,6 +237,12 @@ def fsdp_group(module: nn.Module):
     if not isinstance(module, FSDPModule):
         return None
     return module._get_fsdp_state()._fsdp_param_group
+
+
+def reduce_dtype(group) -> torch.dtype:
+    """In which dtype a group's gradients are added up over the ranks. In public a policy can only be given."""
+    policy, parameter = group.mp_policy, group.fsdp_params[0].sharded_param
+    return policy.reduce_dtype or policy.param_dtype or parameter.dtype
 
 
 def collectives_of(group) -> tuple:

@@ -45,6 +45,9 @@ class OptimizerKind:
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
     before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
     groups: Callable[[nn.Module, Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
+    # of one parameter's states but for scalars, by name, those of a quantized state by NAME.PART; of the weight's dtype
+    # where this is None
+    state_dtypes: Callable[[Settings, DTensor], dict[str, torch.dtype]] | None = None
     # bytes of the states of a whole model, where `state_bytes` does not hold for each parameter
     model_state_bytes: Callable[[nn.Module, Settings], int] | None = None
     describe: Callable[[nn.Module], str] | None = None  # for the header: which parameters it updates how
@@ -64,9 +67,14 @@ def memory_saving_optimizers(name: str) -> list[str]:
     return [other for other, kind in kinds.items() if name in kind.stands_in_for and kind.is_installed()]
 
 
+def weight_dtype(settings: Settings) -> torch.dtype:
+    """Of the master weights, and of the gradients that the optimizer is given."""
+    return torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
+
+
 def parameter_bytes(settings: Settings, config: Any = None) -> ParameterBytes:
     """What one parameter takes, with its optimizer; on average over the model of a config where they differ."""
-    kind, weight = find_optimizer(settings.optimizer), 2 if settings.precision == "bf16-pure" else 4
+    kind, weight = find_optimizer(settings.optimizer), weight_dtype(settings).itemsize
     if kind.model_state_bytes and config is not None:
         model = on_meta(config)
         states = kind.model_state_bytes(model, settings) / sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,7 @@
-"""Verification: whether everything that was to be sharded is. Called by the script before the first step."""
+"""Verification: whether everything that was to be sharded is, and whether all of it is held in the dtype that the flags
+ask for. Called by the script before the first step."""
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -6,13 +9,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from harness.base.torch_internals import fsdp_group, reduce_dtype
+from harness.flags.settings import Settings
+from harness.model.collectives import sharded_modules
+from harness.model.optimization import find_optimizer, local, weight_dtype
 
+
+class Held(NamedTuple):
+    """One kind of tensors that training keeps, and the dtype that they should have."""
+
+    what: str
+    dtypes: dict[str, torch.dtype]  # by the name of the tensor
+    wanted: torch.dtype
+
+
+@torch.no_grad()
 def verify_sharding(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, keeps_states: bool = True
+    settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, keeps_states: bool = True
 ) -> str:
-    """One line about what is sharded and how; a RuntimeError where a parameter or an optimizer state is not the DTensor
-    that the stage asks for, where a parameter lacks the states that its optimizer keeps, or where a state is not of the
-    dtype that the optimizer's `state_dtypes` has for it."""
+    """One line about what is sharded and how, and which dtypes it has. Gradients, which are not there yet, are looked
+    at when the optimizer takes its first step.
+
+    Raises:
+        RuntimeError: a parameter or an optimizer state is not the DTensor that the stage asks for; a parameter lacks
+            the states that its optimizer keeps; or something is not held in the dtype that it should be.
+    """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     parameters = dict(model.named_parameters())
     states = {
@@ -24,19 +45,87 @@ def verify_sharding(
     for name, tensor in (parameters | states).items():
         if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
             raise RuntimeError(f"{name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
-    state_dtypes = getattr(optimizer, "state_dtypes", {})
-    for name, state in states.items():
-        wanted = state_dtypes.get(name.rpartition(".")[2], state.dtype)
-        if state.dtype != wanted:
-            raise RuntimeError(f"{name} is held in {state.dtype}, not in {wanted}")
     for name, parameter in parameters.items():
         has_states = any(state.startswith(f"{name}.") for state in states)
         if keeps_states and parameter.requires_grad and not has_states:
             raise RuntimeError(f"{name} has no optimizer state")
-    local = sum(parameter.to_local().numel() for parameter in parameters.values())
+
+    weights = weight_dtype(settings)
+    held = [
+        Held("weights", {name: local(parameter).dtype for name, parameter in parameters.items()}, weights),
+        Held("sums of gradients over ranks", reduce_dtypes(model), weights),
+        *held_states(settings, parameters, optimizer),
+    ]
+    check_dtypes(held)
+    check_first_gradients(optimizer, parameters, weights)
+
+    of_rank = sum(parameter.to_local().numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in parameters.values())
     counts = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
-    share = f"rank {dist.get_rank()} holds {100 * local / total:.1f} % of the elements"
-    for key, dtype in state_dtypes.items():
-        counts += f", {key.replace('_', ' ')} in {str(dtype).removeprefix('torch.')}"
-    return f"{counts}, {' x '.join(map(repr, placements))}; {share}"
+    share = f"rank {dist.get_rank()} holds {100 * of_rank / total:.1f} % of the elements"
+    first_step = f"at the first step gradients {name_of(weights)}"
+    return f"{counts}, {' x '.join(map(repr, placements))}; {share}; {describe_dtypes(held)}; {first_step}"
+
+
+def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """In which dtype each sharded module's gradients are added up over the ranks, by the module's name."""
+    names = {module: name or "the root" for name, module in model.named_modules()}
+    return {names[module]: reduce_dtype(fsdp_group(module)) for module in sharded_modules(model)}
+
+
+def held_states(settings: Settings, parameters: dict[str, nn.Parameter], optimizer) -> list[Held]:
+    """The states of one name and dtype, with the dtype that the optimizer's file has for them."""
+    declared = find_optimizer(settings.optimizer).state_dtypes
+    held: dict[tuple[str, torch.dtype], Held] = {}
+    for parameter_name, parameter in parameters.items():
+        wanted = declared(settings, parameter) if declared else {}
+        for key, state in optimizer.state.get(parameter, {}).items():
+            if not torch.is_tensor(state) or not state.dim():
+                continue
+            for name, tensor in parts_of_state(key, local(state)).items():
+                if declared and name not in wanted:
+                    known = ", ".join(wanted)
+                    raise RuntimeError(f"{parameter_name}.{name}: its optimizer's `state_dtypes` has {known} for it")
+                dtype = wanted.get(name, weight_dtype(settings))
+                kind = held.setdefault((name, dtype), Held(name.replace(".", " "), {}, dtype))
+                kind.dtypes[f"{parameter_name}.{name}"] = tensor.dtype
+    return list(held.values())
+
+
+def parts_of_state(name: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that a state is made of: of a quantized one `NAME.codes` and the like, else itself."""
+    if not hasattr(state, "__tensor_flatten__"):
+        return {name: state}
+    parts, _ = state.__tensor_flatten__()
+    return {f"{name}.{part}": getattr(state, part) for part in parts}
+
+
+def check_dtypes(held: list[Held]) -> None:
+    for what, dtypes, wanted in held:
+        for name, dtype in dtypes.items():
+            if dtype != wanted:
+                raise RuntimeError(f"{name}: {what} are held in {dtype}, not in {wanted}")
+
+
+def check_first_gradients(optimizer, parameters: dict[str, nn.Parameter], wanted: torch.dtype) -> None:
+    """Lets the optimizer's first step begin with a look at the gradients."""
+
+    def check(*_) -> None:
+        handle.remove()
+        found = {name: p.grad.dtype for name, p in parameters.items() if p.grad is not None}
+        check_dtypes([Held("gradients", found, wanted)])
+
+    handle = optimizer.register_step_pre_hook(check)
+
+
+def describe_dtypes(held: list[Held]) -> str:
+    """What is held in each dtype."""
+    kinds: dict[torch.dtype, list[str]] = {}
+    for what, dtypes, wanted in held:
+        if dtypes:
+            kinds.setdefault(wanted, []).append(what)
+    return "; ".join(f"{', '.join(whats)} {name_of(dtype)}" for dtype, whats in kinds.items())
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return f"in {str(dtype).removeprefix('torch.')}"

@@ -11,12 +11,14 @@ import sys
 import pytest
 import torch
 import torch._dynamo
-from conftest import ROOT, losses_of, metrics_of, parse, slow_case, start
+from conftest import ROOT, losses_of, metrics_of, parse, slow_case, start, words
 from multirank import resolved
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
+from harness.base import torch_internals
 from harness.base.errors import UserError
 from harness.flags.settings import OPTIMIZERS
 from harness.model.optimization import (
@@ -237,6 +239,149 @@ def test_the_states_of_every_optimizer_take_the_bytes_that_its_file_says(built, 
     assert each.in_checkpoint >= each.weight + each.states
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# In which dtype everything is held
+
+FP32, BF16 = "float32", "bfloat16"
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum",)
+EIGHT_BITS = {f"{name} {part}": dtype for name in MOMENTS for part, dtype in (("codes", "uint8"), ("scale", FP32))}
+STATES = {  # of an optimizer's states the dtype with --precision bf16, and with bf16-pure
+    "adamw": (dict.fromkeys(MOMENTS, FP32), dict.fromkeys(MOMENTS, BF16)),
+    "adamw-bf16": (dict.fromkeys(MOMENTS, BF16), None),
+    "adamw8bit": (EIGHT_BITS, EIGHT_BITS),
+    "muon": (dict.fromkeys(MOMENTS + MOMENTUM, FP32), dict.fromkeys(MOMENTS, BF16) | {"momentum": FP32}),
+    "muon --momentum-dtype bf16": (
+        dict.fromkeys(MOMENTS, FP32) | {"momentum": BF16},
+        dict.fromkeys(MOMENTS + MOMENTUM, BF16),
+    ),
+    "normuon": (
+        dict.fromkeys((*MOMENTS, *MOMENTUM, "second_moment"), FP32),
+        dict.fromkeys(MOMENTS, BF16) | dict.fromkeys((*MOMENTUM, "second_moment"), FP32),
+    ),
+}
+
+
+def verify(settings, model, optimizer) -> str:
+    return train_fsdp.verify_sharding(settings, model, optimizer, next(model.parameters()).device_mesh)
+
+
+@pytest.fixture
+def verifiable(arguments, device):
+    """`verifiable(*flags)`: what `verify_sharding` is given but for the mesh, without gradients."""
+
+    def build(*flags):
+        settings, config = resolved([*arguments, *flags])
+        model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+        return settings, model, build_optimizer(settings, model)
+
+    return build
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", slow_case("fp8 --fp8-emulate"), "bf16-pure"])
+@pytest.mark.parametrize("optimizer", STATES)
+def test_the_line_says_in_which_dtype_everything_is_held(verifiable, optimizer, precision):
+    of_fp32, of_bf16 = STATES[optimizer]
+    states, weights = (of_bf16, BF16) if precision == "bf16-pure" else (of_fp32, FP32)
+    if states is None:
+        pytest.skip("is refused")
+    _, _, said = verify(*verifiable("--optimizer", *words(f"{optimizer} --precision {precision}"))).split("; ", 2)
+    held = {}
+    for part in said.split("; "):
+        names, _, dtype = part.rpartition(" in ")
+        held |= dict.fromkeys(names.split(", "), dtype)
+    assert held["weights"] == held["sums of gradients over ranks"] == held["at the first step gradients"] == weights
+    assert {name: held[name] for name in states} == states
+
+
+def hold_in(dtype: torch.dtype, name: str):
+    """A function that holds one state, or one of its parts, of the largest matrix in another dtype."""
+
+    @torch.no_grad()
+    def plant(settings, model, optimizer):
+        states = optimizer.state[model.model.layers[1].mlp.up_proj.weight]
+        key, _, part = name.partition(".")
+        if part:
+            setattr(local(states[key]), part, getattr(local(states[key]), part).to(dtype))
+        else:
+            states[key] = states[key].to(dtype)
+
+    return plant
+
+
+def without_codes(settings, model, optimizer):
+    weight = model.model.layers[1].mlp.up_proj.weight
+    optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight)
+
+
+def weight_in_bf16(settings, model, optimizer):
+    model.model.norm.to(torch.bfloat16)
+    optimizer.state[model.model.norm.weight] = {"exp_avg": torch.zeros_like(model.model.norm.weight)}
+
+
+def sums_in_bf16(settings, model, optimizer):
+    torch_internals.fsdp_group(model.model.layers[0]).mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+WRONG = {
+    "a weight": (
+        "adamw",
+        weight_in_bf16,
+        r"model\.norm\.weight: weights are held in torch\.bfloat16, not in torch\.float32",
+    ),
+    "the sums": (
+        "adamw",
+        sums_in_bf16,
+        r"model\.layers\.0: sums of gradients over ranks are held in torch\.bfloat16, not",
+    ),
+    "adamw": (
+        "adamw",
+        hold_in(torch.bfloat16, "exp_avg_sq"),
+        r"up_proj\.weight\.exp_avg_sq: .*bfloat16, not in torch\.float32",
+    ),
+    "adamw-bf16": ("adamw-bf16", hold_in(torch.float32, "exp_avg"), r"exp_avg: .*float32, not in torch\.bfloat16"),
+    "codes": ("adamw8bit", hold_in(torch.int32, "exp_avg.codes"), r"exp_avg\.codes: .*int32, not in torch\.uint8"),
+    "scales": ("adamw8bit", hold_in(torch.bfloat16, "exp_avg_sq.scale"), r"scale: .*bfloat16, not in torch\.float32"),
+    "no codes": (
+        "adamw8bit",
+        without_codes,
+        r"up_proj\.weight\.exp_avg: its optimizer's `state_dtypes` has exp_avg\.codes",
+    ),
+    "muon": ("muon", hold_in(torch.bfloat16, "momentum"), r"momentum: .*bfloat16, not in torch\.float32"),
+    "muon in bf16": (
+        "muon --momentum-dtype bf16",
+        hold_in(torch.float32, "momentum"),
+        r"momentum: .*float32, not in torch\.bfloat16",
+    ),
+    "normuon": (
+        "normuon",
+        hold_in(torch.bfloat16, "second_moment"),
+        r"second_moment: .*bfloat16, not in torch\.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("flags, plant, message", WRONG.values(), ids=WRONG)
+def test_a_wrong_dtype_is_an_error_before_the_first_step(verifiable, flags, plant, message):
+    given = verifiable("--precision", "bf16", "--optimizer", *words(flags))
+    plant(*given)
+    with pytest.raises(RuntimeError, match=message):
+        verify(*given)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+def test_gradients_in_a_wrong_dtype_are_an_error_in_the_first_step_and_looked_at_once(verifiable, optimizer):
+    settings, model, optimizer = verifiable("--precision", "bf16-pure", "--optimizer", optimizer)
+    verify(settings, model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32 if parameter is model.lm_head.weight else parameter.dtype
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    before = local(model.lm_head.weight).clone()
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight: gradients are held in torch\.float32, not in torch\.bf"):
+        optimizer.step()
+    assert torch.equal(local(model.lm_head.weight), before)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_what_can_stand_in_for_an_optimizer_takes_less_memory():
     for name in OPTIMIZERS:
         for other in memory_saving_optimizers(name):
@@ -291,9 +436,10 @@ def test_only_an_optimizer_that_keeps_no_states_may_lack_them(built, monkeypatch
     monkeypatch.setattr(adamw, "OPTIMIZER", OptimizerKind(build, state_bytes=lambda weight: 0))
     model, optimizer = built()
     mesh = next(model.parameters()).device_mesh
-    assert "and 0 optimizer states" in train_fsdp.verify_sharding(model, optimizer, mesh, keeps_states=False)
+    given = (parse([]), model, optimizer, mesh)
+    assert "and 0 optimizer states" in train_fsdp.verify_sharding(*given, keeps_states=False)
     with pytest.raises(RuntimeError, match="has no optimizer state"):
-        train_fsdp.verify_sharding(model, optimizer, mesh)
+        train_fsdp.verify_sharding(*given)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -294,13 +294,13 @@ def built(device, arguments, *flags):
 def test_sharding_is_verified_parameter_by_parameter(device, arguments):
     args, mesh, model = built(device, arguments)
     optimizer = train_fsdp.build_optimizer(args, model)
-    assert train_fsdp.verify_sharding(model, optimizer, mesh)
+    assert train_fsdp.verify_sharding(args, model, optimizer, mesh)
     plain = torch.nn.Parameter(torch.zeros(3))
     model.register_parameter("stray", plain)
     optimizer.add_param_group({"params": [plain]})
     plain.grad = torch.zeros(3)
     with pytest.raises(RuntimeError, match="stray"):
-        train_fsdp.verify_sharding(model, optimizer, mesh)
+        train_fsdp.verify_sharding(args, model, optimizer, mesh)
 
 
 def test_a_state_that_is_not_sharded_is_found(device, arguments):
@@ -309,14 +309,14 @@ def test_a_state_that_is_not_sharded_is_found(device, arguments):
     name, parameter = next(iter(model.named_parameters()))
     optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].full_tensor()
     with pytest.raises(RuntimeError, match=f"{name}.exp_avg is not sharded"):
-        train_fsdp.verify_sharding(model, optimizer, mesh)
+        train_fsdp.verify_sharding(args, model, optimizer, mesh)
 
 
 def test_an_optimizer_of_other_parameters_is_found(device, arguments):
     args, mesh, model = built(device, arguments)
     _, _, other = built(device, arguments)
     with pytest.raises(RuntimeError, match="optimizer"):
-        train_fsdp.verify_sharding(model, train_fsdp.build_optimizer(args, other), mesh)
+        train_fsdp.verify_sharding(args, model, train_fsdp.build_optimizer(args, other), mesh)
 
 
 def test_a_model_on_another_mesh_is_found(device, arguments):
@@ -325,4 +325,4 @@ def test_a_model_on_another_mesh_is_found(device, arguments):
     if other.ndim == 1:  # in a world of one
         other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(RuntimeError, match="not sharded"):
-        train_fsdp.verify_sharding(model, train_fsdp.build_optimizer(args, model), other)
+        train_fsdp.verify_sharding(args, model, train_fsdp.build_optimizer(args, model), other)

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from harness.base.package_internals import new_state_buffer
 from harness.base.torch_internals import unlimited_recompiles
 from harness.flags.settings import Settings
-from harness.model.optimization import OptimizerKind, local
+from harness.model.optimization import OptimizerKind, local, weight_dtype
 
 
 def build(groups: list[dict], settings: Settings) -> torch.optim.Optimizer:
@@ -56,6 +56,17 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
     return AdamW8bit
 
 
+def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+    """torchao quantizes in blocks of 256 numbers, and no parameter of fewer than 4,096, whose states are its zeros."""
+    size, dtypes = local(parameter).numel(), {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        if size >= 4096 and size % 256 == 0:
+            dtypes |= {f"{name}.codes": torch.uint8, f"{name}.scale": torch.float32, f"{name}.qmap": torch.float32}
+        else:
+            dtypes[name] = weight_dtype(settings)
+    return dtypes
+
+
 def compute_tables() -> None:
     """torchao computes its tables of codes from real tensors, once; a plan has none."""
     from torchao.optim import subclass_8bit
@@ -70,5 +81,6 @@ OPTIMIZER = OptimizerKind(
     saved_state_bytes=lambda weight: 10,  # as codes and in fp32, for other numbers of ranks
     package="torchao",
     stands_in_for=("adamw", "adamw-bf16"),
+    state_dtypes=state_dtypes,
     before_plan=compute_tables,
 )

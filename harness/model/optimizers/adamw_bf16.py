@@ -45,4 +45,8 @@ def build(groups: list[dict], settings: Settings) -> AdamWBf16:
     return AdamWBf16(groups, settings.compile, lr=settings.lr, betas=settings.betas)
 
 
-OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 4)
+OPTIMIZER = OptimizerKind(
+    build,
+    state_bytes=lambda weight: 4,
+    state_dtypes=lambda settings, parameter: dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16),
+)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from harness.base.torch_internals import add_each, divide_each, lerp_each, multiply_each
 from harness.flags.settings import Settings
 from harness.model import newton_schulz, whole_matrices
 from harness.model.matrices import Matrix, matrices_of_model
-from harness.model.optimization import OptimizerKind, decay_matrices, local
+from harness.model.optimization import OptimizerKind, decay_matrices, local, weight_dtype
 from harness.model.optimizers.adamw import AdamW
 from harness.model.whole_matrices import Ranks, Stack, interleave
 
@@ -29,7 +30,7 @@ class Muon(AdamW):
 
     def __init__(self, groups: list[dict], settings: Settings):
         self.iteration, self.scale_by = settings.muon_iteration, settings.muon_scale
-        self.state_dtypes = {"momentum": DTYPES[settings.momentum_dtype]}  # which `verify_sharding` checks
+        self.momentum_dtype = DTYPES[settings.momentum_dtype]
         self.ranks: Ranks | None = None
         self.stacks: dict[tuple[bool, ...], list[Stack]] = {}  # by which parameters have gradients
         super().__init__(groups, lr=settings.lr, betas=settings.betas)
@@ -39,7 +40,7 @@ class Muon(AdamW):
             super().make_states(group)
             return
         for parameter in group["params"]:
-            self.state[parameter] = {"momentum": torch.zeros_like(parameter, dtype=self.state_dtypes["momentum"])}
+            self.state[parameter] = {"momentum": torch.zeros_like(parameter, dtype=self.momentum_dtype)}
 
     def update_group(self, group: dict) -> None:
         if "matrices" not in group:
@@ -141,13 +142,18 @@ def matrix_state_bytes(parameter: nn.Parameter, matrices: list[Matrix], settings
 def model_state_bytes(model: nn.Module, settings: Settings, of_matrices=matrix_state_bytes) -> int:
     """Bytes of all states: `of_matrices` of the parameters that are matrices, two moments of the others."""
     found, total = matrices_of_model(model), 0
-    weight = 2 if settings.precision == "bf16-pure" else 4
+    weight = weight_dtype(settings).itemsize
     for name, parameter in model.named_parameters():
         if name in found:
             total += of_matrices(parameter, found[name], settings)
         else:
             total += 2 * weight * parameter.numel()
     return total
+
+
+def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight_dtype(settings))  # of what is no matrix
+    return moments | {"momentum": DTYPES[settings.momentum_dtype]}
 
 
 def describe(model: nn.Module) -> str:
@@ -169,6 +175,7 @@ OPTIMIZER = OptimizerKind(
     Muon,
     state_bytes=lambda weight: 4,  # of a matrix
     groups=groups,
+    state_dtypes=state_dtypes,
     model_state_bytes=model_state_bytes,
     describe=describe,
 )

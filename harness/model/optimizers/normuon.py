@@ -21,10 +21,6 @@ EPS = 1e-10
 
 
 class NorMuon(muon.Muon):
-    def __init__(self, groups: list[dict], settings: Settings):
-        super().__init__(groups, settings)
-        self.state_dtypes["second_moment"] = torch.float32
-
     def make_states(self, group: dict) -> None:
         super().make_states(group)
         transposed = {matrix.parameter: matrix.is_transposed for matrix in group.get("matrices", [])}
@@ -93,6 +89,10 @@ def first_transposed(stack: Stack) -> bool:
     return muon.first_matrix(stack).is_transposed
 
 
+def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+    return muon.state_dtypes(settings, parameter) | {"second_moment": torch.float32}
+
+
 def matrix_state_bytes(parameter: nn.Parameter, matrices: list[Matrix], settings: Settings) -> int:
     """The momentum of one parameter, and 4 bytes for each neuron."""
     neurons = torch.Size(neuron_shape(parameter.shape, matrices[0].is_transposed)).numel()
@@ -107,6 +107,7 @@ OPTIMIZER = OptimizerKind(
     NorMuon,
     state_bytes=lambda weight: 4,  # of a matrix, but for its second moments
     groups=muon.groups,
+    state_dtypes=state_dtypes,
     model_state_bytes=model_state_bytes,
     describe=muon.describe,
 )
