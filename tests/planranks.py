@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import train_fsdp
 import utils
 from harness.job.world import start_processes, stop_processes
+from harness.model import newton_schulz
 from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
 from harness.plan import gpus, planning, predict, recorder
@@ -38,13 +39,21 @@ CASES = {
     "eager attention": "--attention eager --zero-stage 2",
 }
 REPLICATED = {"2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2"}
+MUON = {"muon": "--optimizer muon", "normuon": "--optimizer normuon"}
+MUON_OF_4 = {
+    "muon, 2 replicas": "--optimizer muon --dp-replicate-size 2",
+    "normuon, 2 replicas": "--optimizer normuon --dp-replicate-size 2",
+    "muon, stage 0": "--optimizer muon --zero-stage 0",
+    "normuon, momentum in bf16": "--optimizer normuon --momentum-dtype bf16 --zero-stage 2",
+}
 RANKS = (1, 2, 4)
 
 
 def cases(ranks: int) -> dict[str, str]:
     if ranks == 4:
-        return CASES | REPLICATED
-    return {name: CASES[name] for name in ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits")}
+        return CASES | REPLICATED | MUON | MUON_OF_4
+    few = {name: CASES[name] for name in ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits")}
+    return few | MUON
 
 
 def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[str]:
@@ -56,6 +65,10 @@ def measure(argv, device) -> dict:
 
     def rounded(storages) -> int:
         return sum(-(-storage.nbytes() // 512) * 512 for storage in storages)
+
+    def sent_to_others(given: torch.Tensor, to_each: list[int]) -> int:
+        """By rank 0, which is the first of its groups."""
+        return sum(to_each[1:]) * given.itemsize
 
     def of(tensors) -> int:
         local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)
@@ -84,9 +97,11 @@ def measure(argv, device) -> dict:
             for stream in set(self.streams.values()) - {None}:
                 made_in_it = [storage for storage in alive.values() if self.streams[storage] is stream]
                 self.held[stream] = max(self.held.get(stream, 0), rounded(made_in_it))
-            for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
                 if "c10d" in op.namespace and kind.replace("_", "") in op.name().replace("_", ""):
                     size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+                    if kind == "all_to_all":
+                        size = sent_to_others(args[1], args[4])
                     calls, total = self.sent.get(kind, (0, 0))
                     self.sent[kind] = calls + 1, total + size
             return result
@@ -95,7 +110,12 @@ def measure(argv, device) -> dict:
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = train_fsdp.build_optimizer(settings, model)
     seen = {}
-    optimizer.register_step_pre_hook(lambda *_: seen.update(gradients=of([p.grad for p in model.parameters()])))
+
+    def before_optimizer(*_) -> None:
+        seen.update(gradients=of([p.grad for p in model.parameters()]), passes=live.peak)
+        live.peak = 0
+
+    optimizer.register_step_pre_hook(before_optimizer)
     tokens = torch.zeros(settings.batch_size, settings.sequence_length, dtype=torch.int64)
     batches = ({"input_ids": tokens.clone(), "labels": tokens.clone()} for _ in itertools.count())
     parameters = list(itertools.chain(model.parameters(), model.buffers()))
@@ -109,7 +129,8 @@ def measure(argv, device) -> dict:
             live.streams[local.untyped_storage()] = torch.cpu.current_stream()
         train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
     dist.barrier()
-    return held | seen | {"total": live.peak, "sent": live.sent, "held": sorted(live.held.values())}
+    peaks = {"total": max(seen["passes"], live.peak), "in optimizer": live.peak}
+    return held | seen | peaks | {"sent": live.sent, "held": sorted(live.held.values())}
 
 
 def plan(argv, ranks: int) -> dict:
@@ -149,9 +170,13 @@ def plan_all(workspace: pathlib.Path, worlds: tuple[int, ...]) -> None:
     }
     depths, record_step = [], recorder.record_step
     recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
-    result["extrapolated"] = planned(workspace, "--gradient-accumulation-steps 5", 8, "ten")
+    accumulating = "--gradient-accumulation-steps 5"
+    of_normuon = f"{accumulating} --optimizer normuon --dp-replicate-size 2"
+    result["extrapolated"] = planned(workspace, accumulating, 8, "ten")
+    result["extrapolated normuon"] = planned(workspace, of_normuon, 8, "ten")
     predict.layer_period = lambda config, full=layer_period: (full(config)[0], 10)
-    result["whole"] = planned(workspace, "--gradient-accumulation-steps 5", 8, "ten")
+    result["whole"] = planned(workspace, accumulating, 8, "ten")
+    result["whole normuon"] = planned(workspace, of_normuon, 8, "ten")
     result["depths"] = depths.copy()
     planning.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
     for form in ("", "--json"):
@@ -165,6 +190,7 @@ def plan_all(workspace: pathlib.Path, worlds: tuple[int, ...]) -> None:
 
 def main(workspace: pathlib.Path) -> None:
     device, ranks = start_processes(), dist.get_world_size()
+    newton_schulz.dtype_of_products = lambda x: x.dtype  # as on a GPU
     result = {name: measure(arguments(workspace, flags), device) for name, flags in cases(ranks).items()}
     if dist.get_rank() == 0:
         (workspace / f"measured-{ranks}.json").write_text(json.dumps(result))

@@ -208,8 +208,9 @@ class Ranks:
     def results(
         self, stack: Stack, of_all: torch.Tensor, tensors: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(this rank's rows of each matrix of the stack, as views of `tensors`; what came for them)."""
+        """(this rank's rows of each matrix of the stack, as views of `tensors`; what came for them, on that device)."""
         parts, results = [], []
+        of_all = of_all.to(tensors[0].device)
         for replica, of_replica in enumerate(of_all.view(self.replicas, -1)):
             matrices = self.matrices_of(stack, replica)
             sizes = self.sizes(matrices, self.shard)

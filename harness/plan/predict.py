@@ -182,6 +182,7 @@ def move_states_to_host(step: Step, settings: Settings) -> np.ndarray:
     shards = host[KINDS.index("parameters")]
     copies = 3 if settings.zero_stage == 3 else 2  # the gathers of a microbatch's passes, and its gradients back
     step.counts["host_link_bytes", "backward"] = shards * copies * settings.gradient_accumulation_steps
+    step.counts["host_link_bytes", "optimizer"] = step.counts.get(("shard_bytes", "optimizer"), 0)
 
     moved = 0.0
     for phase, operator in list(step.operators):

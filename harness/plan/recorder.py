@@ -351,6 +351,28 @@ def divide_at_full_depth(config, divide=whole_matrices.divide):
 
 
 @contextlib.contextmanager
+def counting_copies_of_shards(recorder: StepRecorder):
+    """Counts the bytes that `whole_matrices` takes from shards and gives back to them: --cpu-offload copies these
+    between host and GPU, which a plan's tensors do not tell apart."""
+    gather, results = whole_matrices.Ranks.gather, whole_matrices.Ranks.results
+
+    def counted_gather(ranks, stack, tensors, dtype):
+        matrices = ranks.matrices_of(stack, ranks.replica)
+        recorder.counts["shard_bytes", "optimizer"] += sum(ranks.sizes(matrices, ranks.shard)) * dtype.itemsize
+        return gather(ranks, stack, tensors, dtype)
+
+    def counted_results(ranks, stack, of_all, tensors):
+        recorder.counts["shard_bytes", "optimizer"] += of_all.nbytes
+        return results(ranks, stack, of_all, tensors)
+
+    with (
+        mock.patch.object(whole_matrices.Ranks, "gather", counted_gather),
+        mock.patch.object(whole_matrices.Ranks, "results", counted_results),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def on_fake_tensors(recorder: StepRecorder, config=None):
     """Fake tensors under `recorder`; `config` is that of the model at its full depth. Patches what is no operator, does
     not run on fake tensors, or runs otherwise on a GPU."""
@@ -373,6 +395,7 @@ def on_fake_tensors(recorder: StepRecorder, config=None):
         mock.patch.object(loss, "chunk_starts", three_chunks),
         mock.patch.object(whole_matrices, "divide", divide_at_full_depth(config)),
         mock.patch.object(newton_schulz, "dtype_of_products", lambda x: x.dtype),
+        counting_copies_of_shards(recorder),
         fsdp_chunks_as(Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         compiled_without_random_states(),

@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import math
 import types
 
 import planranks
@@ -18,6 +19,8 @@ from multirank import COUNTED, MODELS, SIZES
 import train_fsdp
 from harness.base.errors import UserError
 from harness.model.configs import load_config
+from harness.model.matrices import matrices_of_model
+from harness.model.weights import on_meta
 from harness.plan import gpus, planning, predict, recorder
 
 GIB = 2**30
@@ -75,10 +78,22 @@ def test_planned_bytes_are_those_of_a_real_step(planned, measured, ranks, name):
     assert plan["peaks_gib"]["optimizer"]["gradients"] * GIB == pytest.approx(real["gradients"], rel=0.02)
     assert memory["gradients"] >= plan["peaks_gib"]["optimizer"]["gradients"]
     assert memory["total"] * GIB == pytest.approx(real["total"], rel=0.02)
+    in_optimizer = sum(plan["peaks_gib"]["optimizer"].values())
+    assert in_optimizer * GIB == pytest.approx(real["in optimizer"], rel=0.02)
     at_rest = real["parameters"] + real["optimizer"]
     at_peak = plan["at_peak_gib"]
     passing = at_peak["gradients"] + at_peak["activations"] + at_peak["communication"]
     assert passing * GIB == pytest.approx(real["total"] - at_rest, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks, name", [case for case in CASES if "muon" in case.values[1]])
+def test_what_muon_holds_while_it_computes_is_planned(planned, measured, ranks, name):
+    """Its buffers and stacks of matrices, beside weights, gradients and states."""
+    plan, real = planned[str(ranks)][name]["peaks_gib"]["optimizer"], measured[ranks][name]
+    at_rest = real["parameters"] + real["optimizer"] + real["gradients"]
+    held = (plan["activations"] + plan["communication"]) * GIB
+    assert held == pytest.approx(real["in optimizer"] - at_rest, rel=0.1)
+    assert held > 0.3 * real["parameters"]
 
 
 @pytest.mark.parametrize("ranks, name", CASES)
@@ -96,7 +111,10 @@ def test_planned_traffic_is_that_of_a_real_step(planned, measured, ranks, name):
     for entry in planned[str(ranks)][name]["collectives"]:
         kind, others = entry["collective"], (entry["ranks"] - 1) / entry["ranks"]
         calls[kind] = calls.get(kind, 0) + entry["calls"]
-        sizes[kind] = sizes.get(kind, 0) + entry["gib"] * GIB / others / (2 if kind == "all_reduce" else 1)
+        whole = entry["gib"] * GIB / others / (2 if kind == "all_reduce" else 1)
+        if kind == "all_to_all":  # of which each rank keeps another share
+            whole = entry["gib"] * GIB
+        sizes[kind] = sizes.get(kind, 0) + whole
     real = measured[ranks][name]["sent"] if ranks > 1 else {}
     assert calls == {kind: count for kind, (count, _) in real.items()}
     assert sizes == pytest.approx({kind: size for kind, (_, size) in real.items()}, rel=1e-6)
@@ -118,11 +136,12 @@ def test_planned_collectives_are_those_counted_in_real_ranks(planned, observed, 
 
 
 @pytest.mark.slow
-def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned):
-    few, whole = planned["extrapolated"], planned["whole"]
-    assert planned["depths"] == [4, 6, 10]  # two shallow models for the one, the whole model for the other
-    for part in ("memory_gib", "time_ms"):
-        assert few[part] == pytest.approx(whole[part], rel=1e-6, abs=1e-9)
+@pytest.mark.parametrize("optimizer", ["", " normuon"])
+def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned, optimizer):
+    few, whole = planned["extrapolated" + optimizer], planned["whole" + optimizer]
+    assert planned["depths"] == [4, 6, 4, 6, 10, 10]  # two shallow models, and the whole model
+    for part, nearly in (("memory_gib", 2e-6), ("time_ms", 1e-9)):  # but for 2 KiB
+        assert few[part] == pytest.approx(whole[part], rel=1e-6, abs=nearly)
     for one, other in zip(few["collectives"], whole["collectives"], strict=True):
         assert one.pop("collective") == other.pop("collective")
         assert one == pytest.approx(other, rel=1e-6)
@@ -280,6 +299,30 @@ def plan_a_hundred_thousand() -> None:
     assert sorted(groups) == [8, 12_500]
     assert {key[1:4] for key in record.collectives} >= {("all_gather", 8, 8), ("all_reduce", 12_500, 1)}
     assert len(record.kinds) < 20_000  # storages, not one for each rank
+
+
+@pytest.mark.slow
+def test_offloaded_matrices_cross_the_hosts_link_there_and_back():
+    forked(1, plan_offloaded)
+
+
+def plan_offloaded() -> None:
+    """In a process of its own: a plan makes a process group. Rank 0 of 4 in 2 replicas has half of each matrix. It
+    gives half of these to its GPU, 2 bytes a number and 4 a neuron, and gets what all replicas made."""
+    flags = "--plan --demo --no-compile --plan-gpus 4 --dp-replicate-size 2 --sequence-length 64 --cpu-offload"
+    config = load_config("demo")
+    matrices = [of for several in matrices_of_model(on_meta(config)).values() for of in several]
+    numbers, neurons = sum(math.prod(of.shape) for of in matrices), sum(len(of.rows) for of in matrices)
+    crossed = {}
+    for name in ("adamw", "muon", "normuon"):
+        settings = parse(words(f"{flags} --optimizer {name}"))
+        settings = dataclasses.replace(settings, compile=False, attention="sdpa", fused_loss=True)
+        step = predict.record_whole_step(settings, train_fsdp.RECIPE, config, 4, 1)
+        predict.move_states_to_host(step, settings)
+        crossed[name] = step.counts["host_link_bytes", "optimizer"]
+    assert crossed["adamw"] == 0
+    assert crossed["muon"] == pytest.approx(2 * numbers / 2 * (1 / 2 + 1), rel=0.02)
+    assert crossed["normuon"] - crossed["muon"] == pytest.approx(4 * neurons / 2 * (1 / 2 + 1), rel=0.02)
 
 
 def test_a_loss_in_many_chunks_is_planned_by_three_of_them():

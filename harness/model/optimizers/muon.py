@@ -82,7 +82,7 @@ class Muon(AdamW):
 
     def add_updates(self, group: dict, stack: Stack, of_all: torch.Tensor) -> None:
         weights = [local(parameter) for parameter in group["params"]]
-        parts, updates = self.ranks.results(stack, of_all.to(weights[0].device), weights)
+        parts, updates = self.ranks.results(stack, of_all, weights)
         if parts:
             add_each(parts, updates, -group["lr"] * self.scale(first_matrix(stack)))
 

@@ -44,7 +44,7 @@ class NorMuon(muon.Muon):
         yield
         coming, moments_coming = ranks.share(coming.take()), ranks.share(moments_coming.take())
         yield
-        parts, results = ranks.results(neurons, moments_coming.take().to(moments[0].device), moments)
+        parts, results = ranks.results(neurons, moments_coming.take(), moments)
         for part, result in zip(parts, results, strict=True):
             part.copy_(result)
         self.add_updates(group, stack, coming.take())
