@@ -23,6 +23,8 @@ from transformers import AutoConfig
 import train_fsdp
 import utils
 from harness.base.ranks import of_all_ranks
+from harness.flags.parser import parse_args
+from harness.job.signals import StopRequest
 from harness.job.world import start_processes, stop_processes
 from harness.model import newton_schulz
 from harness.model.optimization import local
@@ -273,6 +275,15 @@ def main(
         result[name] = losses(folder, run, device, is_reference, steps)
         if dist.get_rank() == 0:
             out.write_text(json.dumps(result))
+    stop_processes()
+
+
+def train(flags: list[str]) -> None:
+    """One rank of a whole run, with its checkpoints; with fp32 iterations, whose losses do not depend on the ranks."""
+    device = start_processes()
+    with iterating_in("fp32", ""):
+        code = train_fsdp.run(parse_args(flags), device, StopRequest())
+    assert code == 0
     stop_processes()
 
 

@@ -8,7 +8,7 @@ import types
 import muonranks
 import pytest
 import torch
-from conftest import forked, parse, slow_case
+from conftest import forked, losses_of, parse, slow_case, words
 from multirank import resolved
 from muonranks import MODELS, case
 from torch.optim import _muon as torchs
@@ -259,6 +259,35 @@ def test_a_step_moves_what_the_formula_says_and_holds_what_the_file_says(folder,
     parameters = sum(parameter.numel() for parameter in on_meta(config).parameters())
     states = parameter_bytes(settings, config).states * parameters
     assert sum(rank["states"] for rank in everyone) == pytest.approx(replicas * states, rel=1e-9)
+
+
+RESUMES = [  # ranks, sequences of a microbatch, sharding
+    (1, 12, ""),
+    (2, 6, "--zero-stage 2"),
+    (3, 4, "--zero-stage 3"),
+    (4, 3, "--dp-replicate-size 2 --zero-stage 1"),
+    (2, 6, "--zero-stage 0"),
+    (1, 12, "--cpu-offload"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--optimizer muon --momentum-dtype bf16", "--optimizer normuon"])
+def test_a_checkpoint_goes_on_with_other_numbers_of_ranks_and_stages_as_if_nothing_had_been(folder, tmp_path, flags):
+    """Of sizes that none of these numbers divides; two steps each, beside all of them on one rank."""
+    common = words(f"{flags} --model {folder / 'uneven'} --dataset synthetic --sequence-length 32 --precision fp32")
+    common += words(
+        "--no-compile --lr-scheduler constant --lr 2e-3 --log-interval 1 --final-checkpoint --num-workers 0"
+    )
+    common += ["--output-dir", str(tmp_path), "--cache-dir", str(tmp_path / "cache")]
+    steps = 0
+    for ranks, batch_size, sharding in RESUMES:
+        steps += 2
+        more = f"--run-name r --resume auto --num-steps {steps} --batch-size {batch_size} {sharding}"
+        forked(ranks, muonranks.train, [*common, *words(more)])
+    forked(1, muonranks.train, [*common, *words(f"--run-name whole --num-steps {steps} --batch-size 12")])
+    assert len(losses_of(tmp_path / "whole")) == steps
+    assert losses_of(tmp_path / "r") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-5)
 
 
 @pytest.fixture
