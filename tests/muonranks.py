@@ -45,6 +45,7 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 12}
 GPT2 = {"vocab_size": 128, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+INTERLEAVED = SIZES | {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16}
 MODELS = {
     "llama": ("llama", SIZES),
     # of its key projections with 10 rows five of eight ranks have two rows each, and the last three none
@@ -56,16 +57,15 @@ MODELS = {
     ),
     "fused": ("phi3", SIZES),
     "experts": ("qwen3_moe", SIZES | EXPERTS),
-    "interleaved": (
-        "gpt_oss",
-        SIZES | {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16},
-    ),
+    "interleaved": ("gpt_oss", INTERLEAVED),
+    "all chosen": ("gpt_oss", INTERLEAVED | {"num_experts_per_tok": 6}),
     "transposed": ("gpt2", GPT2 | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
 }
 # Where a parameter is several matrices: sizes along the dimension of the outputs, or a stride.
 PARTS = {"fused": {"qkv_proj": [48, 24, 24], "gate_up_proj": [56, 56]}, "experts": {"gate_up_proj": [32, 32]}}
-PARTS |= {"interleaved": {"gate_up_proj": 2}, "transposed": {"c_attn": [48, 48, 48]}}
-OUTPUTS_LAST = ("interleaved", "transposed")  # experts and linears that are stored input by output
+PARTS |= {"interleaved": {"gate_up_proj": 2}, "all chosen": {"gate_up_proj": 2}}
+PARTS |= {"transposed": {"c_attn": [48, 48, 48]}}
+OUTPUTS_LAST = ("interleaved", "all chosen", "transposed")  # experts and linears that are stored input by output
 
 LAYOUTS = {
     "stage 3": "",
@@ -322,6 +322,7 @@ def moves(folder: pathlib.Path, run: dict, out: pathlib.Path) -> None:
     stacks = [stack for of_all in optimizer.stacks.values() for stack in of_all]
     owned = sum(len(stack.owned[optimizer.ranks.replica][optimizer.ranks.shard]) for stack in stacks)
     mine = {"calls": seen.calls, "sent": seen.sent, "stacks": len(stacks), "owned": owned}
+    mine["crossing"] = sum(stack.crosses_ranks for stack in stacks)
     mine["states"] = sum(
         local(state).nbytes for of_one in optimizer.state.values() for state in of_one.values() if state.dim()
     )

@@ -48,12 +48,15 @@ def all_matrices(name: str) -> list:
 # The iteration
 
 
+@pytest.mark.parametrize("iteration", ["newton-schulz", "polar-express"])
 @pytest.mark.parametrize("shape", [(2, 24, 40), (3, 40, 24), (1, 16, 16)])
-def test_a_stack_in_fp32_is_torchs_iteration_of_each_matrix_without_its_cast(monkeypatch, shape):
+def test_a_stack_in_fp32_is_torchs_iteration_of_each_matrix_without_its_cast(monkeypatch, shape, iteration):
     monkeypatch.setattr(newton_schulz, "DTYPE", torch.float32)
+    polynomials = muonranks.POLAR_EXPRESS if iteration == "polar-express" else None
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    for matrix, result in zip(matrices, newton_schulz.orthogonalize(matrices), strict=True):
-        torch.testing.assert_close(result, muonranks.zeropower(matrix, COEFFICIENTS, 5, 1e-7), rtol=1e-4, atol=1e-6)
+    for matrix, result in zip(matrices, newton_schulz.orthogonalize(matrices, iteration), strict=True):
+        whole = muonranks.zeropower(matrix, COEFFICIENTS, 5, 1e-7, polynomials)
+        torch.testing.assert_close(result, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums():
@@ -121,7 +124,7 @@ def test_queries_keys_and_values_have_the_sizes_of_the_config():
     assert [matrix.rows for matrix in matrices] == [range(48), range(48, 72), range(72, 96)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*COUNTS, "uneven"])
 @pytest.mark.parametrize("replicas, shards", LAYOUTS)
 def test_each_matrix_is_computed_once_in_the_world_and_each_of_its_rows_is_sent_once(name, replicas, shards):
     matrices = all_matrices(name)
@@ -177,13 +180,14 @@ ONE = {
     "experts": case("experts", ""),
     "experts, normuon": case("experts", "", "--optimizer normuon"),
     "interleaved": case("interleaved", "", "--optimizer normuon"),
+    "interleaved, all experts chosen": case("all chosen", "", iteration="bf16"),
     "transposed": case("transposed", "", "--optimizer normuon --muon-scale original"),
     "polar express": case("llama", "", "--optimizer muon --muon-iteration polar-express"),
     "original": case("transposed", "", "--optimizer muon --muon-scale original"),
     "frozen": case("uneven", "", frozen="gate_proj"),
 }
 MANY = {
-    2: QUICK | {"bf16": case("uneven", "", iteration="bf16")},
+    2: QUICK | {"normuon": case("fused", "", "--optimizer normuon"), "bf16": case("uneven", "", iteration="bf16")},
     3: {"uneven": case("uneven", ""), "accumulating": case("uneven", "--gradient-accumulation-steps 4")},
     4: {
         "2 replicas": case("uneven", "--dp-replicate-size 2"),
@@ -230,29 +234,37 @@ def test_losses_of_many_ranks_are_those_of_whole_matrices_in_one_process(folder,
 
 
 @pytest.mark.parametrize(
-    "ranks, flags", [(2, "--optimizer normuon"), slow_case(4, "--optimizer muon"), slow_case(4, "--optimizer normuon")]
+    "ranks, flags, model",
+    [
+        (2, "--optimizer normuon", "uneven"),
+        slow_case(4, "--optimizer muon", "uneven"),
+        slow_case(4, "--optimizer normuon", "uneven"),
+        slow_case(4, "--optimizer muon", "experts"),
+    ],
 )
-def test_a_step_moves_what_the_formula_says_and_holds_what_the_file_says(folder, ranks, flags):
-    """docs/OPTIMIZERS.md: to gather the P numbers of all matrices the ranks together send (S - 1) / S of them, S shards
-    a replica, and to give them back as many."""
+def test_a_step_moves_what_the_formula_says_and_holds_what_the_file_says(folder, ranks, flags, model):
+    """docs/OPTIMIZERS.md: to gather the P numbers of all matrices but experts the ranks together send (S - 1) / S of
+    them, S shards a replica, and to give them back as many."""
     layout = "--dp-replicate-size 2" if ranks == 4 else ""
     out = folder / f"moves-{ranks}.json"
-    forked(ranks, muonranks.moves, folder, case("uneven", layout, flags), out)
+    forked(ranks, muonranks.moves, folder, case(model, layout, flags), out)
     everyone = json.loads(out.read_text())
-    matrices = all_matrices("uneven")
+    matrices = all_matrices(model)
+    divided = [matrix for matrix in matrices if matrix.expert is None]
     replicas = 2 if layout else 1
-    shards, numbers = ranks // replicas, sum(len(m.rows) * len(m.columns) for m in matrices)
-    neurons = sum(len(m.rows) for m in matrices)
+    shards, numbers = ranks // replicas, sum(len(m.rows) * len(m.columns) for m in divided)
+    neurons = sum(len(m.rows) for m in divided)
     is_normuon = "normuon" in flags
     directions, kinds = 2, 2 if is_normuon else 1
     assert sum(rank["owned"] for rank in everyone) == len(matrices)
     for rank in everyone:
-        assert rank["calls"]["all_to_all"] == directions * kinds * rank["stacks"]
+        assert rank["calls"]["all_to_all"] == directions * kinds * rank["crossing"]
+        assert (rank["crossing"] == rank["stacks"]) == (model != "experts")
         assert rank["calls"].get("all_gather", 0) == (kinds * rank["stacks"] if replicas > 1 else 0)
     total = sum(rank["sent"]["all_to_all"] for rank in everyone)
     bytes_moved = 2 * numbers + (4 * neurons if is_normuon else 0)
     assert total == pytest.approx(directions * bytes_moved * (shards - 1) / shards, rel=0.05)
-    settings, config = resolved(["--model", folder / "uneven", *flags.split()])
+    settings, config = resolved(["--model", folder / model, *flags.split()])
     parameters = sum(parameter.numel() for parameter in on_meta(config).parameters())
     states = parameter_bytes(settings, config).states * parameters
     assert sum(rank["states"] for rank in everyone) == pytest.approx(replicas * states, rel=1e-9)
@@ -333,7 +345,7 @@ def test_embedding_head_norms_and_biases_are_adamws_at_its_own_rate(built):
     assert {group["lr"] for group in optimizer.param_groups} == {0.01}
 
 
-def test_a_parameter_without_gradient_is_left_as_it_is(built):
+def test_a_parameter_without_gradient_is_left_as_it_is_until_it_has_one(built):
     model, optimizer, _ = built("--optimizer", "normuon")
     weight, other = model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight
     before, moved = local(weight).clone(), local(other).clone()
@@ -342,6 +354,10 @@ def test_a_parameter_without_gradient_is_left_as_it_is(built):
     optimizer.step()
     assert torch.equal(local(weight), before) and not torch.equal(local(other), moved)
     assert not any(local(state).any() for state in optimizer.state[weight].values())
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not torch.equal(local(weight), before)
+    assert all(local(state).any() for state in optimizer.state[weight].values())
 
 
 def test_gradients_are_scaled_down_to_the_norm_before_they_move_the_momentum(built):
@@ -377,13 +393,17 @@ def test_weight_decay_shrinks_the_weight_by_the_rate_and_not_by_the_scale(built)
     torch.testing.assert_close(after[1], after[0] - 0.1 * 0.5 * before)
 
 
-@pytest.mark.parametrize("model, name", [("llama", "up_proj"), ("transposed", "c_fc")])
-def test_normuon_moves_each_neuron_as_far_and_keeps_its_second_moment(built, model, name):
+@pytest.mark.parametrize(
+    "model, name, outputs", [("llama", "up_proj", 56), ("transposed", "c_fc", 192), ("transposed", "attn.c_proj", 48)]
+)
+def test_normuon_moves_each_neuron_as_far_and_keeps_its_second_moment(built, model, name, outputs):
     """In its first step the second moment is a twentieth of a neuron's own mean square."""
     moved, kept = {}, {}
     for optimizer_name in ("muon", "normuon"):
         of, optimizer, _ = built("--optimizer", optimizer_name, "--weight-decay", "0", model=model)
-        (weight,) = (p for full_name, p in of.named_parameters() if f".0.mlp.{name}.weight" in full_name)
+        (weight,) = (
+            p for full_name, p in of.named_parameters() if f".0.{name}.weight" in full_name.replace("mlp.", "")
+        )
         before = local(weight).detach().clone()
         optimizer.step()
         update = local(weight).detach() - before
@@ -392,8 +412,7 @@ def test_normuon_moves_each_neuron_as_far_and_keeps_its_second_moment(built, mod
     assert moved["normuon"].max() < 1.02 * moved["normuon"].min()
     assert moved["muon"].max() > 1.1 * moved["muon"].min()
     moment = local(kept["normuon"]).flatten()
-    outputs, inputs = (192, 48) if model == "transposed" else (56, 48)
-    rate = 3e-4 * 0.2 * max(outputs, inputs) ** 0.5
+    rate = 3e-4 * 0.2 * max(outputs, 48) ** 0.5
     torch.testing.assert_close(moment, 0.05 * moved["muon"] / rate**2, rtol=0.02, atol=0)
 
 
