@@ -58,14 +58,14 @@ MODELS = {
     "fused": ("phi3", SIZES),
     "experts": ("qwen3_moe", SIZES | EXPERTS),
     "interleaved": ("gpt_oss", INTERLEAVED),
-    "all chosen": ("gpt_oss", INTERLEAVED | {"num_experts_per_tok": 6}),
+    "all_chosen": ("gpt_oss", INTERLEAVED | {"num_experts_per_tok": 6}),
     "transposed": ("gpt2", GPT2 | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
 }
 # Where a parameter is several matrices: sizes along the dimension of the outputs, or a stride.
 PARTS = {"fused": {"qkv_proj": [48, 24, 24], "gate_up_proj": [56, 56]}, "experts": {"gate_up_proj": [32, 32]}}
-PARTS |= {"interleaved": {"gate_up_proj": 2}, "all chosen": {"gate_up_proj": 2}}
+PARTS |= {"interleaved": {"gate_up_proj": 2}, "all_chosen": {"gate_up_proj": 2}}
 PARTS |= {"transposed": {"c_attn": [48, 48, 48]}}
-OUTPUTS_LAST = ("interleaved", "all chosen", "transposed")  # experts and linears that are stored input by output
+OUTPUTS_LAST = ("interleaved", "all_chosen", "transposed")  # experts and linears that are stored input by output
 
 LAYOUTS = {
     "stage 3": "",

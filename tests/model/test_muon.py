@@ -180,7 +180,7 @@ ONE = {
     "experts": case("experts", ""),
     "experts, normuon": case("experts", "", "--optimizer normuon"),
     "interleaved": case("interleaved", "", "--optimizer normuon"),
-    "interleaved, all experts chosen": case("all chosen", "", iteration="bf16"),
+    "interleaved, all experts chosen": case("all_chosen", "", iteration="bf16"),
     "transposed": case("transposed", "", "--optimizer normuon --muon-scale original"),
     "polar express": case("llama", "", "--optimizer muon --muon-iteration polar-express"),
     "original": case("transposed", "", "--optimizer muon --muon-scale original"),
