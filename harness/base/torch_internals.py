@@ -59,13 +59,13 @@ NAMES = {
         "all_gather_inputs",
         "free_unsharded_param",
         "init_all_gather_outputs",
+        "mp_policy",
         "offload_to_cpu",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
         "_all_gather_comm",
         "_reduce_scatter_comm",
         "fsdp_params",
-        "mp_policy",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_group",),
     "torch.distributed.tensor._sharding_prop:ShardingPropagator": ("_propagate_tensor_meta_non_cached",),
@@ -239,10 +239,10 @@ def fsdp_group(module: nn.Module):
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def reduce_dtype(group) -> torch.dtype:
-    """In which dtype a group's gradients are added up over the ranks. In public a policy can only be given."""
-    policy, parameter = group.mp_policy, group.fsdp_params[0].sharded_param
-    return policy.reduce_dtype or policy.param_dtype or parameter.dtype
+def reduce_dtype(parameter: FSDPParam) -> torch.dtype:
+    """In which dtype a parameter's gradients are added up over the ranks. In public a policy can only be given."""
+    policy = parameter.mp_policy
+    return policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
 
 
 def collectives_of(group) -> tuple:

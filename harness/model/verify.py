@@ -68,9 +68,13 @@ def verify_sharding(
 
 
 def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """In which dtype each sharded module's gradients are added up over the ranks, by the module's name."""
+    """In which dtype the gradients of each parameter are added up over the ranks."""
     names = {module: name or "the root" for name, module in model.named_modules()}
-    return {names[module]: reduce_dtype(fsdp_group(module)) for module in sharded_modules(model)}
+    dtypes = {}
+    for module in sharded_modules(model):
+        for index, parameter in enumerate(fsdp_group(module).fsdp_params):
+            dtypes[f"{names[module]}, parameter {index}"] = reduce_dtype(parameter)
+    return dtypes
 
 
 def held_states(settings: Settings, parameters: dict[str, nn.Parameter], optimizer) -> list[Held]:

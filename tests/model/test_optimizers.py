@@ -319,7 +319,8 @@ def weight_in_bf16(settings, model, optimizer):
 
 
 def sums_in_bf16(settings, model, optimizer):
-    torch_internals.fsdp_group(model.model.layers[0]).mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    _, parameter, *_ = torch_internals.fsdp_group(model.model.layers[0]).fsdp_params
+    parameter.mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 WRONG = {
@@ -331,7 +332,7 @@ WRONG = {
     "the sums": (
         "adamw",
         sums_in_bf16,
-        r"model\.layers\.0: sums of gradients over ranks are held in torch\.bfloat16, not",
+        r"model\.layers\.0, parameter 1: sums of gradients over ranks are held in torch\.bfloat16, not",
     ),
     "adamw": (
         "adamw",
