@@ -7,6 +7,7 @@ import json
 import torch.distributed as dist
 
 from harness.base.errors import UserError
+from harness.base.text import counted
 from harness.data.data_record import DataRecord, describe_changes, read_record, renamed
 from harness.data.documents import vocabulary_of
 from harness.flags.settings import Settings
@@ -152,17 +153,29 @@ def refuse_changed_checksum(key: str, settings: Settings, saved_flags: dict) -> 
 def keep_global_batch(settings: Settings, manifest: dict) -> int:
     """The gradient accumulation with which this number of ranks has the run's global batch; a UserError where they
     cannot share it. Where the batch flags are not the checkpoint's, the user asks for another batch:
-    `check_resume_compatible` reports
-    it."""
+    `check_resume_compatible` reports it."""
     flags, size, world = manifest["flags"], settings.batch_size, dist.get_world_size()
     if (size, settings.given_accumulation) != (flags["batch_size"], flags["given_accumulation"]):
         return settings.gradient_accumulation_steps
     sequences = manifest["world_size"] * flags["batch_size"] * flags["gradient_accumulation_steps"]
     accumulation, left_over = divmod(sequences, world * size)
     if left_over:
-        problem = f"{world} ranks cannot share the run's global batch of {sequences} sequences"
-        raise UserError(
-            f"--batch-size {size}: {problem}; choose another number of ranks, or another batch size",
-            entry="ranks-do-not-share",
-        )
+        problem = f"{world} ranks cannot share the run's global batch of {counted(sequences, 'sequence')}"
+        advice = advise_batch(sequences, world, size, settings.gradient_accumulation_steps)
+        raise UserError(f"--batch-size {size}: {problem}; {advice}", entry="ranks-do-not-share")
     return accumulation
+
+
+def advise_batch(sequences: int, world: int, size: int, accumulation: int) -> str:
+    """The flags with which so many ranks have a global batch of `sequences`, at the largest batch size that is not
+    above `size`; where none does, the numbers of ranks that can share it. `accumulation` is what the flags say now."""
+    if sequences % world:
+        worlds = [ranks for ranks in range(1, sequences + 1) if sequences % ranks == 0]
+        nearest = sorted(worlds, key=lambda ranks: abs(ranks - world))[:4]
+        return f"use another number of ranks, such as {', '.join(map(str, sorted(nearest)))}"
+    of_rank = sequences // world
+    batch_size = max(divisor for divisor in range(1, size + 1) if of_rank % divisor == 0)
+    advice = f"give --batch-size {batch_size}"
+    if of_rank // batch_size != accumulation:
+        advice += f" --gradient-accumulation-steps {of_rank // batch_size}"
+    return advice
