@@ -51,9 +51,9 @@ def is_plain_text(dataset: str) -> bool:
 
 
 def without_effect(s: Settings) -> Iterator[str]:
-    """A warning for each flag that was given and has no effect in this run; none for a plan or a measurement, which take a
-    run's flags as they are, nor for an export, which takes those of its checkpoint."""
-    if s.plan or s.measure or not s.num_steps:
+    """A warning for each flag that was given and has no effect in this run; none for a plan, a measurement or the
+    samples of a step, which take a run's flags as they are, nor for an export, which takes those of its checkpoint."""
+    if s.plan or s.measure or s.show_samples or not s.num_steps:
         return
     writes = s.sample_prompt or s.sample_prompts or (s.demo and s.dataset != "synthetic")
     own_flags = optimizer_constants(s).get("OWN_FLAGS", ())

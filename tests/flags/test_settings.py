@@ -527,6 +527,7 @@ def test_a_flag_of_a_plan_does_not_start_a_training(flags):
         ("--project-name p", "--log-with tensorboard"),
         ("--sample-tokens 9", "--sample-prompt Once"),
         ("--sample-tokens 9", f"--sample-prompts {__file__}"),
+        ("--sample-tokens 9", "--show-samples 1"),
         ("--sample-prompt Once --dataset synthetic", "--init pretrained"),
         ("--skip-bad-records --dataset synthetic", "--plan"),
         ("--text-field story --dataset tales.txt", "--dataset tales.jsonl"),
