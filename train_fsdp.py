@@ -663,7 +663,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
         say(f"loaded     {checkpoint}, step {manifest['step']:,}")
     if settings.eval_interval:
         losses, tokens = evaluate(settings, state.model, held_out, device)
-        say_evaluation(settings, losses, tokens, manifest["step"] if manifest else None, stdout)
+        say_evaluation(settings, held_out, losses, tokens, manifest["step"] if manifest else None, stdout)
     for prompt in prompts:
         say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:

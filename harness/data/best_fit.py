@@ -196,6 +196,10 @@ class BinnedDataset(Dataset):
         """Labels of a window that count."""
         return int(self._trained_counts[index])
 
+    def total_trained(self) -> int:
+        """Labels of all windows that count."""
+        return int(self._trained_counts.sum())
+
     @functools.cached_property
     def _trained_counts(self) -> np.ndarray:
         """Labels that count in each window, read from the mask once."""

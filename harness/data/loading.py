@@ -205,8 +205,9 @@ def describe(settings: Settings, data: TrainingData, opened: dict[str, OpenedSou
     held_out = []
     for name, source in opened.items():
         if source.held_out is not None and settings.dataset != "synthetic":
-            tokens = source.held_out.total_tokens()
-            line = f"{source.held_out_name}: {tokens:,} tokens"
+            line = f"{source.held_out_name}: {source.held_out.total_tokens():,} tokens"
+            if source.held_out.is_chat:
+                line += f", {source.held_out.total_trained():,} of them in the loss"
             held_out.append(line if len(opened) == 1 else f"{name} ({line})")
     if held_out:
         lines["held out"] = ", ".join(held_out)

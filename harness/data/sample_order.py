@@ -42,6 +42,7 @@ class SyntheticDataset(Dataset):
 
     end_of_text = None  # there are no documents
     is_uniform = True
+    is_chat = False
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
         self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows

@@ -59,6 +59,10 @@ class TrainingData:
         return all(source.is_uniform for source in self.sources.values())
 
     @property
+    def has_padding(self) -> bool:
+        return any(getattr(source, "padding_share", 0) > 0 for source in self.sources.values())
+
+    @property
     def is_mixed(self) -> bool:
         return len(self.mixture.names) > 1
 

@@ -92,6 +92,10 @@ class PackedDataset(Dataset):
         """Labels of a window that count."""
         return self.seq_len if self.trained is None else int(self._trained_counts[index])
 
+    def total_trained(self) -> int:
+        """Labels of all windows that count."""
+        return len(self) * self.seq_len if self.trained is None else int(self._trained_counts.sum())
+
     @functools.cached_property
     def _trained_counts(self) -> np.ndarray:
         """Labels that count in each window, read from the mask once."""

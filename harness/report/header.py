@@ -42,7 +42,8 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
     kind = find_optimizer(settings.optimizer)
     if kind.describe:
         lines["optimizer"] = f"{settings.optimizer} on {kind.describe(model)}"
-    lines["batch"] = f"{settings.describe_batch(world_size)}, {settings.num_steps:,} steps"
+    padded = " with padding" if train_set.has_padding else ""
+    lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
     lines |= train_set.header
     return columns(lines, wrap=True)
 

@@ -40,10 +40,16 @@ def only_json_on_stdout(settings: Settings):
         yield stdout
 
 
-def say_evaluation(settings: Settings, losses: dict[str, float], tokens: int, step: int | None, stdout) -> None:
-    """The line of an evaluation without training, and with --json its object on stdout."""
+def say_evaluation(
+    settings: Settings, held_out: dict, losses: dict[str, float], tokens: int, step: int | None, stdout
+) -> None:
+    """The line of an evaluation without training, and with --json its object on stdout. `held_out` are the windows of
+    each source, `tokens` how many tokens the losses are over."""
     weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
-    result = ", ".join([describe_held_out(losses), *describe_held_out_sources(losses), f"{tokens:,} tokens"])
+    size = f"{tokens:,} tokens"
+    if settings.chat_loss == "assistant" and any(windows.is_chat for windows in held_out.values()):
+        size += ", of conversations the assistant's alone"
+    result = ", ".join([describe_held_out(losses), *describe_held_out_sources(losses), size])
     say(columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {result}"}))
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}

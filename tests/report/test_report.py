@@ -240,10 +240,17 @@ def test_an_evaluation_of_several_sources_has_the_loss_of_each(device, capsys):
     settings = dataclasses.replace(parse([]), json=True, dataset=("web=a.jsonl:0.7", "code=b.bin:0.3"))
     losses = {"eval_loss": 1.5, "eval_loss/web": 1.0, "eval_loss/code": 2.0}
     stdout = io.StringIO()
-    say_evaluation(settings, losses, 96, None, stdout)
+    held_out = dict.fromkeys(("web", "code"), types.SimpleNamespace(is_chat=False))
+    say_evaluation(settings, held_out, losses, 96, None, stdout)
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "on web=a.jsonl:0.7 code=b.bin:0.3: held-out loss 1.5000 (perplexity 4.48), web 1.0000, code 2.0000," in said
+    assert said.rstrip().endswith(" 96 tokens")
     assert losses.items() <= json.loads(stdout.getvalue()).items()
+    held_out["code"] = types.SimpleNamespace(is_chat=True)
+    say_evaluation(settings, held_out, losses, 96, None, stdout)
+    assert "96 tokens, of conversations the assistant's alone" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    say_evaluation(dataclasses.replace(settings, chat_loss="all"), held_out, losses, 96, None, stdout)
+    assert "assistant" not in capsys.readouterr().out
 
 
 def test_the_command_that_goes_on_is_the_run_without_what_it_says_anew():
