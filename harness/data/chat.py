@@ -2,6 +2,7 @@
 transformers' sandbox of jinja; no other code of a tokenizer's folder runs. Called for a corpus whose records have
 `messages`."""
 
+import datetime
 import itertools
 import json
 import pathlib
@@ -22,6 +23,27 @@ from harness.data.records import CHAT_FIELD, BadRecord, Conversation, Field, exc
 from harness.data.windows import Window
 
 ENCODE_BATCH = 256  # conversations per call of the tokenizer
+TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: the date that Llama's takes where it has no clock
+DATE_CODES = (
+    "%a",
+    "%A",
+    "%b",
+    "%B",
+    "%c",
+    "%d",
+    "%-d",
+    "%F",
+    "%H",
+    "%I",
+    "%j",
+    "%m",
+    "%-m",
+    "%M",
+    "%p",
+    "%S",
+    "%y",
+    "%Y",
+)
 LOOKED_AT = 100  # records among which the first good one tells what a corpus is
 DIM, PLAIN = "\033[2m", "\033[0m"
 EXAMPLE_TOKENS = 400  # that are printed of an example
@@ -49,7 +71,13 @@ class ChatFormat:
     def identity(self) -> list:
         """All that decides which tokens and masks come out, beside the vocabulary."""
         template = self.template or self.tokenizer.chat_template
-        return [template, self.loss, {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}]
+        special_tokens = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
+        date = [str(TODAY)] if self.asks_for_date() else []
+        return [template, self.loss, special_tokens, *date]
+
+    def asks_for_date(self) -> bool:
+        """Whether a template prints today's date, which is always TODAY: tokens would be others each day."""
+        return "strftime_now" in json.dumps(self.template or self.tokenizer.chat_template)
 
     def check(self, dataset: str) -> None:
         """Raises a UserError where no conversation could be rendered or masked."""
@@ -74,10 +102,14 @@ class ChatFormat:
 
     def encode(self, conversations: list[Conversation]) -> list[Example]:
         """Conversations with the same tools as tokens; raises what the template or the tokenizer does."""
+        tools = conversations[0].tools
+        template = self.tokenizer.get_chat_template(self.template, tools)
+        if self.asks_for_date():
+            template = with_fixed_date(template)
         encoded = self.tokenizer.apply_chat_template(
             [conversation.messages for conversation in conversations],
-            tools=conversations[0].tools,
-            chat_template=self.template,
+            tools=tools,
+            chat_template=template,
             return_dict=True,
             return_assistant_tokens_mask=self.loss == "assistant",
         )
@@ -115,6 +147,13 @@ class ChatFormat:
             return [BadRecord(f"the chat template fails, {first_line(error)}", group[0].number, of_chat=True)]
 
 
+def with_fixed_date(template: str) -> str:
+    """A template for which today is TODAY: its `strftime_now` is a macro of its own. A function given as an argument
+    would not reach it, as transformers hands on nothing but data."""
+    replaced = "".join(f".replace('{code}', '{TODAY.strftime(code)}')" for code in DATE_CODES)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+
 def as_conversation(record, number: int):
     """A record of a file of conversations; one that is text is a bad one."""
     if isinstance(record, str):
@@ -143,12 +182,11 @@ def example_batches(
     examples: Iterator[Example], count: int, counts: Counter
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(tokens, mask, length of each conversation) of up to `count` examples at a time; `counts` gets how many
-    documents, tokens and trained tokens."""
+    documents and tokens."""
     while batch := list(take(examples, count)):
         tokens = np.concatenate([example.tokens for example in batch])
         trained = np.concatenate([example.trained for example in batch])
         counts.update(documents=len(batch), tokens=len(tokens))
-        counts["trained tokens"] += int(trained.sum())
         yield tokens, trained, np.array([len(example) for example in batch], np.int64)
 
 
@@ -163,6 +201,14 @@ def read_template(path: str | None) -> str | None:
         raise UserError(
             f"--chat-template {path}: cannot be read ({reason}); name a jinja file", entry="no-chat-template"
         ) from error
+
+
+def has_conversations(features, text_field: Field) -> bool:
+    """Whether rows with these `datasets.Features` are conversations, by the rule of `holds_conversations`."""
+    from datasets import Value
+
+    first = next((name for name in (*names_of(text_field), CHAT_FIELD) if name in features), "")
+    return first == CHAT_FIELD and not isinstance(features[first], Value)  # a text there is no list of messages
 
 
 def holds_conversations(files: list[pathlib.Path], rows, text_field: Field) -> bool:

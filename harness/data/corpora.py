@@ -24,10 +24,18 @@ from harness.base.text import counted, shortened
 from harness.data import held_out as held
 from harness.data import sample_order, streaming, windows
 from harness.data.best_fit import BinnedDataset
-from harness.data.chat import describe_example, holds_conversations, refuse_streaming
+from harness.data.chat import (
+    TODAY,
+    ChatFormat,
+    describe_example,
+    has_conversations,
+    holds_conversations,
+    read_template,
+    refuse_streaming,
+)
 from harness.data.corpus_files import find_files, local_files
 from harness.data.faults import name_fault
-from harness.data.hub_rows import load_documents
+from harness.data.hub_rows import find_features, load_documents
 from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.splits import cut_positions, files_of_split, parse_split
 from harness.data.token_files import differing_tokenizer, is_mapped
@@ -114,8 +122,9 @@ def open_source(
             held_out = read_windows(held_out, settings.eval_steps * settings.batch_size * dist.get_world_size())
     if not streamed:
         trains = settings.num_steps > 0 and not settings.show_samples
-        for name, line in describe_packing(train, tokenizer, with_example=trains).items():
-            say(f"{name:10}", line)
+        of_source = f"{source.name}: " if len(settings.sources()) > 1 else ""
+        for name, line in describe_packing(train, tokenizer, settings.chat_template, with_example=trains).items():
+            say(f"{name:10}", of_source + line)
     found = {"held_out": rule, "ids_first": ids_first, "dataset": train.fingerprint()}
     if streamed:
         found["corpus"] = train.content
@@ -201,15 +210,18 @@ def holds_chat(settings: Settings, source: Source, rules: dict[str, Any] | None)
         return False
     place = os.path.expanduser(source.dataset)
     split = settings.dataset_split or default_split(settings, place)
-    files, rows = local_files(place), None
+    text_field = field_of(settings, prefers_token_ids(settings, rules))
+    files = local_files(place)
     if files:
-        files = files_of_split(place, parse_split(split)[0], files)
-    else:
-        try:
-            rows = load_documents(place, split, settings.dataset_config, settings.streaming)
-        except UnreadableError as error:
-            raise name_fault(error, place, split) from error
-    return holds_conversations(files, rows, field_of(settings, prefers_token_ids(settings, rules)))
+        return holds_conversations(files_of_split(place, parse_split(split)[0], files), None, text_field)
+    features = find_features(place, settings.dataset_config)
+    if features is not None:
+        return has_conversations(features, text_field)
+    try:
+        rows = load_documents(place, split, settings.dataset_config, settings.streaming)
+    except UnreadableError as error:
+        raise name_fault(error, place, split) from error
+    return holds_conversations([], rows, text_field)
 
 
 def first_words(sources: dict[str, Any], tokenizer) -> str:
@@ -265,14 +277,17 @@ def cached(settings: Settings, get_dataset: Callable, corpus: dict, split: str) 
     return packed
 
 
-def describe_packing(packed, tokenizer, with_example: bool) -> dict[str, str]:
-    """The lines about documents that are packed whole, and about conversations."""
+def describe_packing(packed, tokenizer, chat_template: str | None, with_example: bool) -> dict[str, str]:
+    """The lines about documents that are packed whole, and about conversations, rendered by the file
+    `chat_template`."""
     lines = {}
     if isinstance(packed, BinnedDataset):
         lines["packing"] = packed.describe()
     if packed.is_chat:
-        share = packed.counts["trained tokens"] / packed.counts["tokens"]
-        lines["chat"] = f"{packed.counts['documents']:,} conversations, trained on {100 * share:.1f} % of their tokens"
+        conversations, share = len(packed.document_ends), packed.total_trained() / len(packed.tokens)
+        lines["chat"] = f"{counted(conversations, 'conversation')}, trained on {100 * share:.1f} % of their tokens"
+        if ChatFormat(tokenizer, read_template(chat_template)).asks_for_date():
+            lines["chat"] += f"; their template prints today's date, which is {TODAY:%Y-%m-%d} every day"
     if packed.is_chat and with_example:
         colours = terminal.is_terminal(sys.stdout)
         how = "dim text is not trained on" if colours else "[[ ]] is around what is trained on"

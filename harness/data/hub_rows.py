@@ -31,6 +31,19 @@ def load_documents(dataset: str, split: str, subset: str | None = None, streamin
         ) from error
 
 
+def find_features(dataset: str, subset: str | None = None):
+    """The columns of a hub data set with their types, a `datasets.Features`, without its rows; None where its card does
+    not list them and it was never fetched, or where it cannot be read."""
+    answer_from_cache_without_network(dataset)
+    import datasets
+
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # `load_documents` reports what goes wrong
+    try:
+        return datasets.load_dataset_builder(dataset, subset).info.features
+    except Exception:
+        return None
+
+
 def shard_of(rows, number: int):
     """One of the `rows.num_shards` shards of an `IterableDataset`; mostly that is a file on the hub."""
     return rows.shard(rows.num_shards, number)

@@ -7,10 +7,13 @@ import json
 import pathlib
 import re
 import sys
+import types
 
+import datasets
 import multirank
 import numpy as np
 import pytest
+import transformers
 from conftest import ROOT, metrics_of, parse, start, train, write_model
 from transformers import AutoConfig, AutoTokenizer
 
@@ -18,8 +21,9 @@ import utils
 from harness.base.errors import UserError
 from harness.data import corpora, loading
 from harness.data.best_fit import BinnedDataset
-from harness.data.chat import describe_example
-from harness.data.records import BadRecord, Conversation, check_value
+from harness.data.chat import TODAY, ChatFormat, describe_example, has_conversations
+from harness.data.hub_rows import find_features
+from harness.data.records import DEFAULT_FIELD, BadRecord, Conversation, check_value
 from harness.data.windows import create_collate_fn
 from harness.flags.settings import Settings
 
@@ -341,10 +345,91 @@ def test_an_example_shows_masked_text_dim_and_without_colours_marks_what_is_trai
 def test_a_run_says_how_much_it_trains_on_and_only_training_shows_an_example(tokenizer, corpus, tmp_path):
     data = load(tokenizer, tmp_path, corpus)
     share = 100 * np.asarray(data.trained).mean()
-    lines = corpora.describe_packing(data, tokenizer, with_example=True)
+    lines = corpora.describe_packing(data, tokenizer, None, with_example=True)
     assert list(lines) == ["packing", "chat", "example"]
     assert lines["chat"] == f"3 conversations, trained on {share:.1f} % of their tokens"
-    assert "example" not in corpora.describe_packing(data, tokenizer, with_example=False)
+    assert "example" not in corpora.describe_packing(data, tokenizer, None, with_example=False)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+def test_a_slice_counts_its_own_conversations(tokenizer, corpus, tmp_path, packing):
+    data = load(tokenizer, tmp_path, corpus, 7, split="train[:2]", packing=packing)
+    lines = corpora.describe_packing(data, tokenizer, None, with_example=False)
+    assert lines["chat"].startswith("2 conversations, trained on ")
+    trained = sum(data[index].trained.sum() for index in range(len(data)))
+    assert data.total_trained() == trained
+    assert lines["chat"].endswith(f" {100 * trained / len(data.tokens):.1f} % of their tokens")
+
+
+def test_of_several_sources_the_lines_name_theirs(tokenizer, corpus, tmp_path, device, capfd):
+    other = write(tmp_path / "other.jsonl", [{"messages": messages} for messages in CONVERSATIONS[:2]])
+    flags = ["--dataset", f"a={corpus}:1", f"b={other}:1", "--cache-dir", tmp_path / "cache", "--batch-size", "1"]
+    settings = loading.mask_conversations(parse([*flags, "--sequence-length", 40]))
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
+    loading.load_data(settings, tokenizer, config, utils.get_dataset)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line[11:13] for line in lines if line.startswith(("packing", "chat"))] == ["a:", "a:", "b:", "b:"]
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "{{- 'Today is ' + strftime_now('%d %b %Y') }}",
+        "  {% if strftime_now is defined %}{% set form = '%A, %-d/%-m/%y' %}{{ strftime_now(form) }}{% endif %}\n",
+        "\n{% macro now() %}{{ strftime_now('%F') ~ ' ' }}{% endmacro %}  {{ now() }}\n",
+    ],
+)
+def test_a_template_that_prints_the_date_gives_the_same_tokens_each_day(tokenizer, monkeypatch, begin):
+    """Those that it gives on that day, white space included."""
+    messages, template = CONVERSATIONS[0], begin + TEMPLATE
+    (example,) = ChatFormat(tokenizer, template).encode([Conversation(messages, 1)])
+    clock = types.SimpleNamespace(now=lambda: TODAY)
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
+    that_day = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)
+    assert example.tokens.tolist() == that_day["input_ids"]
+    assert ChatFormat(tokenizer, template).identity() != [template, *ChatFormat(tokenizer).identity()[1:]]
+
+
+def test_a_run_says_that_the_date_of_its_template_is_always_the_same(tokenizer, corpus, tmp_path):
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{- strftime_now('%F') }}" + TEMPLATE)
+    data = load(tokenizer, tmp_path, corpus, chat_template=str(template))
+    lines = corpora.describe_packing(data, tokenizer, str(template), with_example=False)
+    assert lines["chat"].endswith("; their template prints today's date, which is 2024-07-26 every day")
+
+
+def feature_sets():
+    messages = datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")})
+    text, ids = datasets.Value("string"), datasets.List(datasets.Value("int32"))
+    return [
+        ({"messages": messages, "source": text}, True),
+        ({"messages": text}, False),
+        ({"messages": messages, "text": text}, False),
+        ({"messages": messages, "input_ids": ids}, False),
+        ({"text": text}, False),
+    ]
+
+
+@pytest.mark.parametrize("features, is_chat", feature_sets())
+def test_whether_a_hub_data_set_is_chat_is_told_by_its_columns_without_its_rows(monkeypatch, features, is_chat):
+    builder = types.SimpleNamespace(info=types.SimpleNamespace(features=datasets.Features(features)))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *of: builder)
+    monkeypatch.setattr(corpora, "load_documents", None)  # which would download it
+    settings = dataclasses.replace(Settings(), dataset="someone/chat")
+    assert bool(loading.mask_conversations(settings).document_mask) == is_chat
+
+
+@pytest.mark.parametrize("card", [True, False])
+def test_the_columns_of_a_data_set_are_those_of_its_card_and_else_not_known(tmp_path, card):
+    write(tmp_path / "train.jsonl", [{"messages": CONVERSATIONS[0]}])
+    if card:
+        parts = "list:\n    - {name: role, dtype: string}\n    - {name: content, dtype: string}"
+        info = f"dataset_info:\n  features:\n  - name: messages\n    {parts}"
+        (tmp_path / "README.md").write_text(f"---\n{info}\n---\n")
+    features = find_features(str(tmp_path))
+    assert (features is not None) == card
+    if card:
+        assert has_conversations(features, DEFAULT_FIELD)
 
 
 def test_the_share_of_microbatches_in_the_loss_is_that_of_their_trained_tokens(tokenizer, tmp_path, device, capfd):
@@ -370,7 +455,12 @@ def test_the_share_of_microbatches_in_the_loss_is_that_of_their_trained_tokens(t
         seen.append([(line["loss"], line["eval_loss"]) for line in lines])
     np.testing.assert_allclose(seen[0], seen[1], atol=2e-6)
     assert seen[0][2][0] == pytest.approx(seen[0][1][1], abs=2e-6)  # the corpora are alike: a step's loss is the last's
-    assert "[[ball ball" in capfd.readouterr().out.replace("[[ ball", "[[ball")
+    header = capfd.readouterr().out
+    assert "[[ball ball" in header.replace("[[ ball", "[[ball")
+    trained = sum(len(tokenizer(f" {r['messages'][1]['content']}<|endoftext|>")["input_ids"]) for r in records)
+    found = re.search(r"held out +validation: ([\d,]+) tokens, ([\d,]+) of them in the loss", header)
+    assert int(found[1]) == sum(min(length, 96) for length in lengths) and abs(int(found[2]) - trained) <= len(records)
+    assert "4 sequences x 96 = 384 tokens a step with padding, 3 steps" in re.sub(r"\s+", " ", header)
 
 
 def test_conversations_are_not_streamed(corpus, mistake):
