@@ -18,7 +18,7 @@ class UserError(Exception):
 class UnreadableError(UserError):
     """Data that cannot be read; `harness.data.faults` finds out more."""
 
-    file: Any = None  # the file (`harness.data.storage.DataFile`), where it is one
+    file: Any = None  # the file (`harness.data.storage.DataFile`) or its URL, where it is one
     record: Any = None  # the first bad record (`harness.data.records.BadRecord`), where there is one
 
 

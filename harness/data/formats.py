@@ -76,7 +76,7 @@ def can_map(file: DataFile, text_field: Field) -> bool:
     reader = reader_of(file)
     if isinstance(file, RemoteFile):
         if not hasattr(reader, "read"):
-            raise cannot_map(str(file))
+            raise cannot_map(file.url)
         return False
     if not hasattr(reader, "read"):
         return True

@@ -71,8 +71,7 @@ class RemoteFile:
     in_parts: bool = field(default=False, compare=False)  # many parts of it are read at a time, in smaller blocks
 
     def __str__(self) -> str:
-        """The URL; of http without the query, which may be a signature."""
-        return self.url.partition("?")[0] if is_http(self.url) else self.url
+        return without_query(self.url)
 
     def __lt__(self, other: "RemoteFile") -> bool:
         return self.url.split("/") < other.url.split("/")  # folders as paths are compared
@@ -160,7 +159,7 @@ def describe(url: str, info: dict) -> RemoteFile:
     """A file by what a store says of it."""
     if info.get("size") is None:
         raise UnreadableError(
-            f"--dataset {RemoteFile(url, 0)}: the server does not say how large it is; {copy_command(url)}",
+            f"--dataset {without_query(url)}: the server does not say how large it is; {copy_command(url)}",
             entry="store-ranges",
         )
     marks = [f"{name} {info[name]}" for name in MARKS if info.get(name)]
@@ -180,6 +179,11 @@ def has_pattern(url: str) -> bool:
 
 def is_http(url: str) -> bool:
     return url.lower().startswith(("http://", "https://"))
+
+
+def without_query(url: str) -> str:
+    """A URL as messages have it: one of http without the query, which may be a signature."""
+    return url.partition("?")[0] if is_http(url) else url
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
@@ -285,8 +289,7 @@ def try_again(
                 tried = f", {tries} tries in {time.monotonic() - start:.0f} s"
                 raise name_failure(error, url, place, tried) from error
             if number == 1:
-                line = f"{RemoteFile(url, 0)}{place}: {cause_of(error)}; trying again, up to {tries - 1} times"
-                say_failure(line)
+                say_failure(f"{without_query(url)}{place}: {cause_of(error)}; trying again, up to {tries - 1} times")
             time.sleep(wait)
             wait *= 2
     raise AssertionError("no try was made")
@@ -342,14 +345,13 @@ def cause_of(error: BaseException) -> str:
 
 def name_failure(error: Exception, url: str, place: str = "", tried: str = "") -> UnreadableError:
     """What to say of a request that failed for good, at a place in a file or, without one, while files are listed."""
-    scheme, cause = url.partition(":")[0].lower(), cause_of(error)
-    file = RemoteFile(url, 0)
+    scheme, cause, shown = url.partition(":")[0].lower(), cause_of(error), without_query(url)
     denied = status_of(error) in (401, 403) or isinstance(root_of(error), PermissionError)
     if denied or is_about_credentials(root_of(error)):
         known = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
         credentials = CREDENTIALS.get(known, f"what fsspec's package for {scheme} takes them from")
         unreadable = UnreadableError(
-            f"--dataset {file}{place}: no access ({cause}); check the credentials: set {credentials}",
+            f"--dataset {shown}{place}: no access ({cause}); check the credentials: set {credentials}",
             entry="store-access",
         )
     else:
@@ -357,9 +359,9 @@ def name_failure(error: Exception, url: str, place: str = "", tried: str = "") -
         if place:
             advice = "when the store answers again, --resume auto goes on from the newest checkpoint"
         unreadable = UnreadableError(
-            f"--dataset {file}: cannot be read{place}{tried} ({cause}); {advice}", entry="store-unreachable"
+            f"--dataset {shown}: cannot be read{place}{tried} ({cause}); {advice}", entry="store-unreachable"
         )
-    unreadable.file = file
+    unreadable.file = url
     return unreadable
 
 
@@ -369,11 +371,10 @@ def copy_command(url: str) -> str:
     return f'copy it to a local disk and give that path: python -c "{code}"'
 
 
-def cannot_map(url: str | RemoteFile) -> UserError:
+def cannot_map(url: str) -> UserError:
     """What to say of a file whose tokens would be mapped into memory, which only a local one can be."""
-    url = url.url if isinstance(url, RemoteFile) else url
     problem = "its tokens are mapped into memory, which a store cannot give"
-    return UserError(f"--dataset {RemoteFile(url, 0)}: {problem}; {copy_command(url)}", entry="store-mapped")
+    return UserError(f"--dataset {without_query(url)}: {problem}; {copy_command(url)}", entry="store-mapped")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

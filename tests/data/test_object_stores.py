@@ -375,7 +375,7 @@ def test_a_store_that_stays_away_is_one_line_with_place_tries_and_cause(store, l
     advice = "when the store answers again, --resume auto goes on from the newest checkpoint"
     assert str(raised.value) == f"--dataset {url}: cannot be read at byte 1,000, {cause}; {advice}"
     assert waits == [0.5, 1, 2, 4, 8, 16, 32]
-    assert raised.value.file.url == url
+    assert raised.value.file == url
 
 
 def test_what_will_not_pass_is_not_tried_again(store, large):
