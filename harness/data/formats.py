@@ -14,7 +14,8 @@ from harness.base.text import first_line
 from harness.data import readers
 from harness.data.mapped import TokenFile, damaged
 from harness.data.records import COMPRESSIONS, BadRecord, Document, Field
-from harness.data.storage import DataFile, RemoteFile, RemoteStatus, cannot_map
+from harness.data.storage import DataFile, RemoteFile, RemoteStatus
+from harness.data.store_requests import cannot_map
 
 
 def find_readers() -> tuple[dict[str, ModuleType], list[ModuleType]]:

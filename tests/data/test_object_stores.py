@@ -26,7 +26,7 @@ import utils
 from harness.base import hub
 from harness.base.errors import UnreadableError, UserError
 from harness.base.text import is_url
-from harness.data import byte_ranges, corpora, storage, streaming
+from harness.data import byte_ranges, corpora, storage, store_requests, streaming
 from harness.data.corpus_files import find_files, local_files
 from harness.data.formats import file_records, file_version
 from harness.data.records import DEFAULT_FIELD, DOCUMENT_MARK, CountedFile
@@ -98,7 +98,7 @@ def store(monkeypatch):
             return short.get(fault, content)
 
     fsspec.register_implementation("teststore", TestStore, clobber=True)
-    monkeypatch.setattr(storage, "FIRST_WAIT", 0)
+    monkeypatch.setattr(store_requests, "FIRST_WAIT", 0)
     return shelf
 
 
@@ -366,8 +366,8 @@ def test_the_first_of_many_failures_of_a_file_is_said_with_the_place_and_the_cau
 def test_a_store_that_stays_away_is_one_line_with_place_tries_and_cause(store, large, monkeypatch):
     url, _ = large
     waits = []
-    monkeypatch.setattr(storage, "FIRST_WAIT", 0.5)
-    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    monkeypatch.setattr(store_requests, "FIRST_WAIT", 0.5)
+    monkeypatch.setattr(store_requests.time, "sleep", waits.append)
     store.plan = [None, *["reset"] * 100]
     with pytest.raises(UnreadableError) as raised:
         read_whole(url)
@@ -391,7 +391,7 @@ def test_an_http_status_says_whether_a_request_may_pass_later():
     for status in (400, 403, 404, 408, 416, 425, 429, 500, 503):
         error = OSError("no")
         error.status = status
-        assert storage.may_pass(error) == (status in (408, 425, 429, 500, 503))
+        assert store_requests.may_pass(error) == (status in (408, 425, 429, 500, 503))
 
 
 def test_a_server_without_ranges_is_refused_and_never_mistaken_for_one(store, large):
@@ -475,7 +475,7 @@ def test_a_query_of_http_is_no_pattern_and_stands_in_no_message():
     assert not storage.has_pattern(file.url)
     assert (str(file), file.name, file.suffix) == ("https://host/data/a.jsonl.gz", "a.jsonl.gz", ".gz")
     assert storage.has_pattern("https://host/data/*.jsonl?a=b") and storage.has_pattern("s3://bucket/a?.jsonl")
-    assert "secret" not in str(storage.name_failure(OSError("away"), file.url))
+    assert "secret" not in str(store_requests.name_failure(OSError("away"), file.url))
 
 
 def test_tokens_that_are_mapped_are_refused_with_the_command_that_copies_them(tmp_path):
@@ -484,7 +484,7 @@ def test_tokens_that_are_mapped_are_refused_with_the_command_that_copies_them(tm
         (tmp_path / name).write_bytes(b"1234")
     (tmp_path / "disk").mkdir()
     for name in ("tokens.bin", "folder"):
-        error = storage.cannot_map(f"file://{tmp_path}/store/{name}")
+        error = store_requests.cannot_map(f"file://{tmp_path}/store/{name}")
         command = shlex.split(str(error).partition("give that path: ")[2])
         subprocess.run([sys.executable, *command[1:]], cwd=tmp_path / "disk", check=True)
     copied = sorted(file.name for file in (tmp_path / "disk").rglob("*") if file.is_file())
@@ -562,7 +562,7 @@ def test_a_fault_between_s3_and_the_reader_loses_and_doubles_nothing(s3, faults,
 
 @pytest.mark.slow
 def test_an_s3_store_that_refuses_or_stays_away_is_one_line(s3, faults, monkeypatch):
-    monkeypatch.setattr(storage, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(store_requests, "FIRST_WAIT", 0.01)
     s3[0].pipe("bucket/large.txt", bytes(3_000_000))
     (file,) = local_files("s3://bucket/large.txt")
     for always, said in (("403", "no access .HTTP 403, "), ("503", "cannot be read, 4 tries in . s .HTTP 503, ")):
