@@ -247,17 +247,16 @@ def refuse_streaming(dataset: str, packing: str | None, is_chat: bool) -> None:
     raise UserError(f"--dataset {dataset}: {problem}; leave out --streaming", entry="cannot-stream")
 
 
-def describe_example(window: np.ndarray | Window, tokenizer, colours: bool, seq_len: int | None = None) -> str:
-    """The text of a window, with what is not trained on dim, or without colours what is trained on in [[ ]]. Padding is
-    left out, and what is longer than EXAMPLE_TOKENS cut."""
+def describe_example(window: np.ndarray | Window, tokenizer, colours: bool, real_tokens: int) -> str:
+    """The text of a window without its padding, which begins at `real_tokens`. What is not trained on is dim, or
+    without colours what is trained on is in [[ ]]. What is longer than EXAMPLE_TOKENS is cut."""
     if not isinstance(window, Window):
         window = Window(window)
-    length = len(window.tokens) if seq_len is None else seq_len
     trained = np.ones(len(window.tokens), bool)
     trained[0] = False
     if window.trained is not None:
         trained[1:] = window.trained
-    shown = min(length, EXAMPLE_TOKENS)
+    shown = min(real_tokens, EXAMPLE_TOKENS)
     tokens, trained = window.tokens[:shown], trained[:shown]
     borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     parts = []
@@ -267,6 +266,6 @@ def describe_example(window: np.ndarray | Window, tokenizer, colours: bool, seq_
             parts.append(text if trained[first] else f"{DIM}{text}{PLAIN}")
         else:
             parts.append(f"[[{text}]]" if trained[first] else text)
-    if shown < length:
+    if shown < real_tokens:
         parts.append(" ...")
     return "".join(parts)

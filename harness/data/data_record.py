@@ -29,9 +29,7 @@ class DataRecord:
     asked: dict[str, Any]  # the weights and stages of the command line
     history: list[Segment]
     step_sizes: list[StepSize]
-    removed: dict[str, dict[str, Any]] = dataclasses.field(
-        default_factory=dict
-    )  # earlier `sources`; they may come back
+    removed: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # earlier sources may come back
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""

@@ -19,6 +19,7 @@ from harness.data.corpora import (
 from harness.data.corpus_files import local_files
 from harness.data.data_record import DataRecord, describe_shares, read_record, record_of_run, renamed
 from harness.data.mixture import Mixture
+from harness.data.stream_parts import default_streams
 from harness.data.streaming import StreamedDataset
 from harness.data.training_data import TrainingData
 from harness.flags.settings import Settings, is_local
@@ -125,8 +126,8 @@ def mask_documents(data: TrainingData, opened: dict[str, OpenedSource], tokenize
 
 
 def choose_streams(settings: Settings, before: DataRecord | None, per_step: int) -> int:
-    """How many logical streams each source is cut into: what the checkpoint says, or --streams, or the smallest
-    multiple of a step's samples that gives each file one."""
+    """How many logical streams each source is cut into: what the checkpoint says, or --streams, or the default for
+    the source of most files."""
     if not settings.streaming:
         return 1
     if before:
@@ -134,7 +135,7 @@ def choose_streams(settings: Settings, before: DataRecord | None, per_step: int)
     if settings.streams:
         return settings.streams
     most_files = max(len(local_files(os.path.expanduser(source.dataset))) for source in settings.sources())
-    return per_step * max(1, -(-most_files // per_step))
+    return default_streams(most_files, per_step)
 
 
 def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
@@ -153,7 +154,7 @@ def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str,
                 entry="cannot-stream",
             )
         else:
-            weights[source.name] = len(train) * tokens_of_a_sample(train, settings)
+            weights[source.name] = Fraction(train.total_tokens())
     return weights
 
 

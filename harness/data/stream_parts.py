@@ -17,7 +17,7 @@ GOLDEN_RATIO = 2654435769  # times 2**-32: its multiples, modulo 1, lie evenly
 
 
 class Part(NamedTuple):
-    """Consecutive documents of a local file."""
+    """Consecutive documents of a file."""
 
     file: DataFile
     first: int = 0

@@ -45,8 +45,10 @@ class TrainingData:
 
     def __len__(self) -> int:
         """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
-        shares = self.mixture.shares_at(0)
-        return max(math.ceil(self.orders[name].windows / share) for name, share in shares.items() if share)
+        first = self.mixture.history[0]
+        weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
+        total = sum(weights.values())  # of samples, whose share is that of the tokens only where all have as many
+        return max(math.ceil(self.orders[name].windows * total / weight) for name, weight in weights.items())
 
     def __getitem__(self, sample: int) -> np.ndarray | Window:
         """A global sample; not of streams."""

@@ -336,9 +336,9 @@ def test_a_template_that_is_not_there_is_named(tokenizer, corpus, tmp_path):
 def test_an_example_shows_masked_text_dim_and_without_colours_marks_what_is_trained_on(tokenizer, corpus, tmp_path):
     data = load(tokenizer, tmp_path, corpus, 60)
     index = next(i for i in range(len(data)) if "box" in tokenizer.decode(data[i].tokens))
-    plain = describe_example(data[index], tokenizer, colours=False, seq_len=data.real_tokens(index))
+    plain = describe_example(data[index], tokenizer, colours=False, real_tokens=data.real_tokens(index))
     assert re.search(r"user: Where is the fox\?\s+A:\s*\[\[\s*In the big red box\.<\|endoftext\|>\]\]", plain)
-    dim = describe_example(data[index], tokenizer, colours=True, seq_len=data.real_tokens(index))
+    dim = describe_example(data[index], tokenizer, colours=True, real_tokens=data.real_tokens(index))
     assert re.search("\033\\[2m[^\033]*Where is the fox[^\033]*\033\\[0m\\s*In the big red box", dim)
 
 

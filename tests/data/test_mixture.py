@@ -205,6 +205,13 @@ def test_a_source_is_read_whole_before_any_of_it_repeats():
     assert data.figures(80, 80 * SEQ_LEN) == {"share/a": 0.25, "share/b": 0.75, "epochs/a": 2.0, "epochs/b": 60 / 7}
 
 
+def test_the_length_of_a_mixture_is_where_each_source_was_read_once_though_samples_have_other_numbers_of_tokens():
+    ones, per_sample = {"a": Fraction(1), "b": Fraction(1)}, {"a": Fraction(1), "b": Fraction(4)}
+    data = data_of([Segment(0, ones, per_sample)], {"a": 10, "b": 6})
+    assert len(data) == 30
+    assert data.epochs(30) == {"a": 2.4, "b": 1.0}
+
+
 def test_a_source_goes_on_where_it_was_when_others_come_and_go():
     alone = samples_seen(data_of([segment(0, a=1)], {"a": 50}, plain="a"), 1, 1, 1, 0, 50)
     history = [segment(0, a=1), segment(10, a=1, b=1), segment(30, a=1)]
