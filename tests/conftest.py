@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from fractions import Fraction
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "train_fsdp.py")
@@ -279,6 +280,18 @@ def train(arguments: list, device, stop: Stop | None = None) -> int:
     import train_fsdp
 
     return train_fsdp.run(parse(arguments), device, stop or Stop())
+
+
+def one_source(windows, seed: int):
+    """The training data of a run of these windows alone."""
+    from harness.data.data_record import DataRecord, StepSize
+    from harness.data.mixture import Mixture, Segment
+    from harness.data.training_data import TrainingData
+
+    ones = {"data": Fraction(1)}
+    history = [Segment(0, ones, ones)]
+    record = DataRecord({"data": {}}, "data", 1, {}, history, [StepSize(0, 0, 1)])
+    return TrainingData({"data": windows}, Mixture(history), record, windows.seq_len, seed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

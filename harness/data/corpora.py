@@ -318,8 +318,8 @@ def hold_out(train, source: str, end_of_text: int | None, rule: str):
     """(a corpus without what is held out by a rule of `held_out`, what is held out, its name in the header)."""
     if isinstance(train, streaming.StreamedDataset):
         kept, held_out = train.hold_out(rule)
-        documents = " documents" if rule == held.RULE else ""
-        return kept, held_out, f"{rule}{documents} of it"
+        names = {held.RULE: f"{held.RULE} documents of it", held.BY_CONTENT: f"{held.RULE} documents of it, by content"}
+        return kept, held_out, names.get(rule, f"{rule} of it")
     tokens = train.tokens
     held_out_name, parts = f"{held.OLD_RULE} of it", None
     if rule == held.RULE:

@@ -118,20 +118,14 @@ class TrainingData:
         return figures
 
 
-def alone(name: str, windows: Any, seed: int) -> TrainingData:
-    """The windows of one source in the order of a run that has no other."""
-    ones = {name: Fraction(1)}
-    history = [Segment(0, ones, ones)]
-    record = DataRecord({name: {}}, name, 1, {}, history, [StepSize(0, 0, 1)])
-    return TrainingData({name: windows}, Mixture(history), record, windows.seq_len, seed)
-
-
 def mix(windows: dict[str, Any], sources: list[Source], seq_len: int, seed: int) -> TrainingData:
     """The windows of several sources in the order of a run without stages."""
     per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in windows.items()}
     weights = {}
     for source in sources:
-        weights[source.name] = source.weight or Fraction(windows[source.name].total_tokens())
+        weights[source.name] = source.weight
+        if source.weight is None:
+            weights[source.name] = Fraction(windows[source.name].total_tokens())
     history = [Segment(0, weights, per_sample)]
     record = DataRecord({name: {} for name in windows}, None, 1, {}, history, [StepSize(0, 0, 1)])
     return TrainingData(windows, Mixture(history), record, seq_len, seed)

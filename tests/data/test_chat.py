@@ -14,17 +14,18 @@ import multirank
 import numpy as np
 import pytest
 import transformers
-from conftest import ROOT, metrics_of, parse, start, train, write_model
+from conftest import ROOT, metrics_of, one_source, parse, start, train, write_model
 from transformers import AutoConfig, AutoTokenizer
 
 import utils
 from harness.base.errors import UserError
 from harness.data import corpora, loading
+from harness.data.batches import RankBatches
 from harness.data.best_fit import BinnedDataset
 from harness.data.chat import TODAY, ChatFormat, describe_example, has_conversations
 from harness.data.hub_rows import find_features
 from harness.data.records import DEFAULT_FIELD, BadRecord, Conversation, check_value
-from harness.data.windows import create_collate_fn
+from harness.data.windows import IGNORE_INDEX, create_collate_fn
 from harness.flags.settings import Settings
 
 TEMPLATE = """{%- for message in messages %}
@@ -461,6 +462,25 @@ def test_the_share_of_microbatches_in_the_loss_is_that_of_their_trained_tokens(t
     found = re.search(r"held out +validation: ([\d,]+) tokens, ([\d,]+) of them in the loss", header)
     assert int(found[1]) == sum(min(length, 96) for length in lengths) and abs(int(found[2]) - trained) <= len(records)
     assert "4 sequences x 96 = 384 tokens a step with padding, 3 steps" in re.sub(r"\s+", " ", header)
+
+
+@pytest.mark.parametrize("world, batch_size, accumulation", [(1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)])
+def test_each_trained_token_of_a_global_batch_weighs_the_same_on_any_ranks(
+    tokenizer, tmp_path, world, batch_size, accumulation
+):
+    """The loss of a step is the mean over ranks of the sum of each microbatch's mean loss by its divisor."""
+    records = [{"messages": messages} for messages in CONVERSATIONS * 5]
+    data = one_source(load(tokenizer, tmp_path, write(tmp_path / "chat.jsonl", records), 12), seed=0)
+    ranks = [iter(RankBatches(data, batch_size, accumulation, rank, world)) for rank in range(world)]
+    counts = set()
+    for _ in range(3):
+        batches = [next(rank) for rank in ranks for _ in range(accumulation)]
+        trained = [int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches]
+        counts.update(trained)
+        for batch, of_batch in zip(batches, trained, strict=True):
+            if of_batch:
+                assert 1 / (of_batch * batch["loss_divisor"] * world) == pytest.approx(1 / sum(trained))
+    assert len(counts) > 1
 
 
 def test_conversations_are_not_streamed(corpus, mistake):

@@ -81,7 +81,7 @@ def store(monkeypatch):
         async def _ls(self, path, detail=True, **_):
             top = f"{self._strip_protocol(path)}/"
             below = {name.removeprefix(top).partition("/")[0] for name in shelf.contents if name.startswith(top)}
-            found = [await self._info(top + name) for name in sorted(below)]
+            found = [await self._info(top + name) for name in sorted(below, reverse=True)]  # each store has its order
             return found if detail else [info["name"] for info in found]
 
         async def _cat_file(self, path, start=None, end=None, **_):

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch._dynamo
-from conftest import ROOT, metrics_of, start, train, write_model
+from conftest import ROOT, metrics_of, one_source, start, train, write_model
 from multirank import resolved
 from test_recipe import END, MODELS, NoReadBack
 from torch._dynamo.utils import counters
@@ -29,7 +29,6 @@ import train_fsdp
 import utils
 from harness.base.devices import GIB, wait_for_device
 from harness.data import sample_order
-from harness.data.training_data import alone
 from harness.data.windows import create_collate_fn
 from harness.flags.settings import PRESETS
 from harness.model.attention import describe_attention
@@ -74,7 +73,7 @@ def build(device, tmp_path_factory, on_cpu_without_inductor):
         settings, config = resolved(["--model", source, "--dataset", "demo", *shape, *flags])
         model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
         optimizer = train_fsdp.build_optimizer(settings, model)
-        data = alone("synthetic", sample_order.SyntheticDataset(config.vocab_size, length), settings.seed)
+        data = one_source(sample_order.SyntheticDataset(config.vocab_size, length), settings.seed)
         tracker = utils.PerformanceTracker(0, 1, 0)
         state = TrainState(model, optimizer, tracker=tracker)
         batches = train_fsdp.training_batches(settings, data, state, device)

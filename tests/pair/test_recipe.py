@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from conftest import parse, write_model
+from conftest import one_source, parse, write_model
 from multirank import resolved
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,6 @@ import train_fsdp
 import utils
 from harness.base.torch_internals import DefaultReduceScatter, collectives_of, fsdp_group
 from harness.data import sample_order
-from harness.data.training_data import alone
 from harness.model import collectives
 from harness.model.float8 import cast_to_float8
 from harness.model.weights import decoder_layers
@@ -44,7 +43,7 @@ def trainer(device, tmp_path):
         args, config = resolved(["--model", source, "--dataset", "demo", *sizes, *flags])
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)
-        data = alone("synthetic", sample_order.SyntheticDataset(config.vocab_size, args.sequence_length), args.seed)
+        data = one_source(sample_order.SyntheticDataset(config.vocab_size, args.sequence_length), args.seed)
         data.end_of_text = END if args.document_mask else None
         tracker = utils.PerformanceTracker(0, 1, 0)
         batches = train_fsdp.training_batches(args, data, TrainState(model, optimizer, tracker=tracker), device)
