@@ -95,6 +95,7 @@ def open_source(
         "text_field": field_of(settings, ids_first),
         "subset": settings.dataset_config,
     }
+    of_source = f"{source.name}: " if len(settings.sources()) > 1 else ""
     streamed = settings.streaming and not has_token_files(settings, source)
     if streamed:
         refuse_streaming(place, settings.packing, holds_chat(settings, source, rules))
@@ -107,7 +108,7 @@ def open_source(
             "document_mask": bool(settings.document_mask),
             "seed": settings.seed,
         }
-        load = functools.partial(cached, settings, get_dataset, corpus)
+        load = functools.partial(cached, settings, get_dataset, corpus, of_source)
     split = settings.dataset_split or default_split(settings, place)
     train = load(split=split)
     held_out, held_out_name, rule = None, "", None
@@ -122,7 +123,6 @@ def open_source(
             held_out = read_windows(held_out, settings.eval_steps * settings.batch_size * dist.get_world_size())
     if not streamed:
         trains = settings.num_steps > 0 and not settings.show_samples
-        of_source = f"{source.name}: " if len(settings.sources()) > 1 else ""
         for name, line in describe_packing(train, tokenizer, settings.chat_template, with_example=trains).items():
             say(f"{name:10}", of_source + line)
     found = {"held_out": rule, "ids_first": ids_first, "dataset": train.fingerprint()}
@@ -266,10 +266,10 @@ def describe_cache(packed: PackedDataset) -> str:
     return line
 
 
-def cached(settings: Settings, get_dataset: Callable, corpus: dict, split: str) -> PackedDataset:
-    """A split from the token cache or from token files, with its line on the console."""
+def cached(settings: Settings, get_dataset: Callable, corpus: dict, of_source: str, split: str) -> PackedDataset:
+    """A split from the token cache or from token files, with its line on the console, which begins with `of_source`."""
     packed, line = read_cached(get_dataset, corpus, split, settings.cache_dir, check_whole=settings.resume != "none")
-    say("data      ", line)
+    say("data      ", of_source + line)
     if packed.mapped is not None and dist.get_rank() == 0:
         warning = differing_tokenizer(packed.mapped, corpus["tokenizer"])
         if warning:

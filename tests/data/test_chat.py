@@ -369,7 +369,7 @@ def test_of_several_sources_the_lines_name_theirs(tokenizer, corpus, tmp_path, d
     config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
     loading.load_data(settings, tokenizer, config, utils.get_dataset)
     lines = capfd.readouterr().out.splitlines()
-    assert [line[11:13] for line in lines if line.startswith(("packing", "chat"))] == ["a:", "a:", "b:", "b:"]
+    assert [line[11:13] for line in lines if line.startswith(("data", "packing", "chat"))] == ["a:"] * 3 + ["b:"] * 3
 
 
 @pytest.mark.parametrize(
