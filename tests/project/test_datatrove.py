@@ -280,16 +280,22 @@ def corpus(tmp_path_factory) -> tuple[pathlib.Path, list[str]]:
 
 
 def wait_until_half_written(process: subprocess.Popen, work: pathlib.Path, done: int) -> str:
-    """Until so many tasks are done and another has tokens on the disk; returns that task."""
+    """Until so many tasks are done and another, whose process lives, has tokens on the disk; returns that task. An
+    earlier start may have left such tokens."""
     until = time.monotonic() + 300
     while True:
         written = [file for file in work.glob(".attempts/*/*.ds") if file.stat().st_size]
         completed = {file.name for file in work.glob("logs/completions/*")}
-        running = [file.name[:5] for file in written if file.name[:5] not in completed]
+        begun = {file.name[:5] for file in written} - completed
+        running = [task for task in sorted(begun) if has_process(work / "pids" / task)]
         if len(completed) >= done and running:
             return running[0]
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.01)
+
+
+def has_process(pid_file: pathlib.Path) -> bool:
+    return pid_file.exists() and psutil.pid_exists(int(pid_file.read_text() or 0))
 
 
 @pytest.mark.slow
