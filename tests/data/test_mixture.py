@@ -274,6 +274,14 @@ def test_other_weights_hold_from_the_resumed_sample_on_and_are_named():
     ]
 
 
+def test_a_removed_source_is_still_known_after_further_resumes():
+    record = recorded("--dataset a=x:1 b=y:1", b={"dataset": "y"})
+    for step in (10, 20):
+        record = recorded("--dataset a=x:1", record, step, 24 * step)
+    assert record.removed == {"b": {"dataset": "y"}}
+    assert not recorded("--dataset a=x:1 b=y:1", record, 30, 720, b={"dataset": "y"}).removed
+
+
 def test_steps_of_other_sizes_are_recorded():
     first = recorded("--dataset x/a:1 x/b:1")
     settings = parse_args(["--dataset", "x/a:1", "x/b:1"])
