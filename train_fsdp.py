@@ -251,12 +251,13 @@ def selective_contexts():
 
 
 def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
-    """The schedule of transformers by that name; the decay of warmup_stable_decay takes the last fifth."""
+    """The schedule of transformers by that name; without --decay-steps warmup_stable_decay decays in the last fifth."""
     options = None
     if settings.lr_scheduler == "cosine_with_min_lr":
         options = {"min_lr_rate": 0.1}
     elif settings.lr_scheduler == "warmup_stable_decay":
-        options = {"num_decay_steps": max(1, settings.num_steps // 5)}
+        decay_steps = max(1, settings.num_steps // 5) if settings.decay_steps is None else settings.decay_steps
+        options = {"num_decay_steps": decay_steps, "decay_type": settings.decay_shape}
     return transformers.get_scheduler(
         settings.lr_scheduler,
         optimizer,

@@ -96,6 +96,8 @@ class Settings:
     momentum_dtype: Literal["fp32", "bf16"] = flag("fp32", "of muon's and normuon's momentum [fp32]")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0)
+    decay_steps: int | None = flag(None, "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be decayed from a checkpoint [a fifth of --num-steps]", least=0)
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag("cosine", "of warmup_stable_decay's decay [cosine]")
     weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0)
     betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]", type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"))
     max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0)

@@ -196,6 +196,8 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
 
 def describe_unsaved(settings: Settings, steps_left: int, step_ms: float) -> str:
     """A warning for a run with --resume auto that saves nothing before its end, so that a restart after a kill repeats
+        if settings.lr_scheduler == "warmup_stable_decay" and settings.decay_steps == 0:
+            lines["decay"] = decay_command(settings, folder)
     everything; empty for any other. `step_ms` is milliseconds of a step."""
     if settings.resume != "auto" or settings.checkpoint_interval:
         return ""
@@ -203,5 +205,14 @@ def describe_unsaved(settings: Settings, steps_left: int, step_ms: float) -> str
     warning = "--resume auto: without --checkpoint-interval nothing is saved before the end"
     if interval >= steps_left:
         return f"{warning}, within {math.ceil(steps_left * step_ms / 60_000)} min"
+def decay_command(settings: Settings, folder: pathlib.Path) -> str:
+    """The command of a branch that decays the learning rate of a run that ended in the stable phase, in a fifth of all
+    its steps."""
+    given = flags_of_run(settings, folder, "num_steps", "decay_steps", "export")
+    steps = max(1, settings.num_steps // 4)
+    branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
+    return to_paste(terminal.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
+
+
     advice = f"--checkpoint-interval {interval} saves about every {SAVE_MINUTES} minutes at {step_ms:,.0f} ms a step"
     return f"{warning}; {advice}"

@@ -48,6 +48,8 @@ REPORTED = (
     "momentum_dtype",
     "lr_scheduler",
     "warmup_steps",
+    "decay_steps",
+    "decay_shape",
     "weight_decay",
     "betas",
     "max_grad_norm",

@@ -1,0 +1,143 @@
+"""warmup_stable_decay: the shapes of its decay, and a stable run that is decayed from any checkpoint by one command."""
+
+import math
+import shlex
+import shutil
+
+import multirank
+import pytest
+import torch
+from conftest import ROOT, Stop, forked, metrics_of, parse, train, words, write_model
+
+import train_fsdp
+from harness.base import saved
+from harness.base.errors import UserError
+
+PEAK, WARMUP, STEPS = 1e-3, 2, 10
+SHAPES = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "1-sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+
+
+def rate(step: int, num_steps: int, decay_steps: int, shape: str = "cosine") -> float:
+    """The learning rate of a step, which count from 1."""
+    if step <= WARMUP:
+        return PEAK * (step - 1) / WARMUP
+    progress = max(0, step - 1 - (num_steps - decay_steps)) / max(1, decay_steps)
+    return PEAK * SHAPES[shape](progress)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("schedules")
+    model = write_model(folder / "model", "llama", **multirank.SIZES | {"num_hidden_layers": 1})
+    small = f"--num-steps {STEPS} --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32 --log-interval 1"
+    places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model} --dataset demo"
+    return words(f"{small} {places} --lr {PEAK} --warmup-steps {WARMUP} --no-compile --no-async-checkpoint")
+
+
+@pytest.fixture
+def run(device, flags, tmp_path):
+    """Trains in this process under tmp_path/NAME; returns the exit code."""
+
+    def start_run(name: str, *more) -> int:
+        wsd = ["--lr-scheduler", "warmup_stable_decay"]
+        return train([*flags, *wsd, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop())
+
+    return start_run
+
+
+@pytest.fixture(scope="module")
+def stable(device, flags, tmp_path_factory):
+    """A run that ended in the stable phase, with a checkpoint of every second step."""
+    folder = tmp_path_factory.mktemp("stable")
+    more = "--lr-scheduler warmup_stable_decay --decay-steps 0 --checkpoint-interval 2 --keep-checkpoints 9"
+    assert train([*flags, *words(more), "--output-dir", folder, "--run-name", "stable"], device) == 0
+    return folder / "stable"
+
+
+def rates_of(folder) -> dict[int, float]:
+    return {line["step"]: line["learning_rate"] for line in metrics_of(folder) if not line.get("final")}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("decay_steps", [None, 1, 5, STEPS - WARMUP, 0])
+def test_the_learning_rate_falls_by_its_shape_in_the_last_steps(flags, shape, decay_steps):
+    given = ["--lr-scheduler", "warmup_stable_decay"]
+    given += [] if decay_steps is None else ["--decay-steps", decay_steps]
+    given += [] if shape == "cosine" else ["--decay-shape", shape]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], PEAK)
+    scheduler = train_fsdp.build_scheduler(parse([*flags, *given]), optimizer)
+    rates = {}
+    for step in range(1, STEPS + 1):
+        rates[step] = scheduler.get_last_lr()[0]
+        optimizer.step()
+        scheduler.step()
+    of_decay = STEPS // 5 if decay_steps is None else decay_steps
+    assert rates == pytest.approx({step: rate(step, STEPS, of_decay, shape) for step in rates}, rel=1e-12)
+
+
+def test_a_run_has_the_learning_rates_of_its_shape(run, tmp_path):
+    assert run("r", "--decay-steps", 5, "--decay-shape", "1-sqrt") == 0
+    wanted = {step: rate(step, STEPS, 5, "1-sqrt") for step in range(1, STEPS + 1)}
+    assert rates_of(tmp_path / "r") == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("step", [2, 6, STEPS])
+def test_a_stable_run_is_decayed_from_any_checkpoint_by_one_command_and_can_go_on(
+    device, stable, tmp_path, step, capsys
+):
+    source, decay = shutil.copytree(stable, tmp_path / "stable"), 4
+    before = (source / "metrics.jsonl").read_bytes()
+    path = source / "checkpoints" / saved.name_of(step)
+    command = f"--config {source / 'config.json'} --resume {path} --run-name decayed --output-dir {tmp_path}"
+    assert train([*words(command), "--num-steps", step + decay, "--decay-steps", decay], device) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"decay steps 0 -> {decay}" in said
+    assert f"branched from {source} at step {step}" in said
+    wanted = {now: rate(now, step + decay, decay) for now in range(step + 1, step + decay + 1)}
+    assert rates_of(tmp_path / "decayed") == pytest.approx(wanted, rel=1e-12)
+    of_both = [{line["step"]: line["loss"] for line in metrics_of(folder)} for folder in (source, tmp_path / "decayed")]
+    if step < STEPS:  # the first step of a decay has the whole learning rate
+        assert of_both[1][step + 1] == of_both[0][step + 1]
+    assert (source / "metrics.jsonl").read_bytes() == before
+    going_on = f"--config {source / 'config.json'} --resume {source} --output-dir {tmp_path} --num-steps {STEPS + 2}"
+    assert train(words(going_on), device) == 0
+    assert set(list(rates_of(source).values())[WARMUP:]) == {PEAK}
+
+
+@pytest.mark.slow
+def test_a_stable_run_is_decayed_on_other_ranks(stable, tmp_path):
+    path = stable / "checkpoints" / saved.name_of(6)
+    command = f"--config {stable / 'config.json'} --resume {path} --run-name decayed --output-dir {tmp_path}"
+    forked(2, multirank.program, *words(f"{command} --num-steps 10 --decay-steps 4 --batch-size 1"))
+    wanted = {step: rate(step, 10, 4) for step in range(7, 11)}
+    assert rates_of(tmp_path / "decayed") == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_run_that_ended_in_the_stable_phase_prints_the_command_that_decays_it(run, device, tmp_path, capsys):
+    assert run("r", "--decay-steps", 0) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("decay "))
+    assert train(shlex.split("--" + line.partition(" --")[2]), device) == 0
+    steps = STEPS + STEPS // 4
+    wanted = {step: rate(step, steps, STEPS // 4) for step in range(STEPS + 1, steps + 1)}
+    assert rates_of(tmp_path / "r-decayed") == pytest.approx(wanted, rel=1e-12)
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("decay ")]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("--decay-steps 3", "--decay-steps: only warmup_stable_decay has a decay phase"),
+        ("--decay-shape linear", "--decay-shape: only warmup_stable_decay has a decay phase"),
+        ("--lr-scheduler warmup_stable_decay --decay-steps 9", "--decay-steps 9: after the warmup there are 8;"),
+        ("--lr-scheduler warmup_stable_decay --decay-steps -1", "--decay-steps"),
+        ("--lr-scheduler warmup_stable_decay --decay-shape sqrt", "--decay-shape"),
+    ],
+)
+def test_a_decay_that_cannot_be_is_one_line(device, flags, tmp_path, wrong, said):
+    with pytest.raises(UserError) as raised:
+        train([*flags, "--output-dir", tmp_path, *words(wrong)], device)
+    assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
