@@ -71,6 +71,7 @@ from harness.job.signals import StopRequest
 from harness.job.terminal import command, progress
 from harness.job.world import end_process, fail, limit_waiting, open_store, start_processes, stop_processes
 from harness.model.attention import choose_attention, skip_packing_detection
+from harness.model.averages import WeightAverage
 from harness.model.collectives import alias_reduce_scatter_buffers, make_replicas_equal
 from harness.model.configs import choose_sequence_length, find_source, load_config
 from harness.model.float8 import check_float8, fp8_converter
@@ -103,7 +104,13 @@ from harness.report.summary import (
 from harness.report.waiting import Waiting
 from harness.state.export import export, step_of_export
 from harness.state.find import find_checkpoint, find_recorded_data
-from harness.state.identity import check_resume_compatible, check_sources, describe_identity, keep_global_batch
+from harness.state.identity import (
+    check_has_average,
+    check_resume_compatible,
+    check_sources,
+    describe_identity,
+    keep_global_batch,
+)
 from harness.state.store import Checkpoints, remove_leftovers
 from harness.state.train_state import TrainState
 
@@ -310,6 +317,19 @@ def evaluate(
     return losses, int(tokens)
 
 
+def evaluate_with_average(
+    settings: Settings, state: TrainState, held_out: dict[str, Any], device: torch.device
+) -> tuple[dict[str, float], int]:
+    """As `evaluate`; with --ema also the losses of the averaged weights, `eval_loss_ema` and `eval_loss_ema/NAME`."""
+    losses, tokens = evaluate(settings, state.model, held_out, device)
+    if state.average:
+        with state.average.as_weights():
+            of_average, _ = evaluate(settings, state.model, held_out, device)
+        for name, loss in of_average.items():
+            losses[name.replace("eval_loss", "eval_loss_ema", 1)] = loss
+    return losses, tokens
+
+
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
@@ -425,17 +445,19 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
-    verified = verify_sharding(settings, model, optimizer, mesh, keeps_states=sizes.states > 0)
+    average = WeightAverage(model, settings.ema) if settings.ema else None
+    averages = average.tensors if average else None
+    verified = verify_sharding(settings, model, optimizer, mesh, sizes.states > 0, averages)
     flops_per_token, flops_in_words = known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
         raise UserError(f"--min-mfu: {flops_in_words}", entry="no-mfu")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     if settings.document_mask and flops_per_token:
         tracker.document_flops = known_document_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
-    state = TrainState(model, optimizer, scheduler, tracker=tracker)
+    state = TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
     if checkpoint:
         load_state(state, checkpoint, manifest, folder)
-    say(describe_setup(settings, model, mesh, data, flops_in_words, peak, verified))
+    say(describe_setup(settings, model, mesh, data, flops_in_words, peak, verified, average))
     if checkpoint:
         say(columns({"resumed": f"{checkpoint} at step {state.step:,}"}))
         if changed:
@@ -497,6 +519,8 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
         with profiler.step(due), waiting.step(due.log):
             loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
             losses.append(loss)
+            if state.average:
+                state.average.update()
             state.scheduler.step()
             samples = job.data.record.samples_of_step(due.step)
             tokens, _ = job.data.count_tokens(samples)
@@ -557,7 +581,7 @@ def evaluate_and_log(
     settings, state, stories = job.settings, job.state, []
     if due.evaluate and not problem:
         with state.tracker.excluded():
-            losses, _ = evaluate(settings, state.model, job.held_out, job.device)
+            losses, _ = evaluate_with_average(settings, state, job.held_out, job.device)
             metrics |= losses
             if not due.last:  # after the last step finish() writes them
                 stories = job.sample()
@@ -658,12 +682,15 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
         _, held_out = load_data(settings, tokenizer, config, utils.get_dataset, rules)
     if checkpoint:
         check_resume_compatible(settings, describe_identity(settings, config), manifest)
+    check_has_average(settings, manifest)
     state = TrainState(build_model(settings, config, mesh, read_weights=not checkpoint))
+    if settings.ema:
+        state.average = WeightAverage(state.model, settings.ema)
     if checkpoint:
         state.load(checkpoint, manifest)
         say(f"loaded     {checkpoint}, step {manifest['step']:,}")
     if settings.eval_interval:
-        losses, tokens = evaluate(settings, state.model, held_out, device)
+        losses, tokens = evaluate_with_average(settings, state, held_out, device)
         say_evaluation(settings, held_out, losses, tokens, manifest["step"] if manifest else None, stdout)
     for prompt in prompts:
         say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))

@@ -23,6 +23,7 @@ import train_fsdp
 import utils
 from harness.job.world import start_processes, stop_processes
 from harness.model import newton_schulz
+from harness.model.averages import WeightAverage
 from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
 from harness.plan import gpus, planning, predict, recorder
@@ -37,6 +38,8 @@ CASES = {
     "checkpointed": "--activation-checkpointing full",
     "selectively checkpointed": "--activation-checkpointing selective",
     "eager attention": "--attention eager --zero-stage 2",
+    "stage 2 with an average": "--zero-stage 2 --ema 0.99",
+    "pure bf16 with an average": "--precision bf16-pure --ema 0.99",
 }
 REPLICATED = {"2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2"}
 MUON = {"muon": "--optimizer muon", "normuon": "--optimizer normuon"}
@@ -52,8 +55,8 @@ RANKS = (1, 2, 4)
 def cases(ranks: int) -> dict[str, str]:
     if ranks == 4:
         return CASES | REPLICATED | MUON | MUON_OF_4
-    few = {name: CASES[name] for name in ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits")}
-    return few | MUON
+    few = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits", "pure bf16 with an average")
+    return {name: CASES[name] for name in few} | MUON
 
 
 def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[str]:
@@ -109,6 +112,8 @@ def measure(argv, device) -> dict:
     settings, config = resolved(argv)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = train_fsdp.build_optimizer(settings, model)
+    average = WeightAverage(model, settings.ema) if settings.ema else None
+    averages = list(average.tensors.values()) if average else []
     seen = {}
 
     def before_optimizer(*_) -> None:
@@ -120,14 +125,16 @@ def measure(argv, device) -> dict:
     batches = ({"input_ids": tokens.clone(), "labels": tokens.clone()} for _ in itertools.count())
     parameters = list(itertools.chain(model.parameters(), model.buffers()))
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    held = {"parameters": of(parameters), "optimizer": of(states)}
+    held = {"parameters": of(parameters), "optimizer": of(states), "average": of(averages)}
     live = Live()
     with live if dist.get_rank() == 0 else contextlib.nullcontext():
-        for tensor in itertools.chain(parameters, states):  # what was there before
+        for tensor in itertools.chain(parameters, states, averages):  # what was there before
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
             live.streams[local.untyped_storage()] = torch.cpu.current_stream()
         train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
+        if average:
+            average.update()
     dist.barrier()
     peaks = {"total": max(seen["passes"], live.peak), "in optimizer": live.peak}
     return held | seen | peaks | {"sent": live.sent, "held": sorted(live.held.values())}

@@ -40,5 +40,5 @@ def float8_scale(weight: torch.Tensor) -> torch.Tensor | None:
     return weight._precomputed_scale
 
 
-def set_float8_scale(weight: torch.Tensor, scale: torch.Tensor) -> None:
+def set_float8_scale(weight: torch.Tensor, scale: torch.Tensor | None) -> None:
     weight._precomputed_scale = scale

@@ -129,9 +129,10 @@ def divide_each(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
     torch._foreach_div_(tensors, divisor)
 
 
-def lerp_each(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Moves each tensor in place by `weight` of its way to another."""
-    torch._foreach_lerp_(tensors, ends, weight)
+def lerp_each(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float | torch.Tensor) -> None:
+    """Moves each tensor in place by `weight` of its way to another; a number in one kernel. A tensor of one number may
+    still be on the device, and torch then takes a kernel for each."""
+    torch._foreach_lerp_(tensors, ends, [weight] * len(tensors) if isinstance(weight, torch.Tensor) else weight)
 
 
 def multiply_each(tensors: list[torch.Tensor], number: float) -> None:

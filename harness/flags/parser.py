@@ -145,7 +145,8 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         # the checkpoint has the flags of its model
         of_data = "--dataset" not in {word.partition("=")[0] for word in argv}
         evaluates = args.eval_interval > 0
-        flags = flags_of_checkpoint(args.resume, evaluates, of_data, trains=bool(args.show_samples))
+        averages = evaluates or args.export_weights == "ema"
+        flags = flags_of_checkpoint(args.resume, evaluates, of_data, bool(args.show_samples), averages)
         parser.set_defaults(**flags, compile=False)
         args = parser.parse_args(argv)
     if args.dataset_split is None and isinstance(args.dataset, str):  # each of several has its own default

@@ -48,15 +48,17 @@ def resumable_beside(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(others, key=likeness, reverse=True)[:3]
 
 
-def flags_of_checkpoint(resume: str, evaluates: bool, of_data: bool, trains: bool) -> dict:
+def flags_of_checkpoint(resume: str, evaluates: bool, of_data: bool, trains: bool, averages: bool) -> dict:
     """The flags of the model in a checkpoint, for an evaluation also of its attention, and with `of_data` of the text
-    that was held out, with `trains` all that decides what a step trains on; none where the checkpoint cannot be read,
-    which is reported later."""
+    that was held out, with `trains` all that decides what a step trains on, with `averages` the average of its weights;
+    none where the checkpoint cannot be read, which is reported later."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         flags = saved.read_manifest(checkpoint_folder(resume))["flags"]
         names = "model init tokenizer dataset sequence_length precision fp8_recipe fp8_emulate optimizer"
         if evaluates:
             names += " document_mask"
+        if averages:
+            names += " ema"
         if trains:
             names += " document_mask eval_interval streaming batch_size gradient_accumulation_steps mixture_stage"
         if (evaluates or trains) and of_data:

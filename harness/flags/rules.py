@@ -66,6 +66,7 @@ def without_effect(s: Settings) -> Iterator[str]:
         (s.warmup_steps >= s.num_steps, "warmup_steps", f"the run ends after {s.num_steps:,} steps, before the learning rate reaches --lr"),  # entry: warmup-too-long
         (s.metrics_port is None, "metrics_host", "nothing listens without --metrics-port"),  # entry: needs-other-flag
         (s.log_with == "none", "project_name", "no tracker writes without --log-with"),  # entry: needs-other-flag
+        (not s.export, "export_weights", "nothing is exported without --export"),  # entry: needs-other-flag
         (not writes, "sample_tokens", "nothing is written without --sample-prompt"),  # entry: needs-other-flag
         (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),  # entry: flag-of-other-data
         (all_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),  # entry: flag-of-other-data
@@ -109,18 +110,19 @@ def contradiction(s: Settings) -> str | None:
     unread = unreadable(s.sample_prompts) if s.sample_prompts and first_rank else ""
     misfit = misfits_float8(s) if s.num_steps else ""
     optimizer = optimizer_constants(s)
-    unmeasured = f"no step is left to measure; give --num-steps at least {s.num_steps - measured + 1}"
     after_warmup = max(0, s.num_steps - s.warmup_steps)
+    unmeasured = f"no step is left to measure; give --num-steps at least {s.num_steps - measured + 1}"
     # fmt: off
     wrong = [
         (s.precision != "fp8" and (s.fp8_recipe or s.fp8_emulate), "--fp8-recipe/--fp8-emulate: only with --precision fp8"),  # entry: fp8-flags
         (misfit, misfit),
         (s.lr_scheduler == "constant" and s.warmup_steps, "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup"),  # entry: constant-warmup
         (s.lr_scheduler == "polynomial" and s.lr <= POLYNOMIAL_END, f"--lr: the polynomial schedule ends at {POLYNOMIAL_END:g}, which {s.lr:g} is not above; give more, or linear"),  # entry: polynomial-end
-        (mixture := wrong_mixture(s.dataset, s.mixture_stage), mixture),  # entry: bad-mixture
         *((value != default and s.lr_scheduler != "warmup_stable_decay", f"--{name}: only warmup_stable_decay has a decay phase; give --lr-scheduler warmup_stable_decay")  # entry: needs-decay-phase
           for name, value, default in (("decay-steps", s.decay_steps, None), ("decay-shape", s.decay_shape, "cosine"))),
         (s.num_steps and (s.decay_steps or 0) > after_warmup, f"--decay-steps {s.decay_steps}: after the warmup there are {after_warmup}; give no more, or fewer --warmup-steps"),  # entry: decay-too-long
+        (s.export_weights == "ema" and not s.ema, "--export-weights ema: there is no average of the weights; give --ema with it, or with --num-steps 0 the checkpoint of a run that had it"),  # entry: no-average
+        (mixture := wrong_mixture(s.dataset, s.mixture_stage), mixture),  # entry: bad-mixture
         (absent, absent),  # entry: no-such-data
         (unread, f"--sample-prompts {s.sample_prompts}: cannot be read ({unread})"),  # entry: prompts-file
         (s.document_mask and s.dataset == "synthetic", "--document-mask: synthetic tokens are no documents; use another --dataset"),  # entry: no-text

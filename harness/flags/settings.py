@@ -101,6 +101,7 @@ class Settings:
     weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0)
     betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]", type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"))
     max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0)
+    ema: float = flag(0.0, "exponential moving average of the weights with this decay, such as 0.999, in fp32 and sharded: evaluated beside them, saved, exported by --export-weights; 0 keeps none [0]", least=0, below=1)
     seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63)
 
     eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation")
@@ -116,6 +117,7 @@ class Settings:
     final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
     resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path)
     export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR", type=path)
+    export_weights: Literal["raw", "ema"] = flag("raw", "of --export: those that the optimizer trains, or their average of --ema [raw]")
 
     timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", least=0.001, below=1e7, group="failures")
 

@@ -154,26 +154,28 @@ class ParameterBytes:
     weight: int
     states: float  # of the optimizer, in memory; an average where parameters differ
     saved_states: float  # of the optimizer, in a checkpoint
+    average: int = 0  # with --ema, in memory and in a checkpoint
 
     @property
     def at_rest(self) -> float:
-        """In memory: the parameter, its gradient and its optimizer states."""
-        return 2 * self.weight + self.states
+        """In memory: the parameter, its gradient, its optimizer states and its average."""
+        return 2 * self.weight + self.states + self.average
 
     @property
     def in_checkpoint(self) -> float:
-        return self.weight + self.saved_states
+        return self.weight + self.saved_states + self.average
 
 
 def check_memory(settings: Settings, parameters: int, each: ParameterBytes, shards: int) -> None:
-    """Raises a UserError where the parameters, gradients and optimizer states of the ranks here, a lower bound of what
-    training takes, are more than this host can hold. `shards` is the number of ranks that share one replica."""
+    """Raises a UserError where the parameters, gradients, optimizer states and averages of the ranks here are more than
+    this host can hold: a lower bound of what training takes. `shards` is the number of ranks that share one replica."""
     from harness.base.devices import GIB
     from harness.base.errors import UserError
 
     need, available = parameters * each.at_rest * ranks_here() / shards, memory()
     if need > available:
-        what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their gradients and optimizer states"
+        beside = "gradients, optimizer states and average" if each.average else "gradients and optimizer states"
+        what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their {beside}"
         advice = "try --demo, or look for GPUs that hold it by --plan"
         have = f"training on the host takes {need / GIB:,.1f} GiB and more ({what}), it has {available / GIB:,.1f}"
         raise UserError(f"--model {settings.model}: {have}; {advice}", entry="host-too-small")

@@ -73,14 +73,15 @@ def weight_dtype(settings: Settings) -> torch.dtype:
 
 
 def parameter_bytes(settings: Settings, config: Any = None) -> ParameterBytes:
-    """What one parameter takes, with its optimizer; on average over the model of a config where they differ."""
+    """What one parameter takes, with its optimizer and --ema; on average over a config's model where they differ."""
     kind, weight = find_optimizer(settings.optimizer), weight_dtype(settings).itemsize
+    average = 4 if settings.ema else 0
     if kind.model_state_bytes and config is not None:
         model = on_meta(config)
         states = kind.model_state_bytes(model, settings) / sum(parameter.numel() for parameter in model.parameters())
-        return ParameterBytes(weight, states=states, saved_states=states)
+        return ParameterBytes(weight, states, saved_states=states, average=average)
     saved_state_bytes = kind.saved_state_bytes or kind.state_bytes
-    return ParameterBytes(weight, states=kind.state_bytes(weight), saved_states=saved_state_bytes(weight))
+    return ParameterBytes(weight, kind.state_bytes(weight), saved_state_bytes(weight), average)
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:

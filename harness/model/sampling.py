@@ -18,12 +18,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards no parameter stays gathered and no random state is touched."""
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=cuda):
-        yield
-    model.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        model.train()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:

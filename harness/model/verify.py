@@ -25,14 +25,20 @@ class Held(NamedTuple):
 
 @torch.no_grad()
 def verify_sharding(
-    settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, keeps_states: bool = True
+    settings: Settings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    keeps_states: bool = True,
+    averages: dict[str, torch.Tensor] | None = None,
 ) -> str:
     """One line about what is sharded and how, and which dtypes it has. Gradients, which are not there yet, are looked
-    at when the optimizer takes its first step.
+    at when the optimizer takes its first step. `averages` are those of --ema, by the names of the parameters.
 
     Raises:
-        RuntimeError: a parameter or an optimizer state is not the DTensor that the stage asks for; a parameter lacks
-            the states that its optimizer keeps; or something is not held in the dtype that it should be.
+        RuntimeError: a parameter, an optimizer state or an average is not the DTensor that the stage asks for; a
+            parameter lacks the states that its optimizer keeps; or something is not held in the dtype that it should
+            be.
     """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     parameters = dict(model.named_parameters())
@@ -42,7 +48,8 @@ def verify_sharding(
         for key, state in optimizer.state.get(parameter, {}).items()
         if torch.is_tensor(state) and state.dim() > 0
     }
-    for name, tensor in (parameters | states).items():
+    average_of = {f"the average of {name}": average for name, average in (averages or {}).items()}
+    for name, tensor in (parameters | states | average_of).items():
         if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
             raise RuntimeError(f"{name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
     for name, parameter in parameters.items():
@@ -55,6 +62,7 @@ def verify_sharding(
         Held("weights", {name: local(parameter).dtype for name, parameter in parameters.items()}, weights),
         Held("sums of gradients over ranks", reduce_dtypes(model), weights),
         *held_states(settings, parameters, optimizer),
+        Held("averages", {name: average.dtype for name, average in average_of.items()}, torch.float32),
     ]
     check_dtypes(held)
     check_first_gradients(optimizer, parameters, weights)
@@ -62,6 +70,8 @@ def verify_sharding(
     of_rank = sum(parameter.to_local().numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in parameters.values())
     counts = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
+    if averages:
+        counts += f", as are {len(averages)} averages"
     share = f"rank {dist.get_rank()} holds {100 * of_rank / total:.1f} % of the elements"
     first_step = f"at the first step gradients {name_of(weights)}"
     return f"{counts}, {' x '.join(map(repr, placements))}; {share}; {describe_dtypes(held)}; {first_step}"

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import flop_registry
 
 from harness.base.torch_internals import backward_is_running, schema_of, tree_leaves
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")  # of what a step holds in memory
+# of what a step holds in memory
+KINDS = ("parameters", "gradients", "optimizer", "average", "activations", "communication")
 
 
 @dataclasses.dataclass

@@ -228,8 +228,11 @@ def largest(peaks: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def by_kind(peak: np.ndarray) -> dict[str, float]:
-    """GiB of a peak's kinds."""
-    return dict(zip(KINDS, (peak / GIB).tolist(), strict=True))
+    """GiB of a peak's kinds; the average is among them with --ema only."""
+    gib = dict(zip(KINDS, (peak / GIB).tolist(), strict=True))
+    if not gib["average"]:
+        del gib["average"]
+    return gib
 
 
 def list_collectives(counts: dict[tuple, float]) -> list[dict]:

@@ -38,6 +38,7 @@ from harness.base.torch_internals import (
 from harness.base.transformers_internals import without_packing_detection
 from harness.flags.settings import Settings
 from harness.model import loss, newton_schulz, whole_matrices
+from harness.model.averages import WeightAverage
 from harness.model.matrices import Matrix, matrices_of_model
 from harness.model.optimization import find_optimizer
 from harness.model.weights import decoder_layers, on_meta
@@ -470,6 +471,8 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
             model = recipe.build_model(settings, config, mesh)
             recorder.kind = "optimizer"
             optimizer = recipe.build_optimizer(settings, model)
+            recorder.kind = "average"
+            average = WeightAverage(model, settings.ema) if settings.ema else None
             layers = decoder_layers(model)
             for index, layer in enumerate(layers):
                 if index < edge:
@@ -487,6 +490,8 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
 
                 precompute_float8_dynamic_scale_for_fsdp(model)
             recipe.train_step(settings, model, optimizer, batches(), recipe.make_tracker(0, world, 0))
+            if average:
+                average.update()
     finally:
         dist.destroy_process_group()
     if settings.compile and not recorder.compiled_regions:

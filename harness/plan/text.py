@@ -367,6 +367,8 @@ def describe_plan(settings: Settings, result: dict) -> str:
         "fused loss" if settings.fused_loss else "loss from full logits",
         f"{settings.optimizer}, offloaded to the host" if settings.cpu_offload else settings.optimizer,
     ]
+    if settings.ema:
+        techniques.append(f"ema {settings.ema:g}")
     answer = {"verdict": result["verdict_text"]}
     if result["fits"]:
         answer |= describe_speed(settings, result)

@@ -12,13 +12,14 @@ from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer
 
 
-def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | None, verified: str) -> str:
+def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | None, verified: str, average) -> str:
     """The header's lines.
 
     Args:
         flops: the FLOPs of a token and how they were counted, in words.
         peak: TFLOPS of the device, None where it is not known.
         verified: what was verified of the sharding, in words.
+        average: the `WeightAverage` of --ema, None without.
     """
     world_size, shards = dist.get_world_size(), mesh["shard"].size()
     device = device_name(mesh.device_type)
@@ -43,6 +44,8 @@ def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | N
     if kind.describe:
         lines["optimizer"] = f"{settings.optimizer} on {kind.describe(model)}"
     padded = " with padding" if train_set.has_padding else ""
+    if average:
+        lines["average"] = average.describe()
     lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
     lines |= train_set.header
     return columns(lines, wrap=True)

@@ -24,7 +24,12 @@ from harness.report.header import watching
 from harness.report.metrics_file import MetricsFile
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_identity, describe_run, describe_starts, keep_config
-from harness.report.summary import describe_held_out, describe_held_out_sources, describe_unsaved
+from harness.report.summary import (
+    describe_held_out,
+    describe_held_out_average,
+    describe_held_out_sources,
+    describe_unsaved,
+)
 from harness.report.trackers import Trackers
 from harness.state.train_state import TrainState
 
@@ -126,7 +131,7 @@ class Report:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
         held_out = describe_held_out(metrics)
         if held_out:
-            parts += [held_out, *describe_held_out_sources(metrics)]
+            parts += [held_out, *describe_held_out_average(metrics), *describe_held_out_sources(metrics)]
         name = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  "
         line = name + "  ".join(part.replace(" ", NO_BREAK_SPACE) for part in parts)  # to break between parts only
         say(terminal.wrap(line, indent=len(name)).replace(NO_BREAK_SPACE, " "))

@@ -21,8 +21,9 @@ def first_not_finite(metrics: dict, losses: list[float]) -> NotFinite | None:
     step = metrics["step"]
     figures = [(of_step, "loss", loss) for of_step, loss in enumerate(losses, step - len(losses) + 1)]
     figures.append((step, "grad norm", metrics["grad_norm"]))
-    if "eval_loss" in metrics:
-        figures.append((step, "eval loss", metrics["eval_loss"]))
+    for key in ("eval_loss", "eval_loss_ema"):
+        if key in metrics:
+            figures.append((step, key.replace("_", " "), metrics[key]))
     for of_step, name, value in figures:
         if not math.isfinite(value):
             return NotFinite(of_step, f"{name} became {value}")

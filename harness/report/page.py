@@ -110,7 +110,7 @@ def origin_of(run: Run) -> str:
 def state_of(run: Run) -> str:
     """How far the run came."""
     for line in run.lines:
-        for key in ("loss", "grad_norm", "eval_loss"):
+        for key in ("loss", "grad_norm", "eval_loss", "eval_loss_ema"):
             if key in line and not is_number(line[key]):
                 return f"{key.replace('_', ' ')} was no number at step {line['step']:,}"
     if run.complete:

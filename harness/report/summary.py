@@ -49,7 +49,8 @@ def say_evaluation(
     size = f"{tokens:,} tokens"
     if settings.chat_loss == "assistant" and any(windows.is_chat for windows in held_out.values()):
         size += ", of conversations the assistant's alone"
-    result = ", ".join([describe_held_out(losses), *describe_held_out_sources(losses), size])
+    values = [describe_held_out(losses), *describe_held_out_average(losses), *describe_held_out_sources(losses)]
+    result = ", ".join([*values, size])
     say(columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {result}"}))
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}
@@ -71,6 +72,14 @@ def describe_held_out(metrics: dict) -> str:
     if loss is None:
         return ""
     return f"held-out loss {loss:.4f} (perplexity {perplexity(loss):,.2f})"
+
+
+def describe_held_out_average(metrics: dict) -> list[str]:
+    """The held-out loss of the averaged weights in a log line; none without --ema."""
+    if metrics.get("eval_loss_ema") is None:
+        return []
+    loss = metrics["eval_loss_ema"]
+    return [f"of the average {loss:.4f} (perplexity {perplexity(loss):,.2f})"]
 
 
 def describe_held_out_sources(metrics: dict) -> list[str]:
@@ -136,7 +145,7 @@ def describe_training(metrics: dict, state: TrainState) -> str:
     words += f", loss {metrics['loss']:.4f}"
     held_out = describe_held_out(metrics)
     if held_out:
-        words = ", ".join([words, held_out, *describe_held_out_sources(metrics)])
+        words = ", ".join([words, held_out, *describe_held_out_average(metrics), *describe_held_out_sources(metrics)])
     return words
 
 
@@ -185,8 +194,10 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
     elif saved:
         lines["export"] = to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
     if saved:
-        given = flags_of_run(settings, folder, "num_steps", "output_dir", "export")
+        given = flags_of_run(settings, folder, "num_steps", "output_dir", "export", "export_weights")
         lines["go on"] = to_paste(launcher, given, **source, num_steps=2 * settings.num_steps)
+        if settings.lr_scheduler == "warmup_stable_decay" and settings.decay_steps == 0:
+            lines["decay"] = decay_command(settings, folder)
     elif not settings.export:
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
     if shown:
@@ -194,10 +205,17 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
     return "\n" + columns(lines)
 
 
+def decay_command(settings: Settings, folder: pathlib.Path) -> str:
+    """The command of a branch that decays the learning rate of a run that ended in the stable phase, in a fifth of all
+    its steps."""
+    given = flags_of_run(settings, folder, "num_steps", "decay_steps", "export", "export_weights")
+    steps = max(1, settings.num_steps // 4)
+    branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
+    return to_paste(terminal.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
+
+
 def describe_unsaved(settings: Settings, steps_left: int, step_ms: float) -> str:
     """A warning for a run with --resume auto that saves nothing before its end, so that a restart after a kill repeats
-        if settings.lr_scheduler == "warmup_stable_decay" and settings.decay_steps == 0:
-            lines["decay"] = decay_command(settings, folder)
     everything; empty for any other. `step_ms` is milliseconds of a step."""
     if settings.resume != "auto" or settings.checkpoint_interval:
         return ""
@@ -205,14 +223,5 @@ def describe_unsaved(settings: Settings, steps_left: int, step_ms: float) -> str
     warning = "--resume auto: without --checkpoint-interval nothing is saved before the end"
     if interval >= steps_left:
         return f"{warning}, within {math.ceil(steps_left * step_ms / 60_000)} min"
-def decay_command(settings: Settings, folder: pathlib.Path) -> str:
-    """The command of a branch that decays the learning rate of a run that ended in the stable phase, in a fifth of all
-    its steps."""
-    given = flags_of_run(settings, folder, "num_steps", "decay_steps", "export")
-    steps = max(1, settings.num_steps // 4)
-    branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
-    return to_paste(terminal.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
-
-
     advice = f"--checkpoint-interval {interval} saves about every {SAVE_MINUTES} minutes at {step_ms:,.0f} ms a step"
     return f"{warning}; {advice}"

@@ -1,6 +1,7 @@
 """Export: a folder that transformers loads, written from a sharded model that no rank can hold whole. The script calls
 it at the end of a run. Independent of optimizer and data."""
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -207,6 +208,24 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
             exit_code=1,
             entry="export-not-finite",
         )
+    is_average = settings.export_weights == "ema"
+    with state.average.as_weights() if is_average else contextlib.nullcontext():
+        unreadable, error = write_export(settings, state, tokenizer, final)
+    if error:
+        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1, entry="output-not-writable")
+    parts = [str(final)]
+    if is_average:
+        parts.append("the average of the weights")
+    if tokenizer is None:
+        parts.append("without a tokenizer")
+    say(f"exported   {', '.join(parts)}")
+    if unreadable:
+        say(f"           without the generation config of {settings.model}, which cannot be read ({unreadable})")
+
+
+def write_export(settings: Settings, state: TrainState, tokenizer, final: pathlib.Path) -> tuple[str, str]:
+    """Writes the folder of an export; every rank calls this. Returns why the generation config of the source is not in
+    it, empty where it is, and the error with which the writing ended, empty where it did not."""
     is_main = dist.get_rank() == 0
     generation, unreadable = {}, ""
     if is_main:
@@ -223,12 +242,7 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     if is_main:
         total_size = sum(tensor.nbytes for tensor in tensors.values())
         writer.attempt(writer.finish, settings, generation, tokenizer, total_size)
-    error = from_main_process(lambda: writer.error, is_main)
-    if error:
-        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1, entry="output-not-writable")
-    say(f"exported   {final}, without a tokenizer" if tokenizer is None else f"exported   {final}")
-    if unreadable:
-        say(f"           without the generation config of {settings.model}, which cannot be read ({unreadable})")
+    return unreadable, from_main_process(lambda: writer.error, is_main)
 
 
 def by_layer(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

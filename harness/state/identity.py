@@ -53,6 +53,7 @@ REPORTED = (
     "weight_decay",
     "betas",
     "max_grad_norm",
+    "ema",
     "document_mask",
 )
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
@@ -109,7 +110,19 @@ def check_resume_compatible(settings: Settings, identity: dict, manifest: dict) 
     for key in REPORTED:
         if saved.get(key) != now[key]:
             changed.append(f"{key.replace('_', ' ')} {saved[key]} -> {now[key]}")
+            if key == "ema" and not saved[key]:
+                changed[-1] += " (the average begins as a copy of the loaded weights)"
+            if key == "ema" and not now[key]:
+                changed[-1] += " (the average is dropped)"
     return ", ".join(changed)
+
+
+def check_has_average(settings: Settings, manifest: dict | None) -> None:
+    """Raises a UserError where --ema asks for the average of weights that are not trained, but loaded from what holds
+    none: a checkpoint without it, or no checkpoint."""
+    if settings.ema and (manifest is None or not manifest["flags"].get("ema")):
+        where = "--num-steps 0 trains nothing" if manifest is None else f"{settings.resume} holds none"
+        raise UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}", entry="no-average")
 
 
 def check_sources(before: DataRecord, now: DataRecord) -> None:

@@ -18,12 +18,14 @@ import torch.distributed.checkpoint as dcp
 from harness.base.errors import UserError
 from harness.base.package_internals import wrapped_weight
 from harness.base.ranks import of_all_ranks
+from harness.model.averages import WeightAverage
 from harness.state.shards import SafeReader, checkpoint_error
 from harness.state.staging import like, local_part
 
 # The clock may be set while a run goes on, so it is read once and time is then counted.
 PROCESS_STARTED = psutil.Process().create_time()
 CLOCK = time.time() - time.monotonic()
+AVERAGE = "average."  # begins the names of averages in the shards
 
 
 # ---- Fields of the manifest ------------------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     _: dataclasses.KW_ONLY
+    average: WeightAverage | None = None  # of the weights, with --ema
     step: int = in_manifest(0, taken_by_branch=True)
     samples: int = in_manifest(0, taken_by_branch=True)  # global, consumed so far
     # of streams, by source and stream, as StreamedDataset.chunks has them; where the checkpoint had them
@@ -166,8 +169,9 @@ class TrainState:
         return numbers
 
     def finite(self) -> bool:
-        """Whether every parameter and optimizer state is finite, on all ranks."""
+        """Whether every parameter, its average and every optimizer state is finite, on all ranks."""
         tensors = [local_part(unwrapped(parameter)) for parameter in self.model.parameters()]
+        tensors += [local_part(average) for average in self.averages().values()]
         for _, _, local in self.optimizer_states():
             tensors.append(local.scale if hasattr(local, "scale") else local)  # an 8-bit state has codes and scales
         largest = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], math.inf)
@@ -182,6 +186,7 @@ class TrainState:
         exact, for the same one.
         """
         tensors = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
+        tensors |= self.averages()
         for name, state, local in self.optimizer_states():
             tensors[name] = unwrapped(state)
             if hasattr(local, "codes"):
@@ -195,6 +200,12 @@ class TrainState:
         if torch.cuda.is_available():
             tensors[f"{rng}.cuda"] = torch.cuda.get_rng_state()
         return tensors
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The averages of the weights, by the names that they have in the shards; none without --ema."""
+        if self.average is None:
+            return {}
+        return {f"{AVERAGE}{name}": unwrapped(average) for name, average in self.average.tensors.items()}
 
     def optimizer_states(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, state, this rank's part of it); none without an optimizer."""
@@ -214,20 +225,25 @@ class TrainState:
         self.restore_counters(manifest, branch=bool(origin))
 
     def load_tensors(self, path: pathlib.Path) -> None:
-        """Loads the shards into the tensors of this state. Raises a UserError where they cannot be read."""
+        """Loads the shards into the tensors of this state; where they hold no average, that begins as a copy of the
+        loaded weights. Raises a UserError where they cannot be read."""
         reader, tensors = SafeReader(path), self.tensors()
         of_one_layout = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
         try:
             index = reader.read_metadata()
             reader.read_metadata = lambda: index  # a rank where DCP's own look failed would load alone
+            has_average = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
             for name in list(tensors):
-                if of_one_layout.search(name) and name not in index.state_dict_metadata:
+                is_missing = of_one_layout.search(name) and name not in index.state_dict_metadata
+                if is_missing or (name.startswith(AVERAGE) and not has_average):
                     del tensors[name]
             dcp.load(tensors, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as error:
             raise UserError(
                 f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1, entry="checkpoint-not-loaded"
             ) from error
+        if self.average and not has_average:
+            self.average.restart()
         for name, _, local in self.optimizer_states():
             codes_loaded = any(other.startswith(f"{name}.codes.") for other in tensors)
             if hasattr(local, "codes") and not codes_loaded:

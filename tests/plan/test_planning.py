@@ -14,7 +14,7 @@ import planranks
 import pytest
 import torch
 from conftest import forked, metrics_of, parse, python, slow_case, words, write_model
-from multirank import COUNTED, MODELS, SIZES
+from multirank import COUNTED, MODELS, SIZES, resolved
 
 import train_fsdp
 from harness.base.errors import UserError
@@ -22,6 +22,7 @@ from harness.model.configs import load_config
 from harness.model.matrices import matrices_of_model
 from harness.model.weights import on_meta
 from harness.plan import gpus, planning, predict, recorder
+from harness.plan.operators import KINDS
 
 GIB = 2**30
 QUICK_RANKS = 2  # of the quick tier
@@ -80,7 +81,8 @@ def test_planned_bytes_are_those_of_a_real_step(planned, measured, ranks, name):
     assert memory["total"] * GIB == pytest.approx(real["total"], rel=0.02)
     in_optimizer = sum(plan["peaks_gib"]["optimizer"].values())
     assert in_optimizer * GIB == pytest.approx(real["in optimizer"], rel=0.02)
-    at_rest = real["parameters"] + real["optimizer"]
+    assert memory.get("average", 0) * GIB == pytest.approx(real["average"], rel=0.02)
+    at_rest = real["parameters"] + real["optimizer"] + real["average"]
     at_peak = plan["at_peak_gib"]
     passing = at_peak["gradients"] + at_peak["activations"] + at_peak["communication"]
     assert passing * GIB == pytest.approx(real["total"] - at_rest, rel=0.02)
@@ -94,6 +96,30 @@ def test_what_muon_holds_while_it_computes_is_planned(planned, measured, ranks, 
     held = (plan["activations"] + plan["communication"]) * GIB
     assert held == pytest.approx(real["in optimizer"] - at_rest, rel=0.15)
     assert held > 0.1 * real["parameters"]
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+@pytest.mark.parametrize("place", ["", "--cpu-offload"])
+def test_the_update_of_an_average_is_in_the_planned_step(models, precision, place):
+    """It reads weights and averages and writes averages; on the host where they lie there."""
+    both = []
+    for ema in ("0", "0.99"):
+        flags = f"--precision {precision} {place} --ema {ema} --plan-gpus 1 --plan"
+        settings, config = resolved(planranks.arguments(models, flags))
+        step = predict.record_whole_step(settings, train_fsdp.RECIPE, config, 1, 1)
+        host = predict.move_states_to_host(step, settings) if place else None
+        rates = gpus.find_rates("H100 SXM", {})
+        both.append((step, predict.predict_time(step.counts, step.operators, step.parts, rates), host))
+    (_, without, _), (step, seconds, host) = both
+    if place:
+        weight = 2 if precision == "bf16-pure" else 4
+        of_weights, of_average = (host[KINDS.index(kind)] for kind in ("parameters", "average"))
+        assert of_average / 4 == pytest.approx(of_weights / weight, rel=0.02)
+        assert sum(peak[KINDS.index("average")] for peak in step.peaks.values()) == 0
+    assert seconds["optimizer"] > without["optimizer"]
+    if precision == "fp32" and not place:
+        moved = [value for key, value in step.counts.items() if key[0] == "list_bytes" and "lerp" in key[2]]
+        peak = next(peaks for key, peaks in step.peaks.items() if key[1] == "optimizer")
+        assert sum(moved) == pytest.approx(3 * peak[KINDS.index("average")], rel=0.02)
 
 
 @pytest.mark.parametrize("ranks, name", CASES)

@@ -1,0 +1,112 @@
+"""Averages: an exponential moving average of the weights, in fp32 and sharded as they are. Called by the script after
+each step and at evaluations, by exports and plans too. Independent of the optimizer and of how states are saved."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from harness.base.devices import GIB
+from harness.base.package_internals import float8_scale, set_float8_scale, wrapped_weight
+from harness.base.torch_internals import lerp_each
+from harness.model.optimization import local
+
+
+class WeightAverage:
+    """An average of a sharded model's weights, which each optimizer step moves by 1 - decay of its way to them:
+
+        average = decay * average + (1 - decay) * weights
+
+    as `torch.optim.swa_utils.get_ema_multi_avg_fn` does. It begins as a copy of the weights, and no factor corrects for
+    that beginning: after n steps they still have a share of decay^n in it.
+
+    `tensors` has a DTensor for each parameter, by its name, laid out as the parameter.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay = model, decay
+        self.tensors: dict[str, DTensor] = {}
+        for name, parameter in model.named_parameters():
+            self.tensors[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+        self.restart()
+
+    @torch.no_grad()
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's part of each weight and of its average."""
+        parameters = dict(self.model.named_parameters())
+        return [(local(parameters[name]), local(average)) for name, average in self.tensors.items()]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begins again as a copy of the weights."""
+        for weight, average in self.pairs():
+            average.copy_(weight)
+
+    @torch.no_grad()
+    def update(self, skip: torch.Tensor | None = None) -> None:
+        """Takes in the weights after an optimizer step. `skip` is a tensor of one number, 1 where that step was
+        skipped: the average then stays as it is. Nothing is read back from the device."""
+        pairs = self.pairs()
+        share = 1 - self.decay
+        if skip is not None:
+            share = share * (1 - skip.to(pairs[0][1]))
+        of_one_dtype = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
+        if of_one_dtype:
+            weights, averages = zip(*of_one_dtype, strict=True)
+            lerp_each(list(averages), list(weights), share)
+        for weight, average in pairs:
+            if weight.dtype != average.dtype:  # one by one: a copy in fp32 of all would be as large as the average
+                average.lerp_(weight.to(average.dtype), share)
+
+    @contextlib.contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """Inside, the model has the average as its weights. No parameter may be gathered when it begins or ends.
+
+        Each shard is swapped with its average, so no second copy of the model is needed. Only bf16 weights, which get
+        the average rounded, are copied: they take the memory of gradients, which there are none of at that time.
+        """
+        copies: dict[int, torch.Tensor] = {}
+        scales = self.take_scales()
+        with torch.no_grad():
+            for number, (weight, average) in enumerate(self.pairs()):
+                if weight.dtype == average.dtype:
+                    swap(weight, average)
+                else:
+                    copies[number] = weight.clone()
+                    weight.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for number, (weight, average) in enumerate(self.pairs()):
+                    if number in copies:
+                        weight.copy_(copies[number])
+                    else:
+                        swap(weight, average)
+            for weight, scale in scales:
+                set_float8_scale(weight, scale)
+
+    @torch.no_grad()
+    def take_scales(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Each float8 weight with its scale, which it loses: that of other values is computed at the next gather."""
+        scales = []
+        for parameter in self.model.parameters():
+            weight = parameter.to_local()
+            if wrapped_weight(weight) is not weight:
+                scales.append((weight, float8_scale(weight)))
+                set_float8_scale(weight, None)
+        return scales
+
+    def describe(self) -> str:
+        """For the header: `ema 0.999, fp32, 1.43 GiB a rank`."""
+        size = sum(average.nbytes for _, average in self.pairs())
+        return f"ema {self.decay:g}, fp32, {size / GIB:.3g} GiB a rank"
+
+
+def swap(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchanges the values of two tensors of one dtype."""
+    values = first.clone()
+    first.copy_(second)
+    second.copy_(values)

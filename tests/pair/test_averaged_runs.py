@@ -1,0 +1,257 @@
+"""--ema in whole runs: saved, resumed, evaluated beside the weights, exported."""
+
+import json
+import shutil
+
+import multirank
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import ROOT, STORIES, Stop, forked, forking, metrics_of, parse, slow_case, train, words, write_model
+from transformers import AutoModelForCausalLM
+
+from harness.base import saved
+from harness.base.errors import UserError
+from harness.report.page import write_report
+
+STEPS = 6
+KEYS = ("step", "loss", "grad_norm", "eval_loss", "eval_loss_ema")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """A tiny run that evaluates; what a test gives beside it wins."""
+    folder = tmp_path_factory.mktemp("averaged")
+    with (STORIES / "train.jsonl").open() as stories:
+        texts = [json.loads(story)["text"] for story, _ in zip(stories, range(80), strict=False)]
+    (folder / "my.txt").write_text("\n\n".join(texts))
+    model = write_model(folder / "model", "llama", **multirank.SIZES | {"tie_word_embeddings": False})
+    small = f"--num-steps {STEPS} --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1"
+    places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model}"
+    places += f" --dataset {folder / 'my.txt'}"
+    return words(f"{small} {places} --lr 1e-2 --eval-interval 2 --no-compile --no-async-checkpoint --ema 0.8")
+
+
+@pytest.fixture
+def run(device, flags, tmp_path):
+    """Trains in this process under tmp_path/NAME; returns the exit code."""
+
+    def start_run(name: str, *more, stop_after: int = -1) -> int:
+        return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after))
+
+    return start_run
+
+
+@pytest.fixture(scope="module")
+def finished(device, flags, tmp_path_factory):
+    """A finished run with a checkpoint of every second step."""
+    folder = tmp_path_factory.mktemp("finished")
+    more = words(f"--output-dir {folder} --run-name r --checkpoint-interval 2 --keep-checkpoints 9")
+    assert train([*flags, *more], device) == 0
+    return folder / "r"
+
+
+def lines_of(folder) -> list[list]:
+    return [[line.get(key) for key in KEYS] for line in metrics_of(folder) if not line.get("final")]
+
+
+def checkpoint(folder, step: int):
+    return folder / "checkpoints" / saved.name_of(step)
+
+
+def tensors_of(path, kind: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint whose names begin with a kind, whole."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if name.startswith(f"{kind}.")
+    }
+    dcp.load(tensors, checkpoint_id=path)
+    return {name.removeprefix(f"{kind}."): tensor for name, tensor in tensors.items()}
+
+
+def test_the_average_of_a_run_is_that_of_its_checkpoints(run, tmp_path):
+    assert run("r", *words("--checkpoint-interval 1 --keep-checkpoints 9 --eval-interval 0")) == 0
+    found = [tensors_of(checkpoint(tmp_path / "r", step), "average") for step in range(1, STEPS + 1)]
+    weights = [tensors_of(checkpoint(tmp_path / "r", step), "model") for step in range(1, STEPS + 1)]
+    assert found[0].keys() == weights[0].keys()
+    for before, after, taken_in in zip(found, found[1:], weights[1:], strict=False):
+        for name in before:
+            assert torch.equal(after[name], before[name].lerp(taken_in[name], 1 - 0.8)), name
+    assert any(not torch.equal(found[-1][name], weights[-1][name]) for name in weights[-1])
+
+
+def test_keeping_an_average_changes_no_loss(run, finished, tmp_path):
+    assert run("plain", "--ema", "0") == 0
+    assert [line[:4] for line in lines_of(tmp_path / "plain")] == [line[:4] for line in lines_of(finished)]
+    assert all(line[4] is None for line in lines_of(tmp_path / "plain"))
+    assert "average." not in str(dcp.FileSystemReader(checkpoint(tmp_path / "plain", STEPS)).read_metadata())
+
+
+@pytest.mark.parametrize(
+    "technique",
+    ["", slow_case("--precision bf16-pure"), slow_case("--precision fp8 --fp8-emulate"), slow_case("--cpu-offload")],
+)
+def test_a_stopped_run_goes_on_with_its_average_bit_for_bit(run, tmp_path, technique):
+    assert run("whole", *words(technique)) == 0
+    assert run("r", *words(technique), stop_after=3) == 143
+    assert run("r", "--resume", "auto", *words(technique)) == 0
+    assert lines_of(tmp_path / "r") == lines_of(tmp_path / "whole")
+    averages = [tensors_of(checkpoint(tmp_path / name, STEPS), "average") for name in ("whole", "r")]
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+
+
+@pytest.mark.slow
+def test_an_average_goes_on_with_other_ranks(flags, finished, tmp_path):
+    """From step 2 of one rank to the end on two: the weights differ in their last digits, and so does the average."""
+    more = ["--resume", checkpoint(finished, 2), "--output-dir", tmp_path, "--run-name", "r", "--batch-size", 2]
+    said = forked(2, multirank.program, *map(str, [*flags, *more, "--zero-stage", 1]))
+    assert "batch size 4 -> 2" in said
+    whole, resumed = (tensors_of(checkpoint(folder, STEPS), "average") for folder in (finished, tmp_path / "r"))
+    for name in whole:
+        torch.testing.assert_close(resumed[name], whole[name], rtol=1e-4, atol=1e-5)
+    evaluated = [[line for line in lines_of(folder) if line[0] in (4, 6)] for folder in (finished, tmp_path / "r")]
+    for before, after in zip(*evaluated, strict=True):
+        assert after == pytest.approx(before, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_with_its_average_bit_for_bit(flags, tmp_path):
+    """Two ranks end by SIGKILL after a checkpoint; the same command finishes the run."""
+    argv = [*flags, "--output-dir", tmp_path, "--batch-size", 2, "--checkpoint-interval", 20, "--num-steps", 100]
+    argv = [str(word) for word in [*argv, "--eval-interval", 50, "--resume", "auto"]]
+    forked(2, multirank.program, *argv, "--run-name", "whole")
+    with forking(2, multirank.program, *argv, "--run-name", "r") as (world, _):
+        while not saved.newest(tmp_path / "r"):
+            world.join(timeout=0.05)
+        for process in world.processes:
+            process.kill()
+    assert saved.step_of(saved.newest(tmp_path / "r")) < 100
+    forked(2, multirank.program, *argv, "--run-name", "r")
+    assert lines_of(tmp_path / "r") == lines_of(tmp_path / "whole")
+    averages = [tensors_of(checkpoint(tmp_path / name, 100), "average") for name in ("whole", "r")]
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+
+
+def test_a_run_begins_and_drops_an_average_at_a_resume_and_says_so(run, finished, tmp_path, capsys):
+    assert run("dropped", "--resume", checkpoint(finished, 4), "--ema", 0) == 0
+    assert "ema 0.8 -> 0.0 (the average is dropped)" in " ".join(capsys.readouterr().out.split())
+    assert not tensors_of(checkpoint(tmp_path / "dropped", STEPS), "average")
+    begun = ["--resume", checkpoint(tmp_path / "dropped", STEPS), "--num-steps", STEPS + 1, "--checkpoint-interval", 1]
+    assert run("begun", *begun) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ema 0.0 -> 0.8 (the average begins as a copy of the loaded weights)" in said
+    first = tensors_of(checkpoint(tmp_path / "dropped", STEPS), "model")
+    second, average = (tensors_of(checkpoint(tmp_path / "begun", STEPS + 1), kind) for kind in ("model", "average"))
+    for name in first:
+        assert torch.equal(average[name], first[name].lerp(second[name], 1 - 0.8)), name
+    config = json.loads((tmp_path / "begun" / "config.json").read_text())
+    assert config["flags"]["ema"] == 0.8 and "ema 0.0 -> 0.8" in config["starts"][-1]["changed"]
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_without_an_average(run, finished, tmp_path, capsys):
+    old = shutil.copytree(finished, tmp_path / "old")
+    path = checkpoint(old, STEPS) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in ("ema", "decay_steps", "decay_shape", "export_weights"):
+        del manifest["flags"][name]
+    del manifest["sha256"]
+    path.write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
+    assert run("r", "--resume", checkpoint(old, STEPS), "--num-steps", STEPS + 1, "--ema", 0) == 0
+    assert "ema" not in capsys.readouterr().out.partition("changed")[2].partition("\n")[0]
+
+
+def test_both_are_evaluated_without_training_as_the_run_did_and_exported_alike(
+    device, flags, finished, tmp_path, capfd
+):
+    def evaluation(*more) -> dict:
+        capfd.readouterr()
+        assert train(["--num-steps", 0, "--eval-interval", 1, "--json", *more], device) == 0
+        return json.loads(capfd.readouterr().out)
+
+    cache = flags[flags.index("--cache-dir") : flags.index("--cache-dir") + 2]
+    last = metrics_of(finished)[-1]
+    found = evaluation("--resume", finished, *cache)
+    for key in ("eval_loss", "eval_loss_ema"):
+        assert found[key] == pytest.approx(last[key], rel=1e-6)
+    assert abs(found["eval_loss"] - found["eval_loss_ema"]) > 1e-3
+    assert "eval_loss_ema" not in evaluation("--resume", finished, *cache, "--ema", 0)
+    for kind, source in (("raw", "model"), ("ema", "average")):
+        target = tmp_path / kind
+        assert train(words(f"--num-steps 0 --resume {finished} --export {target} --export-weights {kind}"), device) == 0
+        assert ("the average of the weights" in capfd.readouterr().out) == (kind == "ema")
+        model, saved_tensors = (
+            AutoModelForCausalLM.from_pretrained(target),
+            tensors_of(checkpoint(finished, STEPS), source),
+        )
+        loaded = dict(model.named_parameters())
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in saved_tensors.items())
+        plain = ["--init", "pretrained", "--model", target, *cache, *flags[flags.index("--dataset") :][:2]]
+        exported = evaluation(*plain, *words("--sequence-length 32 --precision fp32"))
+        assert exported["eval_loss"] == pytest.approx(
+            found["eval_loss_ema" if kind == "ema" else "eval_loss"], rel=1e-6
+        )
+
+
+def test_a_run_exports_its_average_and_trains_on_from_its_weights(run, finished, tmp_path):
+    assert run("r", "--export", tmp_path / "out", "--export-weights", "ema", "--checkpoint-interval", 3) == 0
+    model, kept = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+        tensors_of(checkpoint(finished, STEPS), "average"),
+    )
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.named_parameters())
+    weights = [tensors_of(checkpoint(folder, STEPS), "model") for folder in (finished, tmp_path / "r")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_sources_of_a_mixture_have_a_loss_of_the_average_each(run, flags, tmp_path):
+    text = flags[flags.index("--dataset") + 1]
+    assert run("r", "--dataset", f"web={text}:0.5", f"code={text}:0.5", "--num-steps", 2) == 0
+    line = next(line for line in metrics_of(tmp_path / "r") if "eval_loss_ema" in line)
+    assert line["eval_loss_ema/web"] == pytest.approx(line["eval_loss_ema"], rel=1e-6)
+    assert line["eval_loss_ema/code"] != line["eval_loss/code"]
+
+
+def test_a_page_and_the_console_show_both_losses(run, tmp_path, capsys):
+    assert run("r", "--num-steps", 2) == 0
+    said = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
+    loss = next(line["eval_loss_ema"] for line in metrics_of(tmp_path / "r") if "eval_loss_ema" in line)
+    assert said.count(f"of the average {loss:.4f} (perplexity") == 2  # the line of the step, the summary
+    assert "average ema 0.8, fp32, " in said and " averages in fp32" in said
+    page = write_report([tmp_path / "r"], tmp_path / "page.html").read_text()
+    assert "held-out loss of the average" in page and "held out, average" in page
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("--ema 1", "--ema"),
+        ("--ema -0.1", "--ema"),
+        ("--ema 0 --export {folder} --export-weights ema", "--export-weights ema: there is no average"),
+        ("--num-steps 0 --eval-interval 1 --resume {plain}", "--ema 0.8: there is no average of the weights, {plain}"),
+        (
+            "--num-steps 0 --export {folder} --export-weights ema --ema 0 --resume {plain}",
+            "--export-weights ema: there",
+        ),
+        (
+            "--num-steps 0 --export {folder} --init pretrained",
+            "--ema 0.8: there is no average of the weights, --num-st",
+        ),
+    ],
+)
+def test_an_average_that_is_not_there_is_one_line(run, device, flags, tmp_path, finished, wrong, said):
+    places = {"folder": tmp_path / "out", "plain": tmp_path / "plain"}
+    if "{plain}" in wrong:
+        assert run("plain", "--ema", 0, "--num-steps", 1, "--eval-interval", 1) == 0
+    with pytest.raises(UserError) as raised:
+        train([*flags, "--output-dir", tmp_path, *words(wrong.format(**places))], device)
+    assert str(raised.value).startswith(said.format(**places)) and "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flag_of_an_export_without_one_has_no_effect(flags):
+    from harness.flags.rules import without_effect
+
+    settings = parse([*flags, "--export-weights", "ema"])
+    assert "--export-weights: nothing is exported without --export" in [*without_effect(settings)]
