@@ -47,7 +47,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, skip: torch.Tensor | None = None) -> None:
         """Takes in the weights after an optimizer step. `skip` is a tensor of one number, 1 where that step was
-        skipped: the average then stays as it is. Nothing is read back from the device."""
+        skipped: the average then stays as it is. Nothing is read back from a device that has both."""
         pairs = self.pairs()
         share = 1 - self.decay
         if skip is not None:

@@ -64,7 +64,6 @@ MEMORY = Chart("Memory of the fullest GPU", "GiB at the peak", section="Memory")
 DATA_WAIT = Chart("Waiting for data", "% of the step", section="Data")
 PADDING = Chart("Padding", "% of the windows", section="Data", expected=False)
 SOURCES_LOSS = Chart("Held-out loss of the sources", section="Loss", from_zero=False, loss_axis=True, expected=False)
-SOURCES_AVERAGE = dataclasses.replace(SOURCES_LOSS, title="Held-out loss of the sources, averaged weights")
 SOURCES_SHARE = Chart("Shares of the sources", "of the tokens, as asked for", "Data", stepped=True, expected=False)
 SOURCES_EPOCHS = Chart("Epochs of the sources", section="Data", expected=False)
 GOODPUT = Chart("Goodput", "%", section="Speed", on_page=False)
@@ -119,8 +118,6 @@ FIGURES = (  # tiles, charts and tables have this order
         "eval/loss_ema/SOURCE",
         "nats per token",
         "mean loss of the averaged weights (`--ema`) over the held-out tokens of a source, at evaluations",
-        chart=SOURCES_AVERAGE,
-        over_tokens=True,
     ),
     Figure(
         "step",

@@ -180,7 +180,7 @@ def test_the_view_of_wandb_has_every_chart_in_its_section(monkeypatch):
     over_steps, over_tokens, of_sources, _ = panels["Loss"]
     assert of_sources.title == "Held-out loss of the sources"
     assert (over_steps.x, over_steps.y[:2]) == ("Step", ["train/loss", "eval/loss"])
-    assert (over_tokens.x, over_tokens.y) == ("data/tokens_seen", ["train/loss", "eval/loss"])
+    assert (over_tokens.x, over_tokens.y) == ("data/tokens_seen", ["train/loss", "eval/loss", "eval/loss_ema"])
     shown = [name for section in panels.values() for panel in section for name in getattr(panel, "y", ())]
     assert {*shown} == {figure.name for figure in FIGURES if figure.chart and not figure.by_source}
     patterns = [getattr(panel, "metric_regex", "") for section in panels.values() for panel in section]
