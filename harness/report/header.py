@@ -12,7 +12,9 @@ from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer
 
 
-def describe_setup(settings, model, mesh, train_set, flops: str, peak: float | None, verified: str, average) -> str:
+def describe_setup(
+    settings, model, mesh, train_set, flops: str, peak: float | None, verified: str, average=None
+) -> str:
     """The header's lines.
 
     Args:
