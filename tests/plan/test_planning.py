@@ -96,6 +96,8 @@ def test_what_muon_holds_while_it_computes_is_planned(planned, measured, ranks, 
     held = (plan["activations"] + plan["communication"]) * GIB
     assert held == pytest.approx(real["in optimizer"] - at_rest, rel=0.15)
     assert held > 0.1 * real["parameters"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
 @pytest.mark.parametrize("place", ["", "--cpu-offload"])
