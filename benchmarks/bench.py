@@ -5,6 +5,7 @@
     python benchmarks/bench.py gpu --only memory       memory against speed; likewise scale, loss, ranks
     python benchmarks/bench.py compare                 against the programs in benchmarks/peers
     python benchmarks/bench.py compare --cpu           the same with the demo model on a CPU: what is level there
+    python benchmarks/bench.py learn                   AdamW and Muon, a sweep of learning rates: see learning.py
     python benchmarks/bench.py plot                    the plots again, from the JSON files
     python benchmarks/bench.py gpu --only ladder --rehearse     the same path with the demo model on the CPU
 
@@ -385,6 +386,8 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
     figures = {key: value for key, value in records[-1].items() if key not in ("final", "grad_norm", "learning_rate")}
     if "eval_loss" in figures:
         figures["curve"] = [(record["tokens_seen"], record["loss"]) for record in records[:-1]]
+        evaluated = [record for record in records[:-1] if "eval_loss" in record]
+        figures["held_out"] = [(record["tokens_seen"], record["eval_loss"]) for record in evaluated]
     figures |= {"first_step_s": first_step} if first_step else {}
     return figures | {"wall_s": took, "cpu_s": cpu_seconds() - used, "load": os.getloadavg()[0]}
 
@@ -554,7 +557,7 @@ def table(entry: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=["cpu", "gpu", "compare", "plot"])
+    parser.add_argument("suite", choices=["cpu", "gpu", "compare", "learn", "plot"])
     parser.add_argument("--only", default="*", help="PART, or PART/CONFIGURATION with * and ?")
     parser.add_argument("--repeats", type=int, default=3, help="rounds [3]")
     parser.add_argument("--minutes", type=float, default=8.5, help="after these no run begins or goes on [8.5]")
@@ -562,6 +565,10 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="folder of JSON and plots [benchmarks/results]")
     parser.add_argument("--rehearse", action="store_true", help="the demo model on the CPU, to a temporary folder")
     parser.add_argument("--cpu", action="store_true", help="compare: the demo model on the CPU")
+    parser.add_argument("--text", type=pathlib.Path, help="learn: another corpus beside the demo's stories")
+    parser.add_argument("--steps", type=int, default=300, help="learn: of each run [300]")
+    parser.add_argument("--batch-size", type=int, default=2, help="learn: sequences of 256 tokens a step [2]")
+    parser.add_argument("--eval-steps", type=int, default=20, help="learn: batches of each evaluation [20]")
     parser.add_argument("--no-plots", action="store_true", help="figures only; later: bench.py plot")
     args = parser.parse_args()
     args.deadline = time.monotonic() + 60 * args.minutes
@@ -580,7 +587,11 @@ def main() -> None:
         more = ", --cpu measures it there" if args.suite == "compare" else ""
         parser.error(f"{args.suite}: there is no GPU; --rehearse runs it with the demo model on the CPU{more}")
     out.mkdir(parents=True, exist_ok=True)
-    if args.suite != "plot":
+    if args.suite == "learn":
+        from learning import learn
+
+        learn(args, out / "learn.json")
+    elif args.suite != "plot":
         run_suite(args, out / f"{args.suite}.json")
     if args.no_plots:
         return
