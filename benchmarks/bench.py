@@ -568,7 +568,7 @@ def main() -> None:
     parser.add_argument("--text", type=pathlib.Path, help="learn: another corpus beside the demo's stories")
     parser.add_argument("--steps", type=int, default=300, help="learn: of each run [300]")
     parser.add_argument("--batch-size", type=int, default=2, help="learn: sequences of 256 tokens a step [2]")
-    parser.add_argument("--eval-steps", type=int, default=20, help="learn: batches of each evaluation [20]")
+    parser.add_argument("--eval-steps", type=int, default=10, help="learn: batches of each evaluation [10]")
     parser.add_argument("--no-plots", action="store_true", help="figures only; later: bench.py plot")
     args = parser.parse_args()
     args.deadline = time.monotonic() + 60 * args.minutes

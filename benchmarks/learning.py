@@ -36,8 +36,8 @@ def learn(args: argparse.Namespace, file: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder)
         sweeps = Sweeps(args, file, results, work)
-        for size in CENTERS:
-            for text, dataset in texts.items():
+        for text, dataset in texts.items():
+            for size in CENTERS:
                 for optimizer in OPTIMIZERS:
                     sweeps.sweep(size, text, dataset, optimizer)
         for size in CENTERS:
