@@ -4,7 +4,7 @@
     python benchmarks/bench.py learn --text stories.jsonl     another text beside it
     python benchmarks/bench.py learn --steps 3000 --batch-size 32 --text stories.jsonl
 
-Two sizes: the demo's model, and one whose matrices have four times as many numbers. Every run is a fresh process of
+Two sizes: the demo's model, and one of four times as many layers. Every run is a fresh process of
 train_fsdp.py with a cosine schedule over all its steps. A sweep has five rates, a quarter of a decade apart; where the
 best is the first or the last of them it goes on, until it is neither. The same command again adds what is missing.
 """
@@ -21,8 +21,7 @@ from bench import ROOT, Config, RunError
 
 OPTIMIZERS = ("adamw", "muon")
 STEP = 0.25  # decades between two rates
-CENTERS = {"demo": 4e-3, "demo x 4": 2e-3}  # the demo's own rate, and half of it where the model is twice as wide
-WIDER = {"hidden_size": 512, "intermediate_size": 1024}
+CENTERS = {"demo": 4e-3, "demo, 16 layers": 2e-3}  # the middle of each sweep: the demo's own rate, and half of it
 SEEDS = (42, 43, 44)
 TIMED_STEPS, TIMED_ROUNDS = 40, 5
 
@@ -36,8 +35,8 @@ def learn(args: argparse.Namespace, file: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder)
         sweeps = Sweeps(args, file, results, work)
-        for text, dataset in texts.items():
-            for size in CENTERS:
+        for size in CENTERS:
+            for text, dataset in texts.items():
                 for optimizer in OPTIMIZERS:
                     sweeps.sweep(size, text, dataset, optimizer)
         for size in CENTERS:
@@ -60,11 +59,12 @@ class Sweeps:
         for kind in ("runs", "times"):
             results[kind] = [run for run in results[kind] if self.stamp.items() <= run.items()]
         demo = json.loads((ROOT / "assets" / "demo" / "config.json").read_text())
-        (work / "wider").mkdir()
-        (work / "wider" / "config.json").write_text(json.dumps(demo | WIDER))
+        deeper = {"num_hidden_layers": 16, "no_rope_layers": 4 * demo["no_rope_layers"]}
+        (work / "deeper").mkdir()
+        (work / "deeper" / "config.json").write_text(json.dumps(demo | deeper))
 
     def flags(self, size: str, dataset: str, optimizer: str, rate: float, seed: int) -> dict:
-        flags = {"model": "demo" if size == "demo" else "WORK/wider", "tokenizer": "assets/demo", "dataset": dataset}
+        flags = {"model": "demo" if size == "demo" else "WORK/deeper", "tokenizer": "assets/demo", "dataset": dataset}
         flags |= {"cache_dir": "WORK/cache", "sequence_length": 256, "batch_size": self.args.batch_size}
         flags |= {"optimizer": optimizer, "lr": rate, "seed": seed, "log_interval": 10, "own_plan": False}
         return flags | {"num_steps": self.args.steps, "warmup_steps": self.args.steps // 20}
