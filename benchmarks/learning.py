@@ -170,6 +170,8 @@ def summary(results: dict) -> list[dict]:
                 losses = sorted(run["eval_loss"] for run in at_best)
                 target = target or statistics.median(losses)
                 reached = [tokens_until(run, target) for run in at_best]
+                if optimizer == OPTIMIZERS[0]:  # its own median, at the end of its runs
+                    reached = [at_best[0]["held_out"][-1][0]]
                 row = {"size": size, "text": text, "optimizer": optimizer, "lr": rate, "losses": losses}
                 row |= {"tokens": at_best[0]["held_out"][-1][0], "reached": reached}
                 row["step_ms"] = median_step(results, size, optimizer)

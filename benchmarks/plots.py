@@ -47,6 +47,11 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
             drawn.append(folder / (f"{suite}.png" if name == suite else f"{suite}-{name}.png"))
             figure.savefig(drawn[-1])
             plt.close(figure)
+    if (folder / "learn.json").exists():
+        figure = learning(json.loads((folder / "learn.json").read_text()))
+        drawn.append(folder / "learn.png")
+        figure.savefig(drawn[-1])
+        plt.close(figure)
     return drawn
 
 
@@ -201,6 +206,36 @@ def ratio_plot(parts: dict) -> plt.Figure:
     axes.set_ylim(len(rows) - 0.4, -0.8)
     axes.grid(axis="y", visible=False)
     axes.set(xlabel="times as fast as what stands after the slash", title=where(next(iter(parts.values()))))
+    return figure
+
+
+def learning(results: dict) -> plt.Figure:
+    """A row for each size and text: held-out loss over the learning rate, and over tokens at the best rate."""
+    import learning as sweeps
+
+    rows = sweeps.summary(results)
+    cases = list(dict.fromkeys((row["size"], row["text"]) for row in rows))
+    figure, axes = plt.subplots(len(cases), 2, figsize=(10, 3.2 * len(cases)), squeeze=False)
+    for (size, text), (left, right) in zip(cases, axes, strict=True):
+        of_case = [row for row in rows if (row["size"], row["text"]) == (size, text)]
+        for row, colour in zip(of_case, (ORANGE, BLUE), strict=False):
+            runs = sweeps.runs_of(results, size=size, text=text, optimizer=row["optimizer"])
+            sweep = sorted((run["lr"], run["eval_loss"]) for run in runs if run["seed"] == sweeps.SEEDS[0])
+            left.plot(*zip(*sweep, strict=True), "o-", color=colour, label=row["optimizer"])
+            others = [run["eval_loss"] for run in runs if run["seed"] != sweeps.SEEDS[0]]
+            left.plot([row["lr"]] * len(others), others, "o", color=colour, markerfacecolor="white")
+            for run in runs:
+                if run["lr"] == row["lr"]:
+                    tokens, losses = zip(*run["held_out"], strict=True)
+                    right.plot([count / 1e3 for count in tokens], losses, color=colour, linewidth=1.2, alpha=0.8)
+        left.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="held-out loss")
+        left.set_title(f"{size}, {text}: the sweep (white: other seeds)")
+        left.legend()
+        right.set(yscale="log", xlabel="thousand tokens", title="at the best rate, each line a seed")
+        for plot in (left, right):
+            plot.yaxis.set_major_formatter("{x:.2g}")
+            plot.yaxis.set_minor_formatter("{x:.2g}")
+            plot.tick_params(which="minor", labelsize=7)
     return figure
 
 
