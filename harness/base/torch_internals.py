@@ -135,8 +135,8 @@ def lerp_each(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: flo
     torch._foreach_lerp_(tensors, ends, [weight] * len(tensors) if isinstance(weight, torch.Tensor) else weight)
 
 
-def multiply_each(tensors: list[torch.Tensor], number: float) -> None:
-    """Multiplies each tensor in place by a number."""
+def multiply_each(tensors: list[torch.Tensor], number: float | torch.Tensor) -> None:
+    """Multiplies each tensor in place by a number, which may still be on the device."""
     torch._foreach_mul_(tensors, number)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.base.errors import UserError
@@ -35,7 +36,9 @@ class OptimizerKind:
 
     `build` takes groups of parameters, each with its weight decay, and the settings. If the optimizer it returns has no
     states yet, `make_states` makes them. If that optimizer has an attribute `grad_scale`, its next step must divide the
-    gradients by it, unless it is None, and then set it to None.
+    gradients by it, unless it is None, and then set it to None. If it has an attribute `skip`, its next step must
+    change no weight, no state and no step count where that scalar is 1, whatever the gradients are, and then set it to
+    None; one without it is not called for a step that is skipped, for which the host waits for the device in each step.
     """
 
     build: Callable[[list[dict], Settings], torch.optim.Optimizer]
@@ -140,21 +143,36 @@ def local(tensor: DTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-    """The norm of all gradients on all ranks, a scalar that is still on the device; where `max_norm` is not 0, the next
-    `step` updates with gradients scaled down to it."""
+    """The norm of all gradients on all ranks, a scalar that is still on the device and the same on every rank; where
+    `max_norm` is not 0, the next `step` updates with gradients scaled down to it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    mesh = parameters[0].device_mesh
     if not hasattr(optimizer, "grad_scale"):
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor()
         if max_norm:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        return largest_of_replicas(norm, mesh)
     norms = norm_of_each([local(parameter.grad) for parameter in parameters])
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    shards = parameters[0].device_mesh.get_group("shard")
-    if shards.size() > 1:  # replicas have the same gradients
+    shards = mesh.get_group("shard")
+    if shards.size() > 1:
         norm.square_()
         dist.all_reduce(norm, group=shards)
         norm.sqrt_()
+    norm = largest_of_replicas(norm, mesh)
     if max_norm:
         optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1)
     return norm
+
+
+def largest_of_replicas(norm: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The largest norm of all replicas, where NaN counts as infinite: a maximum of NaN is not defined everywhere.
+
+    Replicas have the same gradients, unless something broke on one after they were reduced. That one alone would skip
+    its step otherwise, and train other weights from there on.
+    """
+    if "replicate" not in mesh.mesh_dim_names:
+        return norm
+    largest = norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group("replicate"))
+    return torch.where(norm.isnan(), norm, largest)

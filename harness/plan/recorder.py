@@ -37,7 +37,7 @@ from harness.base.torch_internals import (
 )
 from harness.base.transformers_internals import without_packing_detection
 from harness.flags.settings import Settings
-from harness.model import loss, newton_schulz, whole_matrices
+from harness.model import loss, newton_schulz, skipping, whole_matrices
 from harness.model.averages import WeightAverage
 from harness.model.matrices import Matrix, matrices_of_model
 from harness.model.optimization import find_optimizer
@@ -397,6 +397,7 @@ def on_fake_tensors(recorder: StepRecorder, config=None):
         mock.patch.object(whole_matrices, "divide", divide_at_full_depth(config)),
         mock.patch.object(newton_schulz, "dtype_of_products", lambda x: x.dtype),
         counting_copies_of_shards(recorder),
+        mock.patch.object(skipping, "on_host", lambda skip: False),
         fsdp_chunks_as(Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         compiled_without_random_states(),

@@ -12,7 +12,7 @@ class AdamW(torch.optim.AdamW):
     """`moments` is the dtype of the moments, by default that of the parameters, the only one that the kernel takes.
 
     `grad_scale` is what the kernel divides the gradients by in the next step; it writes them back, which costs less
-    than a pass of its own.
+    than a pass of its own. Where `skip` is 1 the kernel returns at once, and torch takes the step counts back.
     """
 
     @torch.no_grad()
@@ -20,6 +20,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(groups, **options, fused=True)
         self.moments = moments
         self.grad_scale: torch.Tensor | None = None
+        self.skip: torch.Tensor | None = None
         for group in self.param_groups:
             self.make_states(group)
 
@@ -32,7 +33,7 @@ class AdamW(torch.optim.AdamW):
     def step(self) -> None:
         for group in self.param_groups:
             self.update_group(group)
-        self.grad_scale = None
+        self.grad_scale = self.skip = None
 
     def update_group(self, group: dict) -> None:
         with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -49,7 +50,8 @@ class AdamW(torch.optim.AdamW):
     def update_all(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
         """One step of a group's parameters, all of them this rank's local tensors."""
         options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
-        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "grad_scale": self.grad_scale}
+        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        options |= {"grad_scale": self.grad_scale, "found_inf": self.skip}
         adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
 
 

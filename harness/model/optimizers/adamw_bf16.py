@@ -3,7 +3,7 @@ updated here; compiled layers come with a compiled update."""
 
 import torch
 
-from harness.base.torch_internals import add_to_each
+from harness.base.torch_internals import add_each, add_to_each
 from harness.flags.settings import Settings
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers.adamw import AdamW
@@ -13,8 +13,9 @@ MAX_BETA = 0.98
 SAME_AS_ADAMW_IN = ("bf16-pure",)  # values of --precision
 
 
-def update(param, grad, exp_avg, exp_avg_sq, step, scale, rate, weight_decay, eps, beta1, beta2) -> None:
+def update(param, grad, exp_avg, exp_avg_sq, step, scale, skip, rate, weight_decay, eps, beta1, beta2) -> None:
     """AdamW of one tensor, in fp32 whatever the moments are kept in; they are rounded when the update has used them.
+    Nothing changes where `skip`, a scalar if it is not None, is 1.
 
     `rate` is a tensor, as another number in each step would be compiled anew.
     """
@@ -22,9 +23,9 @@ def update(param, grad, exp_avg, exp_avg_sq, step, scale, rate, weight_decay, ep
     first = exp_avg.float() * beta1 + grad * (1 - beta1)
     second = exp_avg_sq.float() * beta2 + grad * grad * (1 - beta2)
     denominator = (second / (1 - beta2**step)).sqrt() + eps
-    param.mul_(1 - rate * weight_decay).sub_(rate / (1 - beta1**step) * first / denominator)
-    exp_avg.copy_(first)
-    exp_avg_sq.copy_(second)
+    updated = param * (1 - rate * weight_decay) - rate / (1 - beta1**step) * first / denominator
+    for tensor, new in ((param, updated), (exp_avg, first), (exp_avg_sq, second)):
+        tensor.copy_(new if skip is None else torch.where(skip > 0, tensor, new))
 
 
 class AdamWBf16(AdamW):
@@ -36,9 +37,12 @@ class AdamWBf16(AdamW):
         options = {"weight_decay": group["weight_decay"], "eps": group["eps"]}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         rate = torch.tensor(group["lr"])
-        add_to_each(steps, 1)
+        if self.skip is None:
+            add_to_each(steps, 1)
+        else:
+            add_each(steps, [1 - self.skip] * len(steps), 1)  # one tensor for all would be read on the host
         for *tensors, step in zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True):
-            self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, rate, **options)
+            self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, self.skip, rate, **options)
 
 
 def build(groups: list[dict], settings: Settings) -> AdamWBf16:

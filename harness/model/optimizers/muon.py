@@ -61,8 +61,12 @@ class Muon(AdamW):
         gradients = [local(parameter.grad) for parameter in with_grad]
         if self.grad_scale is not None:
             divide_each(gradients, self.grad_scale)
-        average_into(gradients, [local(self.state[parameter]["momentum"]) for parameter in with_grad])
-        multiply_each([local(parameter) for parameter in with_grad], 1 - group["lr"] * group["weight_decay"])
+        momenta = [local(self.state[parameter]["momentum"]) for parameter in with_grad]
+        shrinks_to = 1 - group["lr"] * group["weight_decay"]
+        if self.skip is not None:
+            shrinks_to = torch.where(self.skip > 0, 1.0, shrinks_to)
+        average_into(gradients, momenta, self.skip)
+        multiply_each([local(parameter) for parameter in with_grad], shrinks_to)
         interleave(self.update_stack(group, stack) for stack in stacks)
 
     def update_stack(self, group: dict, stack: Stack) -> Iterator[None]:
@@ -82,6 +86,9 @@ class Muon(AdamW):
 
     def add_updates(self, group: dict, stack: Stack, of_all: torch.Tensor) -> None:
         weights = [local(parameter) for parameter in group["params"]]
+        of_all = of_all.to(weights[0].device)
+        if self.skip is not None:
+            of_all.masked_fill_(self.skip > 0, 0)
         parts, updates = self.ranks.results(stack, of_all, weights)
         if parts:
             add_each(parts, updates, -group["lr"] * self.scale(first_matrix(stack)))
@@ -94,15 +101,21 @@ class Muon(AdamW):
         return max(1, outputs / inputs) ** 0.5
 
 
-def average_into(gradients: list[torch.Tensor], momenta: list[torch.Tensor]) -> None:
+def average_into(gradients: list[torch.Tensor], momenta: list[torch.Tensor], skip: torch.Tensor | None = None) -> None:
     """Moves the momenta towards the gradients, and then puts into the gradients what Nesterov takes: they are not
-    needed any more, and a step needs no further memory of their size."""
+    needed any more, and a step needs no further memory of their size. Where `skip` is 1 each momentum stands in for its
+    gradient: towards itself it does not move, and what is computed of it is finite."""
     if all(tensor.dtype == torch.float32 for tensor in (*gradients, *momenta)):
+        if skip is not None:
+            for gradient, momentum in zip(gradients, momenta, strict=True):
+                torch.where(skip > 0, momentum, gradient, out=gradient)
         lerp_each(momenta, gradients, 1 - MOMENTUM)
         lerp_each(gradients, momenta, MOMENTUM)
         return
     for gradient, momentum in zip(gradients, momenta, strict=True):
         exact, average = gradient.float(), momentum.float()
+        if skip is not None:
+            exact = torch.where(skip > 0, average, exact)
         average.lerp_(exact, 1 - MOMENTUM)
         momentum.copy_(average)
         gradient.copy_(exact.lerp(average, MOMENTUM))

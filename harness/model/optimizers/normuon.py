@@ -46,7 +46,7 @@ class NorMuon(muon.Muon):
         yield
         parts, results = ranks.results(neurons, moments_coming.take(), moments)
         for part, result in zip(parts, results, strict=True):
-            part.copy_(result)
+            part.copy_(result if self.skip is None else torch.where(self.skip > 0, part, result))
         self.add_updates(group, stack, coming.take())
 
     def even_out(self, update: torch.Tensor, moment: torch.Tensor, is_transposed: bool) -> torch.Tensor:
