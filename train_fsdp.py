@@ -79,6 +79,7 @@ from harness.model.flops import known_document_flops, known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
 from harness.model.sampling import evaluating, sample
+from harness.model.skipping import RecentNorms, decide_skip, step_or_skip
 from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.verify import verify_sharding
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, materialize, on_meta
@@ -92,6 +93,7 @@ from harness.report.not_finite import NotFinite, first_not_finite, give_up
 from harness.report.profiling import Profiler, dump_memory, record_memory
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_origin, record_start
+from harness.report.skipped_steps import StepResult, count_skipped, last_update, read_results
 from harness.report.slow_ranks import SlowRanks
 from harness.report.summary import (
     describe_stories,
@@ -333,8 +335,9 @@ def evaluate_with_average(
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still on the device."""
+def train_step(settings, model, optimizer, batches, tracker, recent_norms: RecentNorms | None = None) -> StepResult:
+    """One optimizer step. Returns this rank's mean loss, the global gradient norm, and 1 where that made the optimizer
+    skip the step, else 0: all still on the device. By `recent_norms`, which takes the norm, spikes are skipped too."""
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
     total = 0.0
     for microbatch in range(settings.gradient_accumulation_steps):
@@ -357,22 +360,14 @@ def train_step(settings, model, optimizer, batches, tracker) -> tuple[torch.Tens
         total = total + loss.detach()
     heartbeats.enter_phase("optimizer")
     norm = clip_grad_norm(optimizer, settings.max_grad_norm)
-    optimizer.step()
+    skip = decide_skip(norm, recent_norms)
+    step_or_skip(optimizer, skip)
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)  # one all-reduce for the scales of all layers
-    return total, norm
-
-
-def reduce_losses(losses: list[torch.Tensor]) -> list[float]:
-    """The losses of the last steps, averaged over all ranks. `losses` are this rank's since the last call, emptied
-    here: one transfer from the device for all of them."""
-    values = torch.stack(losses)
-    losses.clear()
-    dist.all_reduce(values)
-    return (values / dist.get_world_size()).tolist()
+    return StepResult(total, norm, skip)
 
 
 # ---- Preparation -----------------------------------------------------------------------------------------------------
@@ -457,7 +452,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     state = TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
     if checkpoint:
         load_state(state, checkpoint, manifest, folder)
-    say(describe_setup(settings, model, mesh, data, flops_in_words, peak, verified, average))
+    say(describe_setup(settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average))
     if checkpoint:
         say(columns({"resumed": f"{checkpoint} at step {state.step:,}"}))
         if changed:
@@ -511,16 +506,17 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
     batches = training_batches(settings, job.data, state, job.device)
     schedule = Schedule(settings, job.first_step, has_held_out=job.held_out is not None)
     profiler, waiting, slow_ranks = Profiler(job.folder, state), Waiting(state.model), SlowRanks(job.device.type)
-    losses, metrics, stopped = [], {}, False
+    recent_norms = RecentNorms(settings.skip_spikes, state.recent_norms) if settings.skip_spikes else None
+    results, metrics, stopped, held_back = [], {}, False, False
     while state.step < settings.num_steps and not stopped:
         due = schedule.at(state.step + 1)
         heartbeats.enter_phase("data", due.step)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         with profiler.step(due), waiting.step(due.log):
-            loss, grad_norm = train_step(settings, state.model, state.optimizer, batches, tracker)
-            losses.append(loss)
+            result = train_step(settings, state.model, state.optimizer, batches, tracker, recent_norms)
+            results.append(result)
             if state.average:
-                state.average.update()
+                state.average.update(result.skipped)
             state.scheduler.step()
             samples = job.data.record.samples_of_step(due.step)
             tokens, _ = job.data.count_tokens(samples)
@@ -532,9 +528,9 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
         speed = {} if due.profiled else tracker.step(tokens, job.flops_per_token, synchronize=due.log)
         stop.can_save = True
         stopped = stop.agreed_by_all_ranks() and not due.last
-        save = due.save or stopped
+        save = due.save or stopped or held_back
         if due.log or save:
-            metrics, problem = read_metrics(state, losses, grad_norm, learning_rate, check_state=save or due.last)
+            metrics, problem = read_metrics(job, reporter, results, learning_rate, check_state=save or due.last)
             if due.log or problem:
                 gc.collect()
                 metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), slow_ranks)
@@ -543,6 +539,9 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             if problem:
                 saver.finish()
                 give_up(job.folder, problem, job.first_step, job.resumed)
+        # A skipped step may be the first sign of a model that the update before broke: a save waits for the next.
+        held_back = save and "loss" not in metrics and not (stopped or due.last)
+        save = save and not held_back
         if due.first and not save:
             saver.prepare(state)
         if save:
@@ -557,20 +556,26 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
 
 
 def read_metrics(
-    state: TrainState, losses: list[torch.Tensor], grad_norm: torch.Tensor, learning_rate: float, check_state: bool
+    job: Job, reporter: Report, results: list[StepResult], learning_rate: float, check_state: bool
 ) -> tuple[dict, NotFinite | None]:
-    """The figures of the step that was just taken, and what is NaN or infinite in them.
+    """The figures of the step that was just taken, and what ends the run: what is NaN or infinite in them, or too many
+    skipped steps. A skipped step has no loss and no gradient norm.
 
-    `losses` are this rank's since the last call, emptied here. With `check_state` weights and optimizer states are
+    `results` are this rank's since the last call, emptied here. With `check_state` weights and optimizer states are
     checked too, as they are before they are saved.
     """
-    values = reduce_losses(losses)
-    metrics = {"step": state.step, "loss": values[-1], "grad_norm": grad_norm.item()}  # the loss of this step alone
-    metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens}
-    problem = first_not_finite(metrics, values)
-    if check_state and not problem and not state.finite():
-        problem = NotFinite(state.step, "update made weights or optimizer states infinite or NaN")
-    return metrics, problem
+    state, steps = job.state, read_results(results)
+    skipped, too_many = count_skipped(state, steps, job.settings.max_skipped)
+    reporter.note_skipped(skipped)
+    metrics = {"step": state.step}
+    if not steps[-1].skipped:
+        metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm}  # of this step alone
+    metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens, "skipped_steps": state.skipped_steps}
+    problem = first_not_finite(metrics, [None if step.skipped else step.loss for step in steps])
+    if (check_state or too_many) and not problem and not state.finite():
+        words = "update made weights or optimizer states infinite or NaN"
+        problem = NotFinite(last_update(state.step, state.recent_skipped), words)
+    return metrics, problem or too_many
 
 
 def evaluate_and_log(

@@ -68,6 +68,7 @@ SOURCES_SHARE = Chart("Shares of the sources", "of the tokens, as asked for", "D
 SOURCES_EPOCHS = Chart("Epochs of the sources", section="Data", expected=False)
 GOODPUT = Chart("Goodput", "%", section="Speed", on_page=False)
 GRAD_NORM = Chart("Gradient norm", "before clipping", section="Training", from_zero=False)
+SKIPPED = Chart("Skipped steps", section="Training", on_page=False, stepped=True)
 LEARNING_RATE = Chart("Learning rate", section="Training")
 
 FIGURES = (  # tiles, charts and tables have this order
@@ -279,6 +280,13 @@ FIGURES = (  # tiles, charts and tables have this order
         label="gradient norm",
         chart=GRAD_NORM,
     ),
+    Figure(
+        "skipped_steps",
+        "train/skipped_steps",
+        "steps",
+        "steps so far whose update was left out, as their gradient norm was NaN, infinite or a spike",
+        chart=SKIPPED,
+    ),
     Figure("learning_rate", "train/learning_rate", "", "learning rate of the step", chart=LEARNING_RATE),
     Figure(
         "predicted_peak_memory_alloc",
@@ -300,7 +308,7 @@ FIGURES = (  # tiles, charts and tables have this order
     ),
 )
 BY_KEY = {figure.key: figure for figure in FIGURES}
-NOTES = ("final", "samples", "changed")  # keys of a line that are not figures
+NOTES = ("final", "samples", "changed", "skipped")  # keys of a line that are not figures
 
 
 def split_source(key: str) -> tuple[str, str]:

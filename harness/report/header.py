@@ -10,10 +10,11 @@ from harness.flags.settings import Settings
 from harness.job.printing import columns
 from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer
+from harness.model.skipping import skips_on_device
 
 
 def describe_setup(
-    settings, model, mesh, train_set, flops: str, peak: float | None, verified: str, average=None
+    settings, model, optimizer, mesh, train_set, flops: str, peak: float | None, verified: str, average=None
 ) -> str:
     """The header's lines.
 
@@ -48,6 +49,8 @@ def describe_setup(
     padded = " with padding" if train_set.has_padding else ""
     if average:
         lines["average"] = average.describe()
+    if not skips_on_device(optimizer):
+        lines["skipping"] = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
     lines |= train_set.header
     return columns(lines, wrap=True)

@@ -24,6 +24,7 @@ from harness.report.header import watching
 from harness.report.metrics_file import MetricsFile
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_identity, describe_run, describe_starts, keep_config
+from harness.report.skipped_steps import SkippedStep, as_notes, describe_skipped
 from harness.report.summary import (
     describe_held_out,
     describe_held_out_average,
@@ -75,6 +76,8 @@ class Report:
         self.page: pathlib.Path | None = None  # once it is written
         self.step = state.step  # of the last line
         self.changed = changed
+        self.data = data
+        self.skipped: list[SkippedStep] = []  # since the last line
         places = {"run": str(folder)}
         if self.file:
             self.trackers = Trackers(settings, folder, state, json.loads(json.dumps(run)))
@@ -106,6 +109,9 @@ class Report:
         if self.changed:  # at the first line of this start
             notes["changed"] = self.changed
             self.changed = ""
+        if self.skipped:
+            notes["skipped"] = as_notes(self.skipped, self.data)
+            self.skipped = []
         self.write(metrics, **notes)
         takes_seconds = stories or self.trackers.failed
         with self.excluded() if takes_seconds else contextlib.nullcontext():
@@ -120,13 +126,21 @@ class Report:
                 # entry: nothing-saved-before-end
                 terminal.print_error(f"train_fsdp.py: warning: {warning}")
 
+    def note_skipped(self, skipped: list[SkippedStep]) -> None:
+        """Says which steps were skipped; the next line of metrics.jsonl lists them."""
+        if skipped:
+            say(describe_skipped(skipped, self.data, self.folder))
+            self.skipped += skipped
+
     def show(self, metrics: dict, speed: str) -> None:
         """The line of the console, and the figures in the bar."""
-        step, loss = metrics["step"], f"loss {metrics['loss']:.4f}"
+        step, losses = metrics["step"], ["skipped"]
+        if "loss" in metrics:
+            losses = [f"loss {metrics['loss']:.4f}", f"grad {metrics['grad_norm']:.2f}"]
         speeds = [figure for figure in speed.split("  ") if figure]
         mfu = [figure for figure in speeds if figure.startswith("MFU")]
-        self.bar.set_postfix_str(", ".join([loss, *(mfu or speeds[:1])]), refresh=False)
-        parts = [loss, f"grad {metrics['grad_norm']:.2f}", f"lr {metrics['learning_rate']:.1e}", *speeds]
+        self.bar.set_postfix_str(", ".join([losses[0], *(mfu or speeds[:1])]), refresh=False)
+        parts = [*losses, f"lr {metrics['learning_rate']:.1e}", *speeds]
         if "step_time_ms" in metrics:
             parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
         held_out = describe_held_out(metrics)

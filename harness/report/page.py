@@ -18,6 +18,8 @@ from harness.report import page_parts as parts
 from harness.report.figure_list import (
     BY_KEY,
     FIGURES,
+    GRAD_NORM,
+    LOSS,
     Chart,
     Figure,
     figures_by_chart,
@@ -64,6 +66,9 @@ def sections_of_one(run: Run) -> list[dict]:
     planned = plan_beside_actual(run)
     if planned:
         sections.append(parts.section("Plan beside actual", planned))
+    skipped = skipped_steps(run)
+    if skipped:
+        sections.append(parts.section("Skipped steps", skipped_table(skipped)))
     sections += start_sections(run)
     sections += configuration_sections(run)
     return sections
@@ -238,9 +243,15 @@ def draw(chart: Chart, title: str, lines: list[tuple[Run, str, str]]) -> dict:
         if trace:
             traces.append(trace)
     of_sources = any(name == split_source(key)[1] for _, key, name in lines)
+    unit, marks = chart.unit, []
+    if chart in (LOSS, GRAD_NORM) and len({run.name for run, _, _ in lines}) == 1:
+        marks = [entry["step"] for entry in skipped_steps(lines[0][0])]
+    if marks:
+        unit = ", ".join(words for words in (unit, "skipped steps dotted") if words)
     return {
         "title": title,
-        "unit": chart.unit,
+        "unit": unit,
+        "marks": marks,
         "traces": traces,
         "loss_axis": chart.loss_axis,
         "from_zero": chart.from_zero,
@@ -282,6 +293,30 @@ def thin(points: list[tuple]) -> list[tuple]:
         greatest = max(stretch, key=lambda point: point[2])
         kept += sorted({least, greatest})
     return kept
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Skipped steps
+
+
+def skipped_steps(run: Run) -> list[dict]:
+    """The skipped steps that the lines of a run list, each {"step": 41, "reason": "...", "samples": [first, last]}."""
+    listed = []
+    for line in run.lines:
+        entries = line.get("skipped")
+        if isinstance(entries, list):
+            listed += [entry for entry in entries if isinstance(entry, dict) and is_number(entry.get("step"))]
+    return listed
+
+
+def skipped_table(skipped: list[dict]) -> dict:
+    rows = []
+    for entry in skipped:
+        samples = ""
+        if isinstance(entry.get("samples"), list):
+            samples = " to ".join(format_count(sample) for sample in entry["samples"])
+        rows.append([format_count(entry["step"]), str(entry.get("reason", "")), samples])
+    return parts.table(rows, ["step", "why", "global samples"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

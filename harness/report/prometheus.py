@@ -29,6 +29,7 @@ HELP_OF_RUN = {  # HELP of the figures that are not keys of metrics.jsonl
     "starts": "starts of the run, this one included",
     "world_size": "number of ranks",
 }
+COUNTERS = ("skipped_steps",)  # figures that only grow; the others are gauges
 RUNNING = "running"
 STATES = (RUNNING, "done", "stopped", "failed")
 # seconds that the end waits for the last scrape, by exit code; after SIGTERM a scheduler kills 30 s later
@@ -149,6 +150,9 @@ class Endpoint:
             yield labelled(info, 1, **self.labels)
         gauges = {}
         for key, value in self.figures.items():
+            if key in COUNTERS:
+                yield labelled(CounterMetricFamily(f"training_{key}", describe(key), labels=labels), value)
+                continue
             name, source = split_source(key)
             if name not in gauges:
                 gauges[name] = GaugeMetricFamily(f"training_{name}", describe(key))

@@ -134,7 +134,8 @@ def describe_training(metrics: dict, state: TrainState) -> str:
     if state.branched_from:
         steps -= state.branched_from["step"]
         tokens -= state.branched_from["tokens"]
-    words = f"{counted(steps, 'step')}, {tokens:,} tokens in "
+    skipped = f" ({metrics['skipped_steps']:,} skipped)" if metrics.get("skipped_steps") else ""
+    words = f"{counted(steps, 'step')}{skipped}, {tokens:,} tokens in "
     elapsed = tqdm.format_interval(state.elapsed)
     if state.elapsed_before and "trained_seconds" in metrics:
         words += f"{tqdm.format_interval(metrics['trained_seconds'])} of training, {elapsed} since the first start"
@@ -142,7 +143,8 @@ def describe_training(metrics: dict, state: TrainState) -> str:
         words += elapsed
     if state.branched_from:
         words += f" after step {state.branched_from['step']:,} of {pathlib.Path(state.branched_from['folder']).name}"
-    words += f", loss {metrics['loss']:.4f}"
+    if "loss" in metrics:  # the last step was not skipped
+        words += f", loss {metrics['loss']:.4f}"
     held_out = describe_held_out(metrics)
     if held_out:
         words = ", ".join([words, held_out, *describe_held_out_average(metrics), *describe_held_out_sources(metrics)])

@@ -34,9 +34,9 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Flags that a run may be given anew without other weights; any other one, a new one too, shapes them.
 SHAPES_NO_WEIGHT = (
     "demo config cache_dir num_workers num_steps eval_steps sample_prompt sample_prompts sample_tokens "
-    "checkpoint_interval keep_checkpoints async_checkpoint final_checkpoint resume export timeout_minutes output_dir "
-    "run_name log_with project_name log_interval metrics_port metrics_host perf_warmup_steps peak_tflops min_mfu "
-    "max_memory_gib profile memory_snapshot show_samples max_epochs "
+    "checkpoint_interval keep_checkpoints async_checkpoint final_checkpoint resume export timeout_minutes max_skipped "
+    "output_dir run_name log_with project_name log_interval metrics_port metrics_host perf_warmup_steps peak_tflops "
+    "min_mfu max_memory_gib profile memory_snapshot show_samples max_epochs "
     "plan plan_gpus plan_gpu gpus_per_node plan_rates plan_seconds gpu_hour_usd "
     "json html measure own_plan argv lacks_disk lacks_memory "
     "gradient_accumulation_steps"  # which follows from given_accumulation and ranks

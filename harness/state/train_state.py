@@ -105,6 +105,10 @@ class TrainState:
         restore=restore_positions,
     )
     tokens: int = in_manifest(0, taken_by_branch=True)  # global
+    skipped_steps: int = in_manifest(0, taken_by_branch=True)
+    # the skipped ones of the last 1,000 steps, and the gradient norms of the last steps that were not skipped
+    recent_skipped: list = in_manifest(default_factory=list, taken_by_branch=True)  # noqa: RUF009 - as above
+    recent_norms: list = in_manifest(default_factory=list, taken_by_branch=True)  # noqa: RUF009 - as above
     started: float = in_manifest(PROCESS_STARTED)  # when the first process of the run started, seconds since the epoch
     run_id: str = in_manifest(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
     # as `saved.find_origin` returns it, of a run that branched off
