@@ -417,10 +417,10 @@ def test_normuon_moves_each_neuron_as_far_and_keeps_its_second_moment(built, mod
 
 
 def test_the_header_says_how_many_of_each_and_which(built):
-    model, _, settings = built("--optimizer", "muon", model="fused")
+    model, optimizer, settings = built("--optimizer", "muon", model="fused")
     data = types.SimpleNamespace(header={}, has_padding=False)
     mesh = next(model.parameters()).device_mesh
-    header = " ".join(describe_setup(settings, model, mesh, data, "", None, "").split())
+    header = " ".join(describe_setup(settings, model, optimizer, mesh, data, "", None, "").split())
     assert "muon on 14 matrices (o_proj, qkv_proj, gate_up_proj, down_proj)" in header
     assert "adamw on 7 other parameters (embed_tokens," in header
     assert find_optimizer("adamw").describe is None

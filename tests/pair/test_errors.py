@@ -111,13 +111,13 @@ def test_a_mistake_leaves_no_run_behind(mistake, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags", ["", "--log-interval 3 --num-steps 9"])
 def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_path, flags):
-    divergent = words("--lr 1e30 --max-grad-norm 0 --warmup-steps 0 --num-steps 9")
+    divergent = words("--lr 1e30 --max-grad-norm 0 --warmup-steps 0 --num-steps 9 --max-skipped 0")
     message = mistake(*divergent, *flags.split(), exit_code=1)
     step = int(re.search(r"step (\d+)", message)[1])
     logged = [json.loads(line) for line in (tmp_path / "out" / "r" / "metrics.jsonl").read_text().splitlines()]
     assert 1 < step <= 3
     assert all(line["step"] < step and line["loss"] < 1e9 for line in logged[:-1])
-    assert logged[-1]["step"] >= step and None in (logged[-1]["loss"], logged[-1]["grad_norm"])
+    assert logged[-1]["step"] >= step and not {"loss", "grad_norm"} & logged[-1].keys()
     assert not any(line.get("final") for line in logged)
 
 
@@ -128,11 +128,14 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
         ({}, [2.0, math.nan, math.inf], (8, "loss became nan")),
         ({"grad_norm": math.inf}, [2.0], (9, "grad norm became inf")),
         ({"eval_loss": math.nan}, [], (9, "eval loss became nan")),
+        ({}, [2.0, None, math.nan], (9, "loss became nan")),  # a step that was skipped has no loss
+        ({"grad_norm": None}, [2.0, None], None),
     ],
 )
 def test_what_is_not_finite_is_named_by_its_own_step(figures, losses, problem):
     metrics = {"step": 9, "loss": 1.0, "grad_norm": 1.0} | figures
-    assert first_not_finite(metrics, losses) == problem
+    found = first_not_finite(metrics, losses)
+    assert (found and (found.step, found.words)) == problem
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -267,8 +267,9 @@ N = (1, 3)
 def collectives(observed: dict, name: str, microbatches: int) -> tuple[int, int, int]:
     counts = dict(get(observed, "collectives", f"{name} in {microbatches} microbatches"))
     gathers, scatters = counts.pop("c10d.allgather", 0), counts.pop("c10d.reduce_scatter", 0)
-    # one is that of the gradient norm, where gradients are sharded
-    reduces = counts.pop("c10d.allreduce", 0) - ("stage 0" not in name)
+    # one is that of the gradient norm, where gradients are sharded, one brings the norms of replicas together
+    sharded, replicated = "stage 0" not in name, "stage 0" in name or "replicas" in name
+    reduces = counts.pop("c10d.allreduce", 0) - sharded - replicated
     assert not counts, "collectives that nobody expects"
     return gathers, scatters, reduces
 

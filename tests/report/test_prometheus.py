@@ -125,6 +125,7 @@ def test_a_run_is_seen_before_its_first_step_and_until_its_end(watched):
 def test_the_last_scrape_has_the_figures_of_the_last_line_and_what_runs(watched):
     last, names = watched.scrapes[-1], {"final", "samples"}
     final = {key: value for key, value in metrics_of(watched.folder)[-1].items() if key not in names}
+    assert final.pop("skipped_steps") == last["training_skipped_steps_total"][0].value == 0
     assert {key: last[f"training_{key}"][0].value for key in final} == final
     config = json.loads((watched.folder / "config.json").read_text())
     (info,) = last["training_info"]

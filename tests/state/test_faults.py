@@ -146,7 +146,7 @@ def endings(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
     start("a signal outside training", 10, stop=(9, "SIGUSR1"))  # a start's first step is not training yet
     start("an export that fails", 10, f"--export {out}/e", fault="error", point=Point(0, "mkdir", ".e.writing", 1))
     start("a save that fails", 12, fault="full disk", point=Point(0, "write", "r/metrics.jsonl", 1))
-    start("a loss that is no number", 16, "--lr 1e30 --max-grad-norm 0")
+    start("a loss that is no number", 16, "--lr 1e30 --max-grad-norm 0 --max-skipped 0")
     start("wrong usage", 16, "--dp-replicate-size 2")
     start("another run's checkpoint", 16, "--seed 7")
     newest = out / "r" / "checkpoints" / faults.whole(out)[-1]

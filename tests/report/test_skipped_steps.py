@@ -1,0 +1,212 @@
+"""Skipped steps: a run goes on through bad batches, says which, ends where they are too many, and resumes alike."""
+
+import math
+import re
+import shlex
+
+import pytest
+import torch
+from conftest import Stop, metrics_of, parse, train
+
+import train_fsdp
+from harness.base import saved
+from harness.model.skipping import WINDOW
+from harness.report.skipped_steps import SkippedStep, StepResult, count_skipped, runs_of, too_many
+from harness.state.train_state import TrainState
+
+
+@pytest.fixture
+def arguments(arguments, tmp_path) -> list:
+    """Those of the smallest run, on a text that is tokenized at once."""
+    (tmp_path / "data.txt").write_text("The fox had a red ball, and the dog wanted it. " * 300)
+    return [*arguments, "--dataset", str(tmp_path / "data.txt")]
+
+
+def plant(monkeypatch, divisors: dict[int, float]) -> None:
+    """Divides the loss of steps by what makes their gradients NaN, infinite or large."""
+    make_batches = train_fsdp.training_batches
+
+    def planted(settings, data, state, device):
+        for step, batch in enumerate(make_batches(settings, data, state, device), state.step + 1):
+            if step in divisors:
+                batch["loss_divisor"] = torch.tensor(divisors[step])
+            yield batch
+
+    monkeypatch.setattr(train_fsdp, "training_batches", planted)
+
+
+def leave_out(monkeypatch, steps: set[int]) -> None:
+    """Trains without the updates of these steps."""
+    taken = []
+
+    def step_unless_left_out(optimizer, skip):
+        taken.append(skip)
+        if len(taken) not in steps:
+            optimizer.step()
+
+    monkeypatch.setattr(train_fsdp, "step_or_skip", step_unless_left_out)
+
+
+def logged(folder) -> list[dict]:
+    """The lines of a run without what depends on the clock."""
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen", "skipped_steps", "skipped")
+    return [{key: line[key] for key in keys if key in line} for line in metrics_of(folder)]
+
+
+# ---- A run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_through_bad_batches_is_one_without_their_updates(device, arguments, tmp_path, monkeypatch, capfd):
+    flags = [*arguments, "--num-steps", 12, "--log-interval", 4]
+    with monkeypatch.context() as planting:
+        plant(planting, {3: math.nan, 6: 0.0, 7: math.nan, 8: math.nan})
+        train(flags, device)
+    console = capfd.readouterr().out
+    with monkeypatch.context() as leaving:
+        leave_out(leaving, {3, 6, 7, 8})
+        train([*flags, "--run-name", "other"], device)
+    lines, others = logged(tmp_path / "out" / "r"), logged(tmp_path / "out" / "other")
+    assert [line["step"] for line in lines] == [1, 4, 8, 12, 12]
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 4, 4, 4]
+    assert "loss" not in lines[2] and "grad_norm" not in lines[2] and "loss" in others[2]
+    for line, other in zip(lines, others, strict=True):
+        shared = line.keys() - {"skipped_steps", "skipped"}
+        assert {key: line[key] for key in shared} == {key: other[key] for key in shared}
+    entries = [entry for line in lines for entry in line.get("skipped", [])]
+    assert [entry["step"] for entry in entries] == [3, 6, 7, 8] and entries[0]["samples"] == [4, 5]
+    assert "skipped    step 3: gradient norm is nan; samples 4 to 5, which this shows: " in console
+    assert re.search("^skipped    steps 6 to 8: .*; samples 10 to 15, which", console, re.MULTILINE)
+    assert "step  8/12  skipped  lr " in console and "done       12 steps (4 skipped), " in console
+
+    command = re.search("^skipped    steps 6.*shows: (.*)$", console, re.MULTILINE)[1]
+    shown = shlex.split(command)
+    assert train_fsdp.run(parse(shown[shown.index("--config") :]), device, Stop()) == 0
+    assert "step 6: 2 samples, from sample 10 on" in capfd.readouterr().out
+
+
+def test_a_run_without_a_bad_batch_counts_none_and_says_nothing(device, arguments, tmp_path, capfd):
+    train(arguments, device)
+    assert [line["skipped_steps"] for line in logged(tmp_path / "out" / "r")] == [0, 0, 0]
+    assert "skipped" not in capfd.readouterr().out
+
+
+def test_steps_that_neither_log_nor_save_are_not_read(device, arguments, monkeypatch):
+    reads = []
+    original = train_fsdp.read_results
+    monkeypatch.setattr(train_fsdp, "read_results", lambda results: reads.append(len(results)) or original(results))
+    train([*arguments, "--num-steps", 9, "--log-interval", 4, "--checkpoint-interval", 6], device)
+    assert reads == [1, 3, 2, 2, 1]
+
+
+def test_a_resumed_run_skips_and_counts_as_the_one_that_went_on(device, arguments, tmp_path, monkeypatch):
+    flags = [*arguments, "--log-interval", 1, "--checkpoint-interval", 5, "--keep-checkpoints", 9, "--num-steps", 12]
+    plant(monkeypatch, {3: math.nan, 5: math.nan, 6: math.nan, 9: 0.0})
+    train(flags, device)
+    whole = tmp_path / "out" / "r"
+    stopped = tmp_path / "out" / "stopped"
+    train([*flags, "--run-name", "stopped"], device, Stop(steps=5))
+    manifest = saved.read_manifest(saved.newest(stopped))
+    assert (manifest["skipped_steps"], manifest["recent_skipped"], len(manifest["recent_norms"])) == (2, [3, 5], 3)
+    train([*flags, "--run-name", "stopped", "--resume", "auto"], device)
+    assert logged(stopped) == logged(whole)
+    manifests = [saved.read_manifest(saved.newest(folder)) for folder in (stopped, whole)]
+    for key in ("skipped_steps", "recent_skipped", "recent_norms"):
+        assert manifests[0][key] == manifests[1][key]
+
+
+def test_a_streak_goes_on_over_a_restart(device, arguments, mistake, tmp_path, monkeypatch):
+    plant(monkeypatch, dict.fromkeys(range(4, 9), math.nan))
+    flags = ["--checkpoint-interval", 6, "--num-steps", 12, "--log-interval", 1, "--max-skipped", 4]
+    train([*arguments, *flags], device, Stop(steps=6))
+    assert saved.newest(tmp_path / "out" / "r").name == "step-00000006"
+    message = mistake(*flags, "--resume", "auto", exit_code=1)
+    assert message.startswith("the gradient norm is nan at step 4; 5 steps in a row skipped, more than --max-skipped 4")
+    assert "step-00000006 was saved after it" in message
+
+
+def test_a_save_waits_for_a_step_that_was_not_skipped(device, arguments, tmp_path, monkeypatch):
+    plant(monkeypatch, dict.fromkeys((4, 5, 8), math.nan))
+    flags = ["--num-steps", 8, "--checkpoint-interval", 4, "--keep-checkpoints", 9, "--log-interval", 8]
+    train([*arguments, *flags], device)
+    assert [path.name for path in saved.by_name(tmp_path / "out" / "r")] == ["step-00000006", "step-00000008"]
+
+
+@pytest.mark.slow
+def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(device, arguments, tmp_path, monkeypatch):
+    flags = [*arguments, "--num-steps", 150, "--log-interval", 30, "--checkpoint-interval", 130, "--skip-spikes", 40]
+    plant(monkeypatch, {140: 1e-4, 20: 1e-4})
+    train(flags, device)
+    lines = logged(tmp_path / "out" / "r")
+    (entry,) = lines[-2]["skipped"]
+    assert entry["step"] == 140 and re.fullmatch(r"gradient norm is [\d.e+]+, z-score [\d.]+", entry["reason"])
+    stopped = tmp_path / "out" / "stopped"
+    train([*flags, "--run-name", "stopped"], device, Stop(steps=130))
+    assert len(saved.read_manifest(saved.newest(stopped))["recent_norms"]) == WINDOW
+    train([*flags, "--run-name", "stopped", "--resume", "auto"], device)
+    assert logged(stopped) == lines
+
+
+# ---- Its end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_skipped, ends", [(2, True), (3, False), (0, True)])
+def test_more_in_a_row_than_max_skipped_end_the_run(device, arguments, mistake, monkeypatch, max_skipped, ends):
+    plant(monkeypatch, dict.fromkeys(range(4, 7), math.nan))
+    flags = ["--num-steps", 9, "--log-interval", 3, "--max-skipped", max_skipped]
+    if not ends:
+        assert train([*arguments, *flags], device) == 0
+        return
+    in_a_row = f"{max_skipped + 1} steps" if max_skipped else "1 step"
+    assert mistake(*flags, exit_code=1).startswith(
+        f"the gradient norm is nan at step 4; {in_a_row} in a row skipped, more than --max-skipped {max_skipped}; "
+        "nothing was saved; a lower --lr"
+    )
+
+
+def test_an_update_that_overflows_ends_the_run_and_is_not_saved(device, arguments, mistake, tmp_path, monkeypatch):
+    step = train_fsdp.step_or_skip
+
+    def overflow(optimizer, skip):
+        step(optimizer, skip)
+        with torch.no_grad():
+            optimizer.param_groups[1]["params"][0].to_local()[0] = math.inf  # of a norm
+
+    monkeypatch.setattr(train_fsdp, "step_or_skip", overflow)
+    found = "the update made weights or optimizer states infinite or NaN at step"
+    saves = mistake("--num-steps", 20, "--checkpoint-interval", 2, "--log-interval", 20, exit_code=1)
+    assert saves.startswith(f"{found} 1; nothing was saved")  # step 2 was skipped
+    logs = mistake("--num-steps", 20, "--log-interval", 10, "--run-name", "logs", exit_code=1)
+    assert logs.startswith(f"{found} 1; nothing was saved")
+    assert not list((tmp_path / "out").rglob("step-*"))
+
+
+def ends(steps: int, skipped: list[int], max_skipped: int = 5):
+    """Why a run ends that skipped these of so many steps, read in parts, and after which step it was seen."""
+    state = TrainState(None)
+    for first in range(1, steps + 1, 7):
+        results = []
+        for step in range(first, min(first + 7, steps + 1)):
+            results.append(StepResult(2.0, math.nan if step in skipped else 1.0, float(step in skipped)))
+        state.step = first + len(results) - 1
+        _, problem = count_skipped(state, results, max_skipped)
+        if problem:
+            return problem.step, problem.consequence
+    assert state.skipped_steps == len(skipped) and len(state.recent_norms) <= WINDOW
+    return None
+
+
+def test_more_than_one_percent_of_the_last_thousand_steps_end_the_run():
+    assert ends(100, [*range(2, 20, 2)]) is None  # 9 of them
+    assert ends(100, [*range(2, 22, 2)]) == (20, "10 of the last 20 steps skipped, more than 1 %")
+    assert ends(1099, [*range(100, 1100, 100)]) is None  # 10 of 1,000 are not more
+    assert ends(3000, [*range(100, 3000, 101)]) is None  # 10 of each 1,000
+    found = ends(3000, [*range(1500, 3000, 90)])
+    assert found == (1500 + 10 * 90, "11 of the last 1,000 steps skipped, more than 1 %")
+
+
+def test_steps_in_a_row_are_told_from_steps_apart():
+    assert too_many([3, 4, 6, 7], 2, "") is None
+    words = "3 steps in a row skipped, more than --max-skipped 2"
+    assert too_many([3, 4, 5], 2, "gradient norm is nan") == (3, "gradient norm is nan", words)
+    runs = runs_of([SkippedStep(step, "") for step in (3, 4, 6)])
+    assert [[step.step for step in run] for run in runs] == [[3, 4], [6]]
