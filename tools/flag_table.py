@@ -10,7 +10,7 @@ BEGINNING = """# All flags
 
 As `--help` has them, in its groups; made from the parser by \
 `python -m tools.flag_table > docs/FLAGS.md`. In brackets stands the default. \
-What a flag costs and gains stands in the [README](../README.md#the-flags-that-matter), \
+[Performance](PERFORMANCE.md#what-flags-trade) says what flags cost and gain; \
 names of other trainers in [Migration](MIGRATION.md), what does not go together in \
 [Troubleshooting](TROUBLESHOOTING.md). `--config FILE` sets them too, as `batch-size = 4` or `batch_size = 4`.
 """
