@@ -15,6 +15,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS, SEQUENCES, SEQUENCE, LEARNING_RATE = 4, 8, 128, 1e-3  # two conversations do not fit into one window
@@ -193,6 +194,7 @@ def main() -> None:
         found = compare(pathlib.Path(folder), sys.executable)
     from importlib.metadata import version
 
+    found["date"] = time.strftime("%Y-%m-%d")
     found["versions"] = {name: version(name) for name in ("torch", "transformers", "trl")}
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = {
@@ -61,7 +62,8 @@ def main() -> None:
         for repeat in range(args.repeats):
             for way, flag in (("async", "--async-checkpoint"), ("sync", "--no-async-checkpoint")):
                 results[way].append(run(args, pathlib.Path(folder), f"{way}-{repeat}", flag))
-    table = {"ranks": args.ranks, "parameters": results["async"][0]["parameters"]}
+    table = {"date": time.strftime("%Y-%m-%d"), "ranks": args.ranks}
+    table["parameters"] = results["async"][0]["parameters"]
     for way, runs in results.items():
         stalls = [stall for one in runs for stall in one["stall_seconds"]]
         step = statistics.median(one["step_seconds"] for one in runs)

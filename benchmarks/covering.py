@@ -208,7 +208,7 @@ def main() -> int:
     print(counts)
     if args.out:
         of_all = {"ranks": args.ranks, "torch": torch.__version__, "backend": args.backend, "counts": counts}
-        of_all |= {"runs": results}
+        of_all |= {"date": time.strftime("%Y-%m-%d"), "runs": results}
         args.out.write_text(json.dumps(of_all, indent=2) + "\n")
     return 1 if counts["broken"] else 0
 

@@ -410,6 +410,8 @@ def main() -> None:
     file = pathlib.Path(args.json) if args.json else None
     result: dict = json.loads(file.read_text()) if file and file.exists() else {"kinds": {}}
     result |= {"steps": STEPS, "global_batch": GLOBAL_BATCH, "loss_tolerance": LOSS_TOLERANCE}
+    result["date"] = time.strftime("%Y-%m-%d")
+    result.pop("date_source", None)  # of the results before
     result["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
     result["versions"] |= {"transformers": transformers.__version__}
     result["on"] = f"{os.cpu_count()}-core CPU, {platform.system()}"

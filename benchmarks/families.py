@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -372,6 +373,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         one, two = (collect(ranks, names, pathlib.Path(folder)) for ranks in (1, 2))
     result = {"torch": torch.__version__, "transformers": transformers.__version__, "families": {}}
+    result["date"] = time.strftime("%Y-%m-%d")
     result["families"] = {name: judge(one[name], two[name]) for name in names}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.out == RESULTS:

@@ -684,6 +684,8 @@ def main() -> None:
     args = parser.parse_args()
     file = pathlib.Path(args.json) if args.json else None
     result = json.loads(file.read_text()) if file and file.exists() else {"scenarios": {}, "sequences": {"wrong": []}}
+    result["date"] = time.strftime("%Y-%m-%d")
+    result.pop("date_source", None)  # of the results before
     result["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
     result["versions"] |= {"transformers": transformers.__version__}
     result["on"] = f"{os.cpu_count()}-core CPU, {platform.system()}"

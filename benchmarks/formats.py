@@ -393,7 +393,12 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "formats.json")
     args = parser.parse_args()
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    result: dict = {"versions": versions, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    result: dict = {
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)

@@ -112,6 +112,7 @@ def main() -> None:
             [[entry[key] for key in keys] for entry in steps_of(path / "metrics.jsonl")] for path in (run, reference)
         )
     result = {
+        "date": time.strftime("%Y-%m-%d"),
         "kills": len(kills),
         "of_one_rank": sum(not kill["whole"] for kill in kills),
         "during_a_save": sum(kill["during_save"] for kill in kills),

@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import pathlib
+import time
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,6 +70,7 @@ def main() -> None:
     found = compare(model, AutoTokenizer.from_pretrained(args.export), texts, flags["sequence_length"])
     total, words = found["lm_eval"][0], sum(len(text.split()) for text in texts)
     found["run"] = {"eval_loss": next(line["eval_loss"] for line in reversed(said) if "eval_loss" in line)}
+    found["date"] = time.strftime("%Y-%m-%d")
     found["by_hand"] = {
         "word_perplexity": math.exp(total / words),
         "byte_perplexity": math.exp(total / sum(len(text.encode()) for text in texts)),

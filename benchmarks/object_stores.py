@@ -266,6 +266,7 @@ def main() -> None:
 
         versions = {"python": platform.python_version(), "fsspec": fsspec.__version__, "s3fs": s3fs.__version__}
         result = {"versions": versions | {"moto": moto.__version__}, "timeout": arguments.timeout}
+        result["date"] = time.strftime("%Y-%m-%d")
         result["rows"] = rows
         pathlib.Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
     if any(row["outcome"] == "WRONG" for row in rows):

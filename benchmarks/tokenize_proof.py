@@ -217,6 +217,8 @@ def prove(args: argparse.Namespace, folder: pathlib.Path, sources: list[pathlib.
     }
     if args.plan_only:
         results = json.loads(args.out.read_text())
+    results["date"] = time.strftime("%Y-%m-%d")
+    results.pop("date_source", None)  # of the results before
     if args.plan_tokens:
         results["plan_of_large_corpus"] = plan_large(args, corpus, folder / "large")
     results["plan"] = plan_of(corpus, output, args.workers)

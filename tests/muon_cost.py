@@ -66,6 +66,7 @@ def main() -> None:
     ratios = [seconds["muon"] / seconds["torch.optim.Muon"] for seconds in rounds]
     shares = [seconds["muon"] / seconds["training_step"] for seconds in rounds]
     result = {
+        "date": time.strftime("%Y-%m-%d"),
         "flags": FLAGS,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

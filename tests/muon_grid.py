@@ -13,6 +13,7 @@ import json
 import pathlib
 import sys
 import tempfile
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result = {"versions": versions, "steps": muonranks.STEPS, "ranks": {}}
+    result = {"date": time.strftime("%Y-%m-%d"), "versions": versions, "steps": muonranks.STEPS, "ranks": {}}
     if arguments.out.exists():
         before = json.loads(arguments.out.read_text())
         if before["versions"] == versions:
