@@ -1,4 +1,4 @@
-"""tools.prose_figures: what it takes for a figure, and which sources it accepts; every figure of the documents has one."""
+"""tools.prose_figures: what it takes for a figure and which sources it accepts; every figure of the docs has one."""
 
 import json
 
@@ -83,14 +83,17 @@ def test_sources(page, text, source, reason):
 def test_a_mark_under_a_heading_holds_below_it_and_one_above_lines_up_to_the_next_empty_one(page):
     text = (
         "# Page\n\n## One\n\n<!-- figures: predicted -->\n\n1 ms\n\n### Inner\n\n2 ms\n\n## Two\n\n"
-        "<!-- figures: arithmetic -->\n\n3 ms\n\n<!-- figures: definition -->\n- 4 ms\n- 5 ms\n\n6 ms\n\n## Three\n\n7 ms\n"
+        "<!-- figures: arithmetic -->\n\n3 ms\n\n<!-- figures: definition -->\n- 4 ms\n- 5 ms\n\n6 ms\n\n"
+        "## Three\n\n7 ms\n"
     )
     sources = ["predicted", "predicted", "arithmetic", "definition", "definition", "arithmetic", ""]
     assert [figure.source for figure in page(text)] == sources
 
 
 def test_a_label_or_a_result_of_a_section_holds_for_its_rows(page):
-    text = "## A\n\n| what | ms |\n|---|---|\n| one | 164 |\n| two | 165 ms |\n\n([all](benchmarks/results/cost.json))\n"
+    text = (
+        "## A\n\n| what | ms |\n|---|---|\n| one | 164 |\n| two | 165 ms |\n\n([all](benchmarks/results/cost.json))\n"
+    )
     assert [figure.reason for figure in page(text)] == ["not in cost.json", "not in cost.json"]
     planned = "## A\n\n```bash\npython train_fsdp.py --plan\n```\n\n| what | ms |\n|---|---|\n| one | 164 |\n"
     assert [bool(figure.source) for figure in page(planned)] == [True]
