@@ -390,6 +390,7 @@ OTHERS = {
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
     "harness/report/page.py": {"--output"},
+    "tools/release_check.py": {"--venv", "--with-newest"},
     "launch/datatrove.py": {"--executor", "--slurm-option", "--tasks", "--workers"},
 }
 
