@@ -81,8 +81,10 @@ def start_in(folder: pathlib.Path, flags: str, **options) -> subprocess.Popen:
     for name in ("train_fsdp.py", "utils.py", "harness", "assets"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
+    if not (folder / ".venv").exists():
+        (folder / ".venv").symlink_to(sys.prefix)
     environment = os.environ | {"PYTHONUTF8": "1"} | options.pop("env", {})
-    command = f"{sys.executable} train_fsdp.py {flags}"
+    command = f".venv/bin/python train_fsdp.py {flags}"
     return subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=environment, **options)
 
 
@@ -139,7 +141,7 @@ def lines_of(sent: str) -> list[str]:
 def terminal_picture(command: str, before: str, after: str) -> str:
     """An SVG of the command, what was shown until Ctrl-C with the bar below, a rule, and what came then."""
     shown, ended = lines_of(before), lines_of(after)
-    words = f"$ python train_fsdp.py {command}"
+    words = f"$ .venv/bin/python train_fsdp.py {command}"
     rows = [(line, QUIET) for line in lines_of(words)]
     rows += [(line, INK) for line in shown[:-1]] + [(shown[-1], BAR), ("", "rule")]
     rows.append(("then, in place of the bar, after Ctrl-C:", QUIET))

@@ -23,7 +23,12 @@ def test_the_picture_of_a_terminal_has_every_line_the_bar_and_what_came_after_ct
     )
     texts = [element.text for element in ElementTree.fromstring(picture) if element.tag.endswith("text")]
     ending = ["then, in place of the bar, after Ctrl-C:", "stopped    by Ctrl-C"]
-    assert texts == ["$ python train_fsdp.py --demo", "data  <new> &", "217/340  loss 1.2  eta 00:10", *ending]
+    assert texts == [
+        "$ .venv/bin/python train_fsdp.py --demo",
+        "data  <new> &",
+        "217/340  loss 1.2  eta 00:10",
+        *ending,
+    ]
 
 
 def event(name, ts, dur, tid=1, cat="cpu_op"):
