@@ -186,11 +186,10 @@ def profile_picture(trace: dict) -> str:
         if row >= PROFILE_ROWS or width < 0.5:
             continue
         hue = sum(map(ord, event["name"])) % 360
-        parts.append(
-            f'<rect x="{x:.1f}" y="{30 + 22 * row}" width="{width:.1f}" height="20" fill="hsl({hue},45%,70%)"/>'
-        )
+        name, place = html.escape(event["name"]), f'x="{x:.1f}" y="{30 + 22 * row}" width="{width:.1f}" height="20"'
+        parts.append(f'<rect {place} fill="hsl({hue},45%,70%)"><title>{name}</title></rect>')
         if width > 7 * len(event["name"]):
-            parts.append(f'<text x="{x + 3:.1f}" y="{44 + 22 * row}">{html.escape(event["name"])}</text>')
+            parts.append(f'<text x="{x + 3:.1f}" y="{44 + 22 * row}">{name}</text>')
     height = 36 + 22 * PROFILE_ROWS
     size = f'width="{PROFILE_WIDTH}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="monospace" font-size="11">'
@@ -233,7 +232,7 @@ def make_tensorboard(out: pathlib.Path, work: pathlib.Path) -> None:
     try:
         time.sleep(20)  # it has read the run by then
         address = f"http://127.0.0.1:{PORT}/?smoothing=0&pinnedCards={pins.replace(' ', '')}#timeseries"
-        draw_page(address, out / "tensorboard.png", "1400,1180")
+        draw_page(address, out / "tensorboard.png", "1400,1180", "--virtual-time-budget=30000")
     finally:
         server.terminate()
         server.wait()
