@@ -65,7 +65,9 @@ RESULT = re.compile(r"benchmarks/results/([\w-]+\.json)")
 TEST = re.compile(r"\btests/\w+/test_\w+\.py|\btest_\w+\b(?!\.py)")
 CITATION = re.compile(r"arXiv[ :]\d{4}\.\d+|https?://[^)\s>]+|[\w/]+ issues? \d{3,}|[\w/-]+#\d{3,}|tuning\.cc")
 LABEL = re.compile(r"(?i)\b(?:predicted|prediction|planned|plans?|assumed|guessed)\b|--plan\b")
-LABEL_OF_SECTION = re.compile(r"\b(?:predicted|planned)\b|^(?:python|torchrun) .*--plan\b", re.MULTILINE)
+LABEL_OF_SECTION = re.compile(
+    r"\b(?:predicted|planned)\b|^(?:python|torchrun) .*train_fsdp\.py .*--plan\b", re.MULTILINE
+)
 SCALES = {"%": (1, 100), "ms": (1, 1e3), "M": (1, 1e-6), "G": (1, 1e-9, 2**-30)}
 
 

@@ -97,6 +97,8 @@ def test_a_label_or_a_result_of_a_section_holds_for_its_rows(page):
     assert [figure.reason for figure in page(text)] == ["not in cost.json", "not in cost.json"]
     planned = "## A\n\n```bash\npython train_fsdp.py --plan\n```\n\n| what | ms |\n|---|---|\n| one | 164 |\n"
     assert [bool(figure.source) for figure in page(planned)] == [True]
+    other = planned.replace("train_fsdp.py", "launch/datatrove.py")  # whose --plan is no prediction of a run
+    assert [bool(figure.source) for figure in page(other)] == [False]
 
 
 def test_the_program_lists_all_and_fails_where_one_has_no_source(page, tmp_path, capsys, monkeypatch):
