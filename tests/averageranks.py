@@ -77,7 +77,7 @@ def follow(argv: list, device: torch.device) -> dict:
     model = train_fsdp.build_model(settings, config, mesh)
     optimizer = train_fsdp.build_optimizer(settings, model)
     average = WeightAverage(model, DECAY)
-    train_fsdp.verify_sharding(model, optimizer, mesh, averages=average.tensors)
+    train_fsdp.verify_sharding(settings, model, optimizer, mesh, averages=average.tensors)
     state = TrainState(model, optimizer, average=average)
     names = list(average.tensors)
     parameters = [dict(model.named_parameters())[name] for name in names]

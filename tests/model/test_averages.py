@@ -100,16 +100,16 @@ def built(device, models):
 
 
 def test_an_average_that_is_not_sharded_or_not_in_fp32_is_found(built):
-    _, model, optimizer, mesh = built("--precision", "bf16-pure")
+    settings, model, optimizer, mesh = built("--precision", "bf16-pure")
     average = WeightAverage(model, 0.9)
-    assert f"as are {len(average.tensors)} averages in fp32" in verify_sharding(
-        model, optimizer, mesh, averages=average.tensors
-    )
+    verified = verify_sharding(settings, model, optimizer, mesh, averages=average.tensors)
+    assert f"as are {len(average.tensors)} averages" in verified and "averages in float32" in verified
     name, tensor = next(iter(average.tensors.items()))
     whole = DTensor.from_local(tensor.to_local(), mesh, [Replicate()])
-    for wrong, problem in ((whole, "is not sharded"), (tensor.bfloat16(), "held in torch.bfloat16, not in fp32")):
-        with pytest.raises(RuntimeError, match=f"the average of {name} .*{problem}"):
-            verify_sharding(model, optimizer, mesh, averages=average.tensors | {name: wrong})
+    in_bf16 = (tensor.bfloat16(), "held in torch.bfloat16, not in torch.float32")
+    for wrong, problem in ((whole, "is not sharded"), in_bf16):
+        with pytest.raises(RuntimeError, match=f"the average of {name}.* {problem}"):
+            verify_sharding(settings, model, optimizer, mesh, averages=average.tensors | {name: wrong})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
