@@ -14,53 +14,23 @@ runs of the same code, command and machine are kept. What fails is kept too, wit
 """
 
 import argparse
-import datetime
 import fnmatch
-import hashlib
 import json
 import math
 import os
 import pathlib
-import platform
-import re
-import resource
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 from ratios import ratios
+from running import PEERS, ROOT, Config, RunError, code_hash, describe_machine, device_name, execute, now
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 ENOUGH = 60  # seconds that must be left for a configuration that has not run yet
-
-
-@dataclass
-class Config:
-    """One program and its flags. In a flag, WORK is the part's folder and FRESH a new one for each run."""
-
-    program: str
-    flags: dict
-    predicted: dict = field(default_factory=dict)  # written before it was measured
-    ranks: int = 0  # 0: as many as the suite has
-    same_loss_as: str = ""  # the configuration with whose last loss its own must agree, or it did other work
-    cold: bool = False  # the compiler's cache is empty
-    env: dict = field(default_factory=dict)  # variables that are set for it
-
-    def words(self) -> list[str]:
-        words = self.program.split()
-        for key, value in self.flags.items():
-            words.append(f"--{'no-' * (value is False)}{key.replace('_', '-')}")
-            words += [] if isinstance(value, bool) else [str(value)]
-        return words
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -238,14 +208,6 @@ def ranks(available: int) -> tuple:
     return "the same work per GPU on more of them", "tokens_per_sec_per_gpu", pairs, configs
 
 
-PEERS = {  # program in benchmarks/peers: the package that it needs
-    "hf_trainer": "transformers",
-    "accelerate_fsdp2": "accelerate",
-    "lightning_fabric": "lightning",
-    "torchtitan_llama": "torchtitan",
-}
-
-
 def peers() -> tuple:
     size = {"model": "smollm3-3b", "sequence_length": 8192, "batch_size": 1}
     configs = trained(SPEED | FINAL, {"train_fsdp.py": {}})
@@ -314,10 +276,6 @@ def parts_of(suite: str, available: int) -> dict[str, tuple]:
 # Running
 
 
-class RunError(Exception):
-    """A configuration's error in one line."""
-
-
 def prepare(work: pathlib.Path) -> None:
     """What the bare loop and the part `compile` read: the demo's tokens and first weights (a step with a learning rate
     that changes nothing exports them), and its model with 4 and with 16 layers."""
@@ -331,67 +289,6 @@ def prepare(work: pathlib.Path) -> None:
         (work / f"{layers}-layers" / "config.json").write_text(json.dumps(demo | deeper))
 
 
-def execute(config: Config, work: pathlib.Path, available: int, seconds: float, rehearse: bool = False) -> dict:
-    """One run in fresh processes: its figures, with seconds from command to first step and to the end.
-
-    Raises:
-        RunError: it is not installed, ended with an error, or did not end within `seconds`.
-    """
-    package = PEERS.get(pathlib.Path(config.program).stem)
-    if package and not find_spec(package):
-        raise RunError(f"not installed: {package}")
-    world, first_step, lines = config.ranks or available, None, []
-    with tempfile.TemporaryDirectory(dir=work) as fresh, tempfile.TemporaryFile("w+") as errors:
-        words = [word.replace("FRESH", f"{fresh}/fresh").replace("WORK", str(work)) for word in config.words()]
-        if config.program == "train_fsdp.py":
-            words += ["--output-dir", fresh, "--run-name", "run", "--no-final-checkpoint"]
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
-        env = os.environ | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if rehearse else {})
-        env |= {"TORCHINDUCTOR_CACHE_DIR": f"{fresh}/compiled"} if config.cold else {}
-        env |= config.env
-        pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
-        began, used = time.perf_counter(), cpu_seconds()
-        process = subprocess.Popen(
-            [sys.executable, *launch, *words], cwd=ROOT, env=env, start_new_session=True, **pipes
-        )
-        timers = [  # not SIGTERM, on which train_fsdp.py saves a checkpoint; torchrun ends its workers within 30 s
-            threading.Timer(seconds + grace, os.killpg, (process.pid, sign))
-            for grace, sign in ((0, signal.SIGINT), (40, signal.SIGKILL))
-        ]
-        try:
-            for timer in timers:
-                timer.start()
-            for line in process.stdout:
-                lines.append(line)
-                if first_step is None and re.match(r"step +1/", line):
-                    first_step = time.perf_counter() - began
-            code = process.wait()
-            took = time.perf_counter() - began
-        finally:
-            for timer in timers:
-                timer.cancel()
-            if process.poll() is None:  # Ctrl-C does not reach it
-                os.killpg(process.pid, signal.SIGINT)
-        if code:
-            errors.seek(0)
-            text = errors.read().strip()
-            told = re.search(r"^\S*( error|Error): .*", text, re.MULTILINE)  # torchrun's own words come after it
-            error = told[0] if told else (text.splitlines() or [f"exit code {code}"])[-1]
-            raise RunError(f"did not end within {seconds:.0f} s" if took >= seconds else error[:300])
-        metrics = pathlib.Path(fresh, "run", "metrics.jsonl")
-        printed = [line for line in lines if line.startswith('{"')]
-        records = list(map(json.loads, metrics.read_text().splitlines() if metrics.exists() else printed[-1:]))
-    if not records:
-        raise RunError("printed no figures")
-    figures = {key: value for key, value in records[-1].items() if key not in ("final", "grad_norm", "learning_rate")}
-    if "eval_loss" in figures:
-        figures["curve"] = [(record["tokens_seen"], record["loss"]) for record in records[:-1]]
-        evaluated = [record for record in records[:-1] if "eval_loss" in record]
-        figures["held_out"] = [(record["tokens_seen"], record["eval_loss"]) for record in evaluated]
-    figures |= {"first_step_s": first_step} if first_step else {}
-    return figures | {"wall_s": took, "cpu_s": cpu_seconds() - used, "load": os.getloadavg()[0]}
-
-
 SAME_LOSS = 1e-4  # of two programs that start from the same weights and do the same steps, relative; fp32
 
 
@@ -401,12 +298,6 @@ def check_loss(figures: dict, config: Config, entry: dict) -> None:
     if others and not math.isclose(figures["loss"], others[-1]["loss"], rel_tol=SAME_LOSS):
         found = f"its last loss is {figures['loss']:.6f}, that of {config.same_loss_as} {others[-1]['loss']:.6f}"
         raise RunError(f"not compared: {found}; more than {SAME_LOSS} apart they did not do the same work")
-
-
-def cpu_seconds() -> float:
-    """Of all processes that this one has started and that have ended: what a busy machine changes least."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def set_steps(flags: dict) -> None:
@@ -472,49 +363,6 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Telling
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def code_hash() -> str:
-    """Of the files that are measured: figures of different code are never put together."""
-    files = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
-def device_name(cpu: bool) -> str:
-    if torch.cuda.is_available() and not cpu:
-        return torch.cuda.get_device_name()
-    info = pathlib.Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
-
-
-OPTIONAL = ("lightning", "liger-kernel", "torchtitan")
-
-
-def describe_machine() -> dict:
-    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "torchao", "numpy", *OPTIONAL)
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in packages:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    code = ("train_fsdp.py", "utils.py", "harness")
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], capture_output=True)
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return {
-        "processor": device_name(cpu=True),
-        "threads": torch.get_num_threads(),
-        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
-        "versions": versions,
-        "commit": (commit + "-changed" * changed.returncode) or None,
-    }
 
 
 def median_and_spread(values: list[float]) -> str:

@@ -16,8 +16,7 @@ import pathlib
 import statistics
 import tempfile
 
-import bench
-from bench import ROOT, Config, RunError
+from running import ROOT, Config, RunError, code_hash, describe_machine, device_name, execute, now
 
 OPTIMIZERS = ("adamw", "muon")
 STEP = 0.25  # decades between two rates
@@ -29,7 +28,7 @@ TIMED_STEPS, TIMED_ROUNDS = 40, 5
 def learn(args: argparse.Namespace, file: pathlib.Path) -> None:
     """Runs what `file` lacks, and prints the tables."""
     results = json.loads(file.read_text()) if file.exists() else {"runs": [], "times": []}
-    results |= {"suite": "learn", "rehearsal": args.rehearse, "machine": bench.describe_machine()}
+    results |= {"suite": "learn", "rehearsal": args.rehearse, "machine": describe_machine()}
     results["command"] = "python benchmarks/bench.py learn " + " ".join(options_of(args))
     texts = {"the demo's stories": "demo"} | ({args.text.stem: str(args.text.resolve())} if args.text else {})
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +54,7 @@ class Sweeps:
 
     def __init__(self, args: argparse.Namespace, file: pathlib.Path, results: dict, work: pathlib.Path):
         self.args, self.file, self.results, self.work = args, file, results, work
-        self.stamp = {"code": bench.code_hash(), "on": bench.device_name(args.rehearse)}
+        self.stamp = {"code": code_hash(), "on": device_name(args.rehearse)}
         for kind in ("runs", "times"):
             results[kind] = [run for run in results[kind] if self.stamp.items() <= run.items()]
         demo = json.loads((ROOT / "assets" / "demo" / "config.json").read_text())
@@ -118,12 +117,12 @@ class Sweeps:
 
     def execute(self, flags: dict) -> dict:
         try:
-            return bench.execute(Config("train_fsdp.py", flags), self.work, 1, 3600, self.args.rehearse)
+            return execute(Config("train_fsdp.py", flags), self.work, 1, 3600, self.args.rehearse)
         except RunError as error:
             return {"error": str(error)}
 
     def keep(self, kind: str, run: dict) -> None:
-        self.results[kind].append(run | self.stamp | {"date": bench.now()})
+        self.results[kind].append(run | self.stamp | {"date": now()})
         self.file.write_text(json.dumps(self.results, indent=1) + "\n")
 
 
