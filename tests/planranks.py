@@ -56,7 +56,7 @@ def cases(ranks: int) -> dict[str, str]:
     if ranks == 4:
         return CASES | REPLICATED | MUON | MUON_OF_4
     few = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits", "pure bf16 with an average")
-    return {name: CASES[name] for name in few} | MUON
+    return {name: CASES[name] for name in few} | ({"normuon": MUON["normuon"]} if ranks == 2 else MUON)
 
 
 def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[str]:

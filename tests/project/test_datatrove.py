@@ -19,7 +19,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, STORIES, start
+from conftest import ROOT, STORIES, slow_case, start
 from tokenizers import Tokenizer
 
 from harness.base.errors import UserError
@@ -85,10 +85,12 @@ def test_the_help_needs_no_package():
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--tasks", "0"], "--workers and --tasks: at least 1"),
+        slow_case(["--tasks", "0"], "--workers and --tasks: at least 1"),
         (["--executor", "slurm"], "--executor slurm: needs --slurm-option partition=NAME"),
-        (["--executor", "slurm", "--slurm-option", "partition"], "--executor slurm: needs --slurm-option partition"),
-        (["--slurm-option", "partition=main"], "--slurm-option: needs --executor slurm"),
+        slow_case(
+            ["--executor", "slurm", "--slurm-option", "partition"], "--executor slurm: needs --slurm-option partition"
+        ),
+        slow_case(["--slurm-option", "partition=main"], "--slurm-option: needs --executor slurm"),
         ([], "needs the package datatrove (pip install datatrove=="),
     ],
 )
