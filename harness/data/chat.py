@@ -24,7 +24,8 @@ from harness.data.windows import Window
 
 ENCODE_BATCH = 256  # conversations per call of the tokenizer
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: the date that Llama's takes where it has no clock
-DATE_CODES = "%a %A %b %B %c %d %-d %F %H %I %j %m %-m %M %p %S %y %Y".split()
+DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
+DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
 LOOKED_AT = 100  # records among which the first good one tells what a corpus is
 DIM, PLAIN = "\033[2m", "\033[0m"
 EXAMPLE_TOKENS = 400  # that are printed of an example
