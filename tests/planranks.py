@@ -27,6 +27,7 @@ from harness.model.averages import WeightAverage
 from harness.model.flops import known_flops
 from harness.model.weights import layer_period, on_meta
 from harness.plan import gpus, planning, predict, recorder
+from harness.plan.operators import KINDS
 
 CASES = {
     "stage 3": "",
@@ -159,6 +160,27 @@ def plan_cases(workspace: pathlib.Path, worlds: tuple[int, ...]) -> dict:
     }
     (workspace / "planned.json").write_text(json.dumps(result))
     return result
+
+
+def plan_average(workspace: pathlib.Path, flags: str) -> None:
+    """What --ema adds to a planned step, into average.json: bytes and seconds."""
+    seconds = {}
+    for ema in ("0", "0.99"):
+        settings, config = resolved(arguments(workspace, f"{flags} --ema {ema} --plan-gpus 1 --plan"))
+        step = predict.record_whole_step(settings, train_fsdp.RECIPE, config, 1, 1)
+        host = predict.move_states_to_host(step, settings) if settings.cpu_offload else [0] * len(KINDS)
+        rates = gpus.find_rates("H100 SXM", {})
+        seconds[ema] = predict.predict_time(step.counts, step.operators, step.parts, rates)["optimizer"]
+    average, parameters = KINDS.index("average"), KINDS.index("parameters")
+    result = {
+        "optimizer seconds": seconds["0.99"],
+        "optimizer seconds without": seconds["0"],
+        "average on host": float(host[average]),
+        "parameters on host": float(host[parameters]),
+        "average on GPU": max(float(peak[average]) for peak in step.peaks.values()),
+        "moved": sum(size for key, size in step.counts.items() if key[0] == "list_bytes" and "lerp" in key[2]),
+    }
+    (workspace / "average.json").write_text(json.dumps(result))
 
 
 def plan_all(workspace: pathlib.Path, worlds: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ import planranks
 import pytest
 import torch
 from conftest import forked, metrics_of, parse, python, slow_case, words, write_model
-from multirank import COUNTED, MODELS, SIZES, resolved
+from multirank import COUNTED, MODELS, SIZES
 
 import train_fsdp
 from harness.base.errors import UserError
@@ -22,7 +22,6 @@ from harness.model.configs import load_config
 from harness.model.matrices import matrices_of_model
 from harness.model.weights import on_meta
 from harness.plan import gpus, planning, predict, recorder
-from harness.plan.operators import KINDS
 
 GIB = 2**30
 QUICK_RANKS = 2  # of the quick tier
@@ -103,25 +102,15 @@ def test_what_muon_holds_while_it_computes_is_planned(planned, measured, ranks, 
 @pytest.mark.parametrize("place", ["", "--cpu-offload"])
 def test_the_update_of_an_average_is_in_the_planned_step(models, precision, place):
     """It reads weights and averages and writes averages; on the host where they lie there."""
-    both = []
-    for ema in ("0", "0.99"):
-        flags = f"--precision {precision} {place} --ema {ema} --plan-gpus 1 --plan"
-        settings, config = resolved(planranks.arguments(models, flags))
-        step = predict.record_whole_step(settings, train_fsdp.RECIPE, config, 1, 1)
-        host = predict.move_states_to_host(step, settings) if place else None
-        rates = gpus.find_rates("H100 SXM", {})
-        both.append((step, predict.predict_time(step.counts, step.operators, step.parts, rates), host))
-    (_, without, _), (step, seconds, host) = both
+    forked(1, planranks.plan_average, models, f"--precision {precision} {place}")
+    seen = json.loads((models / "average.json").read_text())
     if place:
         weight = 2 if precision == "bf16-pure" else 4
-        of_weights, of_average = (host[KINDS.index(kind)] for kind in ("parameters", "average"))
-        assert of_average / 4 == pytest.approx(of_weights / weight, rel=0.02)
-        assert sum(peak[KINDS.index("average")] for peak in step.peaks.values()) == 0
-    assert seconds["optimizer"] > without["optimizer"]
+        assert seen["average on host"] / 4 == pytest.approx(seen["parameters on host"] / weight, rel=0.02)
+        assert seen["average on GPU"] == 0
+    assert seen["optimizer seconds"] > seen["optimizer seconds without"]
     if precision == "fp32" and not place:
-        moved = [value for key, value in step.counts.items() if key[0] == "list_bytes" and "lerp" in key[2]]
-        peak = next(peaks for key, peaks in step.peaks.items() if key[1] == "optimizer")
-        assert sum(moved) == pytest.approx(3 * peak[KINDS.index("average")], rel=0.02)
+        assert seen["moved"] == pytest.approx(3 * seen["average on GPU"], rel=0.02)
 
 
 @pytest.mark.parametrize("ranks, name", CASES)
