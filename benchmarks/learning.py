@@ -22,7 +22,7 @@ OPTIMIZERS = ("adamw", "muon")
 STEP = 0.25  # decades between two rates
 CENTERS = {"demo": 4e-3, "demo, 16 layers": 2e-3}  # the middle of each sweep: the demo's own rate, and half of it
 SEEDS = (42, 43, 44)
-TIMED_STEPS, TIMED_ROUNDS = 40, 5
+TIMED_STEPS, TIMED_ROUNDS = 40, 3
 
 
 def learn(args: argparse.Namespace, file: pathlib.Path) -> None:
