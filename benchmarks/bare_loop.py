@@ -3,7 +3,8 @@
     python benchmarks/bare_loop.py --model assets/demo --tokens tokens.bin --num-steps 60
 
 No sharding, no tracking, no evaluation; prints one JSON object. A folder with weights is trained on from them; windows
-come in train_fsdp.py's order (seed 42), weights are decayed and clipped as there, so the losses are the same.
+come in train_fsdp.py's order (seed 42), weights are decayed and clipped as there, so the losses are the same. Lines
+that end with `# comparison` are no lines of a user's own loop (user_lines.py).
 """
 
 import argparse
@@ -22,7 +23,8 @@ parser.add_argument("--tokens", required=True, help="raw uint16 token ids")
 parser.add_argument("--sequence-length", type=int, default=256)
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--num-steps", type=int, default=60)
-parser.add_argument("--warmup-steps", type=int, default=10, help="steps that are not timed")
+parser.add_argument("--perf-warmup-steps", "--warmup-steps", type=int, default=10, help="steps that are not timed")
+parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices in the layers")
 parser.add_argument("--compile", action="store_true", help="the whole model")
 args = parser.parse_args()
 
@@ -34,15 +36,21 @@ else:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 if args.compile:
     model.compile()
-matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+vectors = [p for p in model.parameters() if p.dim() == 1]
+matrices = [p for p in model.parameters() if p.dim() > 1]
+optimizers = []
+if args.optimizer == "muon":
+    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and ".layers." not in name]
+    in_layers = [p for name, p in model.named_parameters() if p.dim() > 1 and ".layers." in name]
+    optimizers.append(torch.optim.Muon(in_layers, lr=3e-4, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
 groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+optimizers.append(torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True))
 tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
 windows = (len(tokens) - 1) // args.sequence_length
 order = np.random.Generator(np.random.PCG64([42, 0])).permutation(windows)
 
 for step in range(args.num_steps):
-    if step == args.warmup_steps:
+    if step == args.perf_warmup_steps:  # comparison
         start = time.perf_counter()
     rows = order[np.arange(step * args.batch_size, (step + 1) * args.batch_size) % windows]
     batch = [tokens[row * args.sequence_length : (row + 1) * args.sequence_length + 1] for row in rows]
@@ -51,10 +59,12 @@ for step in range(args.num_steps):
     loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if step == 0:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    if step == 0:  # comparison
         print(f"step 1/{args.num_steps}  loss {loss.item():.4f}", flush=True)
 
-seconds = time.perf_counter() - start
-print(json.dumps({"steps_per_sec": (args.num_steps - args.warmup_steps) / seconds, "loss": loss.item()}))
+seconds = time.perf_counter() - start  # comparison
+steps_per_sec = (args.num_steps - args.perf_warmup_steps) / seconds  # comparison
+print(json.dumps({"steps_per_sec": steps_per_sec, "loss": loss.item()}))  # comparison

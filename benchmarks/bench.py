@@ -23,11 +23,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from importlib.util import find_spec
 
 import torch
 from ratios import ratios
 from running import PEERS, ROOT, Config, RunError, code_hash, describe_machine, device_name, execute, now
+from user_lines import user_lines
 
 RESULTS = ROOT / "benchmarks" / "results"
 ENOUGH = 60  # seconds that must be left for a configuration that has not run yet
@@ -44,6 +46,7 @@ PUBLISHED = {"precision": "bf16-pure", "compile": False, "fused_loss": False, "a
 FINAL = {"precision": "bf16", "compile": True, "fused_loss": True, "attention": "auto"}
 BARE, TOKENS = "benchmarks/bare_loop.py", {"tokens": "WORK/tokens.bin"}
 SAME = {"model": "WORK/start"}  # first weights that two programs share
+SAME_WAITING = {"GOMP_SPINCOUNT": "1000000"}  # what train_fsdp.py chooses on free cores (harness/job/host.py)
 
 
 def trained(base: dict, variants: dict[str, dict]) -> dict[str, Config]:
@@ -55,7 +58,7 @@ def harness() -> tuple:
     for batch, steps in ((32, 24), (8, 64)):
         size = {"batch_size": batch, "num_steps": steps}
         ours, bare = f"train_fsdp.py, batch {batch}", f"bare loop, batch {batch}"
-        configs[bare] = Config(BARE, TOKENS | SAME | size | {"warmup_steps": 4})
+        configs[bare] = Config(BARE, TOKENS | SAME | size | {"perf_warmup_steps": 4})
         plain = {"tokenizer": "assets/demo", "init": "pretrained", "lr_scheduler": "constant", "precision": "fp32"}
         flags = DEMO | SAME | size | plain | {"perf_warmup_steps": 4}
         configs[ours] = Config("train_fsdp.py", flags, same_loss_as=bare)
@@ -68,7 +71,7 @@ def harness() -> tuple:
 def start() -> tuple:
     one = DEMO | {"precision": "fp32", "num_steps": 1, "perf_warmup_steps": 0, "batch_size": 8}
     bare, cached, cold = "bare loop, tokens ready", "tokens cached", "tokens not cached"
-    configs = {bare: Config(BARE, TOKENS | {"warmup_steps": 0, "num_steps": 1})}
+    configs = {bare: Config(BARE, TOKENS | {"perf_warmup_steps": 0, "num_steps": 1})}
     configs |= trained(one, {cached: {}, cold: {"cache_dir": "FRESH"}})
     pairs = {}
     for seconds, key in (("seconds", "first_step_s"), ("CPU seconds", "cpu_s")):
@@ -97,7 +100,7 @@ def compiling() -> tuple:
         ours, whole = f"by layer, {layers} layers", f"as a whole, {layers} layers"
         by_layer = {"tokenizer": "assets/demo", "precision": "fp32", "compile": True, "perf_warmup_steps": 0}
         configs[ours] = Config("train_fsdp.py", DEMO | one | by_layer, cold=True)
-        configs[whole] = Config(BARE, TOKENS | one | {"warmup_steps": 0, "compile": True}, cold=True)
+        configs[whole] = Config(BARE, TOKENS | one | {"perf_warmup_steps": 0, "compile": True}, cold=True)
         pairs[f"first step compiled by layer / as a whole, {layers} layers"] = (ours, whole, "under 1")
     return "seconds from command to the end of a compiled first step, empty cache", "first_step_s", pairs, configs
 
@@ -216,48 +219,50 @@ def peers() -> tuple:
     return "the same model, batch and tokens in other programs", "tokens_per_sec_per_gpu", pairs, configs
 
 
-def peers_cpu(ranks: int, tokens: int, env: dict) -> tuple:
-    """The same weights, windows, optimizer and number of steps in every program, fp32, without a compiler. With one
-    process the losses must agree; with two the peers print one rank's loss, train_fsdp.py that of both."""
+def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
+    """The same weights, windows, optimizer and number of steps in every program, fp32, without a compiler or data
+    workers, with the same threads that wait in the same way. The last losses must agree; of several ranks, their mean.
+    """
     size = {"batch_size": tokens // 256 // ranks, "num_steps": 32768 // tokens + 12, "perf_warmup_steps": 4}
-    options = SAME | TOKENS | size | {"sequence_length": 256, "precision": "fp32", "compile": False}
+    size |= {"sequence_length": 256, "optimizer": optimizer}
+    options = SAME | TOKENS | size | {"precision": "fp32", "compile": False}
     plain = {"tokenizer": "assets/demo", "init": "pretrained", "lr_scheduler": "constant", "precision": "fp32"}
-    ours = DEMO | SAME | size | plain
-    fabric = "benchmarks/peers/lightning_fabric.py"
-    configs, first = {}, ""
+    fabric, sharded = "benchmarks/peers/lightning_fabric.py", "benchmarks/peers/fully_shard_loop.py"
+    replicas = {
+        "Trainer": Config("benchmarks/peers/hf_trainer.py", options),
+        "accelerate": Config("benchmarks/peers/accelerate_fsdp2.py", options),
+        "Fabric, DDP": Config(fabric, options | {"strategy": "ddp"}),
+    }
+    shards = {
+        "Fabric, FSDP2": Config(fabric, options | {"strategy": "fsdp2"}),
+        "bare fully_shard": Config(sharded, options),
+    }
+    others = replicas | shards
     if ranks == 1:
-        first = "bare loop"
-        bare = SAME | TOKENS | size | {"warmup_steps": 4}
-        bare.pop("perf_warmup_steps")
-        configs[first] = Config(BARE, bare)
-    configs["Trainer"] = Config("benchmarks/peers/hf_trainer.py", options)
-    configs["accelerate"] = Config("benchmarks/peers/accelerate_fsdp2.py", options)
-    configs["Fabric"] = Config(fabric, options | {"strategy": "ddp"})
+        others = {"bare loop": Config(BARE, SAME | TOKENS | size)} | others
+    ours = {"train_fsdp.py": Config("train_fsdp.py", DEMO | SAME | size | plain)}
     if ranks > 1:
-        configs["Fabric, FSDP2"] = Config(fabric, options | {"strategy": "fsdp2"})
-    configs["bare fully_shard"] = Config("benchmarks/peers/fully_shard_loop.py", options)
-    others = list(configs)
-    configs["train_fsdp.py"] = Config("train_fsdp.py", ours)
-    if ranks > 1:
-        configs["train_fsdp.py, stage 0"] = Config("train_fsdp.py", ours | {"zero_stage": 0})
+        ours["train_fsdp.py, stage 0"] = Config("train_fsdp.py", DEMO | SAME | size | plain | {"zero_stage": 0})
+    configs = others | ours
+    reference = next(iter(configs))
     for label, config in configs.items():
-        config.ranks, config.env = ranks, env | {"CUDA_VISIBLE_DEVICES": ""}
-        config.same_loss_as = "" if label == first else first
+        config.ranks, config.same_loss_as = ranks, "" if label == reference else reference
+        config.env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} | SAME_WAITING
+        config.user_lines = user_lines(ROOT / config.program)
     pairs = {f"train_fsdp.py / {other}": ("train_fsdp.py", other, "at least 1") for other in others}
-    if ranks > 1:
-        pairs["stage 0 / accelerate"] = ("train_fsdp.py, stage 0", "accelerate", "at least 1")
+    if ranks > 1:  # replicas send half as much as shards do: stage 0 is what they compare with
+        pairs |= {f"stage 0 / {other}": ("train_fsdp.py, stage 0", other, "at least 1") for other in replicas}
     who = "one process" if ranks == 1 else f"{ranks} ranks"
-    threads = "one thread each" if env or ranks > 1 else "a thread a core"
-    return f"demo model, {who}, {threads}, {tokens:,} tokens a step", "steps_per_sec", pairs, configs
+    each = f"{threads} thread" + ("s" if threads > 1 else "") + (" each" if ranks > 1 else "")
+    return f"demo model, {who}, {each}, {tokens:,} tokens a step, {optimizer}", "steps_per_sec", pairs, configs
 
 
 def compare_cpu() -> dict[str, tuple]:
-    one_thread = {"OMP_NUM_THREADS": "1"}
-    parts = {}
-    for tokens in (2048, 8192):
-        parts[f"process-{tokens}"] = peers_cpu(1, tokens, {})
-        parts[f"thread-{tokens}"] = peers_cpu(1, tokens, one_thread)
-        parts[f"ranks-{tokens}"] = peers_cpu(2, tokens, one_thread)
+    parts, cores = {}, len(os.sched_getaffinity(0))
+    for optimizer in ("adamw", "muon"):
+        for tokens in (2048, 8192):
+            parts[f"{optimizer}-process-{tokens}"] = peers_cpu(1, tokens, cores, optimizer)
+            parts[f"{optimizer}-ranks-{tokens}"] = peers_cpu(2, tokens, max(1, cores // 2), optimizer)
     return parts
 
 
@@ -310,7 +315,9 @@ def set_steps(flags: dict) -> None:
 def shrink(flags: dict) -> None:
     """For a rehearsal: the demo model, a 128th of the sequence, six steps, nothing that needs a GPU."""
     if "sequence_length" in flags:
-        flags |= {"model": "demo", "sequence_length": max(16, flags["sequence_length"] // 128)}
+        flags |= {"sequence_length": max(16, flags["sequence_length"] // 128)}
+        if flags["model"] != SAME["model"]:
+            flags["model"] = "demo"
         flags |= {"num_steps": 6, "perf_warmup_steps": 2}
     if flags.get("attention") == "cudnn":
         flags["attention"] = "sdpa"
@@ -335,15 +342,25 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
             shrink(config.flags)
             config.predicted = {}
         stamps[label] = here | {"ranks": config.ranks or args.gpus}
-        old, command = entry["configs"].get(label, {}), " ".join(config.words())
+        if config.user_lines is not None:
+            stamps[label]["user_lines"] = config.user_lines
+        old, command = entry["configs"].get(label, {}), config.command()
         kept = [r for r in old.get("runs", []) if old["command"] == command and stamps[label].items() <= r.items()]
         entry["configs"][label] = {"command": command, "predicted": config.predicted, "runs": kept}
     entry["configs"] = {label: entry["configs"][label] for label in configs if label in entry["configs"]}
+    repeats = args.repeats
+    if args.missing:
+        repeats -= drop_unfinished_rounds([entry["configs"][label] for label in wanted])
+        if repeats <= 0 or args.deadline - time.monotonic() < ENOUGH:
+            return
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder)
         if any("WORK/" in word and "cache" not in word for config in wanted.values() for word in config.words()):
             prepare(work)
-        for repeat in range(args.repeats):
+        for repeat in range(repeats):
+            results = [entry["configs"][label] for label in wanted]
+            if args.missing and args.deadline - time.monotonic() < seconds_of_a_round(results):
+                break
             for label, config in wanted.items():
                 result, left = entry["configs"][label], args.deadline - time.monotonic()
                 if "error" in result or (result["runs"] and left < max(run["wall_s"] for run in result["runs"])):
@@ -357,18 +374,33 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
                     said = f"{figures.get(figure, math.nan):,.4g}"
                 except RunError as error:
                     said = result["error"] = str(error)
-                print(f"{name} {repeat + 1}/{args.repeats}  {label}: {said}", flush=True)
+                print(f"{name} {repeat + 1}/{repeats}  {label}: {said}", flush=True)
                 save()
+
+
+def drop_unfinished_rounds(results: list[dict]) -> int:
+    """Removes the runs of rounds that have fewer runs than the fullest; returns how many rounds remain."""
+    runs_of = Counter(run["round"] for result in results for run in result["runs"])
+    finished = [name for name, runs in runs_of.items() if runs == max(runs_of.values())]
+    for result in results:
+        result["runs"] = [run for run in result["runs"] if run["round"] in finished]
+    return len(finished)
+
+
+def seconds_of_a_round(results: list[dict]) -> float:
+    """By the longest run of each configuration; 0 of those that have not run."""
+    return sum(max((run["wall_s"] for run in result["runs"]), default=0) for result in results)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Telling
 
 
-def median_and_spread(values: list[float]) -> str:
-    form = ",.0f" if max(values) >= 1000 else ".4g"
-    spread = f" [{min(values):{form}} to {max(values):{form}}]" if len(values) > 1 else ""
-    return f"{statistics.median(values):{form}}{spread}"
+def median_and_spread(values: list[float], digits: int = 4) -> str:
+    """The median, and in brackets the extremes where they differ in these digits."""
+    form = ",.0f" if max(values) >= 1000 else f".{digits}g"
+    low, middle, high = (f"{value:{form}}" for value in (min(values), statistics.median(values), max(values)))
+    return middle if low == high else f"{middle} [{low} to {high}]"
 
 
 COLUMNS = {
@@ -378,6 +410,8 @@ COLUMNS = {
     "loss": "loss",
     "first step s": "first_step_s",
     "CPU s": "cpu_s",
+    "process GiB": "peak_process_gib",
+    "user's lines": "user_lines",
 }
 
 
@@ -393,7 +427,9 @@ def table(entry: dict) -> str:
         of = lambda key: [run[key] for run in config["runs"] if key in run]  # noqa: B023, E731
         cells = [median_and_spread(of(figure)) if of(figure) else config.get("error", "-")]
         cells += [f"{config['predicted']['tokens_per_sec_per_gpu']:,}" if config["predicted"] else ""] * predicted
-        cells += [f"{statistics.median(of(key)):,.4g}" if of(key) else "" for key in columns.values()]
+        cells += [
+            median_and_spread(of(key), digits=3 if key != "loss" else 5) if of(key) else "" for key in columns.values()
+        ]
         rows.append([name, *cells, str(len(config["runs"]))])
     for label, pair in entry["pairs"].items():
         if values := ratios(entry, *pair):
@@ -407,7 +443,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=["cpu", "gpu", "compare", "learn", "plot"])
     parser.add_argument("--only", default="*", help="PART, or PART/CONFIGURATION with * and ?")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds [3]")
+    parser.add_argument("--repeats", type=int, help="rounds [3; 5 of compare --cpu]")
+    parser.add_argument("--missing", action="store_true", help="only whole rounds that kept runs lack of --repeats")
     parser.add_argument("--minutes", type=float, default=8.5, help="after these no run begins or goes on [8.5]")
     parser.add_argument("--gpus", type=int, help="ranks [all GPUs of this machine, or 1]")
     parser.add_argument("--out", type=pathlib.Path, help="folder of JSON and plots [benchmarks/results]")
@@ -424,6 +461,7 @@ def main() -> None:
         if args.suite != "compare":
             parser.error(f"--cpu: is for compare; {args.suite} needs no such flag")
         args.suite = "compare-cpu"
+    args.repeats = args.repeats or (5 if args.cpu else 3)
     on_cpu = args.suite in ("cpu", "compare-cpu")
     args.gpus = args.gpus or (1 if on_cpu else max(1, torch.cuda.device_count()))
     if "/" not in args.only:

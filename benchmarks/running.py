@@ -8,7 +8,6 @@ import os
 import pathlib
 import platform
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -42,6 +41,11 @@ class Config:
     same_loss_as: str = ""  # the configuration with whose last loss its own must agree, or it did other work
     cold: bool = False  # the compiler's cache is empty
     env: dict = field(default_factory=dict)  # variables that are set for it
+    user_lines: int | None = None  # of code that its user writes (user_lines.py)
+
+    def command(self) -> str:
+        """As it is kept beside its runs: variables, program, flags."""
+        return " ".join([*(f"{name}={value}" for name, value in self.env.items()), *self.words()])
 
     def words(self) -> list[str]:
         words = self.program.split()
@@ -56,7 +60,9 @@ class RunError(Exception):
 
 
 def execute(config: Config, work: pathlib.Path, available: int, seconds: float, rehearse: bool = False) -> dict:
-    """One run in fresh processes: its figures, with seconds from command to first step and to the end.
+    """One run in fresh processes: its figures; with seconds from command to first step and to the end; with the CPU
+    seconds of all its processes, and the peak resident memory in GiB of the largest of them. Of less than this process
+    itself holds at the start, some 0.3 GiB, Linux does not tell.
 
     Raises:
         RunError: it is not installed, ended with an error, or did not end within `seconds`.
@@ -70,11 +76,11 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
         if config.program == "train_fsdp.py":
             words += ["--output-dir", fresh, "--run-name", "run", "--no-final-checkpoint"]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
-        env = os.environ | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if rehearse else {})
+        env = os.environ | config.env
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if rehearse else {}
         env |= {"TORCHINDUCTOR_CACHE_DIR": f"{fresh}/compiled"} if config.cold else {}
-        env |= config.env
         pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
-        began, used = time.perf_counter(), cpu_seconds()
+        began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *launch, *words], cwd=ROOT, env=env, start_new_session=True, **pipes
         )
@@ -89,7 +95,8 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
                 lines.append(line)
                 if first_step is None and re.match(r"step +1/", line):
                     first_step = time.perf_counter() - began
-            code = process.wait()
+            _, status, usage = os.wait4(process.pid, 0)
+            code = process.returncode = os.waitstatus_to_exitcode(status)
             took = time.perf_counter() - began
         finally:
             for timer in timers:
@@ -113,13 +120,8 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
         evaluated = [record for record in records[:-1] if "eval_loss" in record]
         figures["held_out"] = [(record["tokens_seen"], record["eval_loss"]) for record in evaluated]
     figures |= {"first_step_s": first_step} if first_step else {}
-    return figures | {"wall_s": took, "cpu_s": cpu_seconds() - used, "load": os.getloadavg()[0]}
-
-
-def cpu_seconds() -> float:
-    """Of all processes that this one has started and that have ended: what a busy machine changes least."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    figures |= {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_process_gib": usage.ru_maxrss / 2**20}
+    return figures | {"wall_s": took, "load": os.getloadavg()[0]}
 
 
 def now() -> str:
@@ -129,6 +131,7 @@ def now() -> str:
 def code_hash() -> str:
     """Of the files that are measured: figures of different code are never put together."""
     files = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
+    files += [ROOT / "benchmarks" / "bare_loop.py", *sorted((ROOT / "benchmarks" / "peers").glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

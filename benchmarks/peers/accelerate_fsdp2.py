@@ -1,7 +1,7 @@
 """accelerate's own FSDP2 path: fp32 weights, a layer a shard, torch.compile by region, fused AdamW. On a CPU, where it
 has no FSDP2, its DDP."""
 
-from common import Clock, build_model, build_optimizer, build_windows, device, leave, parse_args, world_of_one
+from common import Clock, build_model, build_optimizers, build_windows, device, leave, parse_args, world_of_one
 
 args = parse_args(__doc__)
 world_of_one()
@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 model = build_model(args)
-clock = Clock(args, model)
+clock = Clock(args, model)  # comparison
 cuda = device().type == "cuda"
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2,
@@ -26,17 +26,18 @@ accelerator = Accelerator(
 )
 if cuda and not accelerator.is_fsdp2:
     raise RuntimeError(f"accelerate chose {accelerator.distributed_type}, not FSDP2")
-optimizer = build_optimizer(model)
+optimizers = build_optimizers(args, model)
 loader = torch.utils.data.DataLoader(
-    build_windows(args, model.config.vocab_size), args.batch_size, num_workers=1, pin_memory=cuda
+    build_windows(args, model.config.vocab_size), args.batch_size, num_workers=int(cuda), pin_memory=cuda
 )
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+model, loader, *optimizers = accelerator.prepare(model, loader, *optimizers)
 
 for batch in loader:
     loss = model(**batch, use_cache=False).loss
     accelerator.backward(loss)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    clock.step(loss.detach(), distributed=str(accelerator.distributed_type), precision=args.precision)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    clock.step(loss.detach(), distributed=str(accelerator.distributed_type), precision=args.precision)  # comparison
 leave()

@@ -1,4 +1,7 @@
-"""What the peers share: flags, the model, the optimizer, the windows, the clock, the line of figures."""
+"""What the peers share: flags, the model, the optimizers, the windows, the clock, the line of figures.
+
+A statement that ends its first line with `# comparison` is no line of a user's own program (user_lines.py).
+"""
 
 import argparse
 import json
@@ -14,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-import utils
-from harness.data import sample_order
-from harness.report.figures import memory_figures
+import utils  # comparison
+from harness.data import sample_order  # comparison
+from harness.report.figures import memory_figures  # comparison
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -28,6 +31,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank")
     parser.add_argument("--num-steps", type=int, default=30)
     parser.add_argument("--perf-warmup-steps", type=int, default=10)
+    parser.add_argument(
+        "--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices in the layers"
+    )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     return parser
 
@@ -64,18 +70,26 @@ def build_model(args: argparse.Namespace, where: torch.device | None = None) -> 
         return AutoModelForCausalLM.from_config(config, **kinds)
 
 
-def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW as train_fsdp.py has it: fused, matrices decayed."""
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+def build_optimizers(args: argparse.Namespace, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """As train_fsdp.py has them: fused AdamW that decays matrices. With Muon, torch's own takes the matrices of decoder
+    layers, with the scale rule that train_fsdp.py has as its default, and AdamW the rest."""
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    optimizers = []
+    if args.optimizer == "muon":
+        matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and ".layers." not in name]
+        in_layers = [p for name, p in model.named_parameters() if p.dim() > 1 and ".layers." in name]
+        optimizers.append(torch.optim.Muon(in_layers, lr=3e-4, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+    optimizers.append(torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True))
+    return optimizers
 
 
 def build_windows(args: argparse.Namespace, vocab_size: int) -> torch.utils.data.Dataset:
     return RandomTokens(args, vocab_size) if args.tokens is None else Corpus(args)
 
 
-class RandomTokens(torch.utils.data.Dataset):
+class RandomTokens(torch.utils.data.Dataset):  # comparison
     """The windows of `--dataset synthetic`, as transformers' models want them: labels are the inputs."""
 
     def __init__(self, args: argparse.Namespace, vocab_size: int):
@@ -111,7 +125,7 @@ class Corpus(torch.utils.data.Dataset):
         return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 
 
-class Clock:
+class Clock:  # comparison
     """Times the steps as train_fsdp.py does, with its tracker, and prints its figures under the same names."""
 
     def __init__(self, args: argparse.Namespace, model: torch.nn.Module):
@@ -122,7 +136,8 @@ class Clock:
         self.steps = 0
 
     def step(self, loss: torch.Tensor, **told: str) -> None:
-        """After each optimizer step, with this rank's loss; after the last one it prints the JSON line."""
+        """After each optimizer step, with this rank's loss; after the last one it prints the JSON line, whose loss is
+        the mean of all ranks."""
         self.steps += 1
         last = self.steps == self.args.num_steps
         self.tracker.step(self.tokens, self.flops, synchronize=last)
@@ -130,7 +145,12 @@ class Clock:
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
-            figures = self.tracker.summary() | {"loss": loss.item()} | memory_figures(device()) | told
+            figures = self.tracker.summary() | memory_figures(device()) | told
+            if self.world > 1:
+                loss = loss.clone()
+                dist.all_reduce(loss)
+                loss /= self.world
+            figures["loss"] = loss.item()
             if main:
                 print(json.dumps(figures), flush=True)
 

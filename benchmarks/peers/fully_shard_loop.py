@@ -1,6 +1,6 @@
 """A bare loop over `fully_shard`: a layer a shard, fused AdamW, torch's own clipping, nothing else."""
 
-from common import Clock, build_model, build_optimizer, build_windows, device, leave, parse_args, world_of_one
+from common import Clock, build_model, build_optimizers, build_windows, device, leave, parse_args, world_of_one
 
 args = parse_args(__doc__)
 world_of_one()
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 cuda = device().type == "cuda"
 dist.init_process_group("nccl" if cuda else "gloo")
 model = build_model(args)
-clock = Clock(args, model)
+clock = Clock(args, model)  # comparison
 low = torch.bfloat16 if args.precision == "bf16" else None
 policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
 for layer in model.model.layers:
@@ -20,19 +20,20 @@ for layer in model.model.layers:
         layer.compile()
     fully_shard(layer, mp_policy=policy)
 fully_shard(model, mp_policy=policy, reshard_after_forward=False)
-optimizer = build_optimizer(model)
+optimizers = build_optimizers(args, model)
 data = build_windows(args, model.config.vocab_size)
 sampler = None
 if clock.world > 1:
     sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
-loader = torch.utils.data.DataLoader(data, args.batch_size, sampler=sampler, num_workers=1, pin_memory=cuda)
+loader = torch.utils.data.DataLoader(data, args.batch_size, sampler=sampler, num_workers=int(cuda), pin_memory=cuda)
 
 for batch in loader:
     batch = {name: tensor.to(device(), non_blocking=True) for name, tensor in batch.items()}
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    clock.step(loss.detach(), precision=args.precision)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    clock.step(loss.detach(), precision=args.precision)  # comparison
 leave()

@@ -1,28 +1,41 @@
 """transformers' Trainer: bf16 autocast, torch.compile, Liger kernels where installed, FSDP2 on several GPUs, DDP on
-several CPU ranks."""
+several CPU ranks. AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
 
 import tempfile
 from importlib.util import find_spec
 
-from common import Clock, build_model, build_windows, device, leave, parse_args
+import torch
+from common import Clock, build_model, build_optimizers, build_windows, device, leave, parse_args
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 args = parse_args(__doc__)
 model = build_model(args)
-clock = Clock(args, model)
+clock = Clock(args, model)  # comparison
 cuda = device().type == "cuda"
 liger = bool(find_spec("liger_kernel")) and cuda
 shards = clock.world > 1 and cuda
 
 
-class TimedTrainer(Trainer):
+class OneOptimizer(torch.optim.Optimizer):
+    """Muon and AdamW as one, since Trainer takes one optimizer. Enough for a constant learning rate and no resume."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+
+    def step(self, closure=None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class TimedTrainer(Trainer):  # comparison
     def compute_loss(self, *args, **kwargs):
         result = super().compute_loss(*args, **kwargs)
         self.newest_loss = (result[0] if isinstance(result, tuple) else result).detach()
         return result
 
 
-class Steps(TrainerCallback):
+class Steps(TrainerCallback):  # comparison
     def on_step_end(self, *_, **__):
         clock.step(trainer.newest_loss, liger="yes" if liger else "not installed", precision=args.precision)
 
@@ -46,13 +59,16 @@ with tempfile.TemporaryDirectory() as folder:
         adam_beta2=0.95,
         max_grad_norm=1.0,
         train_sampling_strategy="sequential",
-        dataloader_num_workers=1,
+        dataloader_num_workers=int(cuda),
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
     data = build_windows(args, model.config.vocab_size)
-    trainer = TimedTrainer(model=model, args=settings, train_dataset=data, callbacks=[Steps()])
+    optimizer = OneOptimizer(build_optimizers(args, model)) if args.optimizer == "muon" else None
+    trainer = TimedTrainer(
+        model=model, args=settings, train_dataset=data, callbacks=[Steps()], optimizers=(optimizer, None)
+    )
     trainer.train()
 leave()

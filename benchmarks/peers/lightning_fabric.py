@@ -1,6 +1,6 @@
 """Lightning Fabric with its FSDP2 strategy, torch.compile per layer, fused AdamW; with --strategy ddp its DDP."""
 
-from common import Clock, build_model, build_optimizer, build_windows, device, leave, make_parser, world_of_one
+from common import Clock, build_model, build_optimizers, build_windows, device, leave, make_parser, world_of_one
 
 parser = make_parser(__doc__)
 parser.add_argument("--strategy", choices=["fsdp2", "ddp"], default="fsdp2")
@@ -24,25 +24,27 @@ def parallelize(model: torch.nn.Module, mesh) -> torch.nn.Module:
 
 
 model = build_model(args)
-clock = Clock(args, model)
+cuda = device().type == "cuda"
+clock = Clock(args, model)  # comparison
 precision = "32-true"
 if args.strategy == "fsdp2":
     strategy = ModelParallelStrategy(parallelize, data_parallel_size=clock.world, tensor_parallel_size=1)
 else:
     strategy = DDPStrategy() if clock.world > 1 else "auto"
     precision = "bf16-mixed" if args.precision == "bf16" else "32-true"
-fabric = Fabric(accelerator=device().type, devices=clock.world, strategy=strategy, precision=precision)
+fabric = Fabric(accelerator="cuda" if cuda else "cpu", devices=clock.world, strategy=strategy, precision=precision)
 fabric.launch()
 model = fabric.setup_module(model)
-optimizer = fabric.setup_optimizers(build_optimizer(model))
+optimizers = [fabric.setup_optimizers(optimizer) for optimizer in build_optimizers(args, model)]
 data = build_windows(args, model.config.vocab_size)
-loader = torch.utils.data.DataLoader(data, args.batch_size, num_workers=1, pin_memory=device().type == "cuda")
+loader = torch.utils.data.DataLoader(data, args.batch_size, num_workers=int(cuda), pin_memory=cuda)
 
 for batch in fabric.setup_dataloaders(loader):
     loss = model(**batch, use_cache=False).loss
     fabric.backward(loss)
-    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
-    optimizer.step()
-    optimizer.zero_grad()
-    clock.step(loss.detach(), precision=args.precision)
+    fabric.clip_gradients(model, optimizers[0], max_norm=1.0, error_if_nonfinite=False)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    clock.step(loss.detach(), precision=args.precision)  # comparison
 leave()
