@@ -5,6 +5,7 @@
     python benchmarks/bench.py gpu --only memory       memory against speed; likewise scale, loss, ranks
     python benchmarks/bench.py compare                 against the programs in benchmarks/peers
     python benchmarks/bench.py compare --cpu           the same with the demo model on a CPU: what is level there
+                                                       --missing: only what earlier calls left to do
     python benchmarks/bench.py learn                   AdamW and Muon, a sweep of learning rates: see learning.py
     python benchmarks/bench.py plot                    the plots again, from the JSON files
     python benchmarks/bench.py gpu --only ladder --rehearse     the same path with the demo model on the CPU

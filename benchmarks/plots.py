@@ -32,7 +32,7 @@ plt.rcParams |= {
 def draw(folder: pathlib.Path) -> list[pathlib.Path]:
     """A PNG for each part that was measured in the JSON files of `folder`."""
     drawn = []
-    for suite in ("cpu", "gpu", "compare", "fabric"):
+    for suite in ("cpu", "gpu", "compare", "compare-cpu", "fabric"):
         file = folder / f"{suite}.json"
         if not file.exists():
             continue
@@ -41,6 +41,8 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
         figures = {name: kind(parts[name]) for name, kind in PLOTS.items() if name in parts and measured(parts[name])}
         if suite == "cpu" and any(ratio_rows(part) for part in parts.values()):
             figures["ratios"] = ratio_plot(parts)
+        if suite == "compare-cpu" and any(ratio_rows(part) for part in parts.values()):
+            figures["ratios"] = round_plot(parts)
         for name, figure in figures.items():
             if results["rehearsal"]:
                 figure.suptitle("REHEARSAL: demo model on a CPU, not a measurement", color=ORANGE)
@@ -206,6 +208,29 @@ def ratio_plot(parts: dict) -> plt.Figure:
     axes.set_ylim(len(rows) - 0.4, -0.8)
     axes.grid(axis="y", visible=False)
     axes.set(xlabel="times as fast as what stands after the slash", title=where(next(iter(parts.values()))))
+    return figure
+
+
+def round_plot(parts: dict) -> plt.Figure:
+    """A panel for each part: every pair's ratio of every round as a dot, their median as a line."""
+    measured_parts = [part for part in parts.values() if ratio_rows(part)]
+    rows_of = [ratio_rows(part) for part in measured_parts]
+    heights = [1 + len(rows) for rows in rows_of]
+    figure, panels = plt.subplots(
+        len(heights), 1, figsize=(8.6, 0.8 + 0.27 * sum(heights)), height_ratios=heights, sharex=True, squeeze=False
+    )
+    for axes, part, rows in zip(panels[:, 0], measured_parts, rows_of, strict=True):
+        for row, values in enumerate(rows.values()):
+            middle = statistics.median(values)
+            colour = BLUE if middle >= 1 else ORANGE
+            axes.plot(values, [row] * len(values), "o", color=colour, markersize=4, alpha=0.5)
+            axes.plot(middle, row, "|", color=colour, markersize=13, markeredgewidth=2)
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_title(part["what"])
+    panels[-1, 0].set_xlabel(f"times as fast as what stands after the slash, on {where(measured_parts[0])}")
     return figure
 
 

@@ -21,6 +21,7 @@ import contact
 import covering
 import multirank
 import psutil
+from user_lines import user_lines
 
 from harness.base.errors import UserError
 
@@ -89,6 +90,80 @@ def same_work(tmp_path_factory):
     return flags, bare["loss"]
 
 
+@pytest.mark.parametrize("part, entry", bench.compare_cpu().items())
+def test_all_programs_of_a_part_of_compare_cpu_do_the_same_work(part, entry):
+    *_, pairs, configs = entry
+    optimizer, who, tokens = part.split("-")
+    shared = ("batch_size", "num_steps", "perf_warmup_steps", "sequence_length", "optimizer", "model")
+    assert len({tuple(config.flags[name] for name in shared) for config in configs.values()}) == 1
+    assert len({tuple(config.env.items()) for config in configs.values()}) == 1
+    ranks = {config.ranks for config in configs.values()}
+    flags = configs["train_fsdp.py"].flags
+    assert flags["optimizer"] == optimizer and ranks == {1 if who == "process" else 2}
+    assert flags["batch_size"] * flags["sequence_length"] * ranks.pop() == int(tokens)
+    reference, *others = configs
+    assert not configs[reference].same_loss_as
+    assert {configs[other].same_loss_as for other in others} == {reference}
+    assert {name for pair in pairs.values() for name in pair[:2]} == set(configs)
+
+
+def test_lines_of_a_user_are_code_that_the_comparison_does_not_need(tmp_path):
+    program, shared = tmp_path / "program.py", tmp_path / "common.py"
+    program.write_text(
+        '"""Two lines\nof a docstring."""\n\nfrom common import build, Clock\n# a comment\nx = build(\n    1,\n)\n'
+        "clock = Clock()  # comparison\nclass Timed:  # comparison\n    pass\n"
+    )
+    shared.write_text(
+        "import os\nimport sys\n\nLIMIT = 3\n\ndef helper():\n    return os.sep\n\n"
+        'def build(x):\n    """Words."""\n    return helper()\n\ndef unused():\n    return sys.argv\n'
+        "class Clock:  # comparison\n    limit = LIMIT\n"
+    )
+    assert user_lines(program) == 4 + 5  # import os, helper, build
+    assert user_lines(ROOT / "train_fsdp.py") == 0
+
+
+def test_missing_rounds_are_those_that_no_whole_round_stands_for():
+    runs = lambda *rounds: {"runs": [{"round": name, "wall_s": seconds} for name, seconds in rounds]}  # noqa: E731
+    results = [runs(("a", 2.0), ("b", 4.0)), runs(("a", 3.0)), runs()]  # the third fails each time
+    assert bench.drop_unfinished_rounds(results) == 1
+    assert [[run["round"] for run in result["runs"]] for result in results] == [["a"], ["a"], []]
+    assert bench.seconds_of_a_round(results) == 5.0
+    assert bench.drop_unfinished_rounds([runs()]) == 0
+
+
+def test_missing_runs_only_what_is_not_there_yet(tmp_path, monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr(bench, "now", lambda: str(next(seconds)))
+    (tmp_path / "works.py").write_text("print('{\"speed\": 2.0}')")
+    store: dict = {}
+    for repeats in (1, 2, 2):
+        args = argparse.Namespace(only="*", repeats=repeats, missing=True, gpus=1, rehearse=True)
+        args.deadline = time.monotonic() + 900
+        configs = {"works": bench.Config(str(tmp_path / "works.py"), {}, env={"A": "1"})}
+        bench.measure("part", ("what", "speed", {}, configs), args, store, lambda: None)
+        kept = store["part"]["configs"]["works"]
+        assert len(kept["runs"]) == repeats and kept["command"].startswith("A=1 ")
+    assert all(run["peak_process_gib"] > 0 for run in kept["runs"])
+
+
+def test_extremes_stand_beside_a_median_where_they_differ():
+    assert bench.median_and_spread([1.0, 3.0, 2.0]) == "2 [1 to 3]"
+    assert bench.median_and_spread([2.00001, 2.0, 2.00002]) == "2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path, optimizer):
+    out = tmp_path / "out"
+    only = f"{optimizer}-process-2048"
+    command = [sys.executable, ROOT / "benchmarks/bench.py", "compare", "--cpu", "--rehearse", "--repeats", "1"]
+    process = start([*command, "--only", only, "--out", out, "--minutes", "30", "--no-plots"])
+    assert process.returncode == 0, process.stderr
+    configs = json.loads((out / "compare-cpu.json").read_text())["parts"][only]["configs"]
+    assert {label: config.get("error") for label, config in configs.items()} == dict.fromkeys(configs)
+    assert {config["runs"][0]["user_lines"] > 0 for config in configs.values()} == {True, False}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["hf_trainer", "accelerate_fsdp2", "lightning_fabric", "fully_shard_loop"])
 def test_a_peer_has_the_bare_loops_loss_and_prints_our_figures(peer, same_work):
@@ -119,7 +194,7 @@ def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypat
     monkeypatch.setattr(bench, "ENOUGH", 0)
     names = ("absent", "fails", "works", "hangs")
     configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}) for name in names}
-    args = argparse.Namespace(only="*", repeats=2, gpus=1, rehearse=True, deadline=time.monotonic() + 30)
+    args = argparse.Namespace(only="*", repeats=2, missing=False, gpus=1, rehearse=True, deadline=time.monotonic() + 30)
     store: dict = {}
     bench.measure("part", ("what", "speed", {"ratio": ("works", "fails", "1")}, configs), args, store, lambda: None)
     kept = store["part"]["configs"]
@@ -135,7 +210,9 @@ def test_runs_whose_losses_differ_are_not_compared(tmp_path):
         (tmp_path / f"{name}.py").write_text(f'print(\'{{"speed": 2.0, "loss": {loss}}}\')')
     configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}, same_loss_as="bare") for name in ("near", "far")}
     configs = {"bare": bench.Config(str(tmp_path / "bare.py"), {})} | configs
-    args = argparse.Namespace(only="*", repeats=2, gpus=1, rehearse=True, deadline=time.monotonic() + 300)
+    args = argparse.Namespace(
+        only="*", repeats=2, missing=False, gpus=1, rehearse=True, deadline=time.monotonic() + 300
+    )
     pairs = {name: (name, "bare", "1") for name in ("near", "far")}
     store: dict = {}
     bench.measure("part", ("what", "speed", pairs, configs), args, store, lambda: None)
@@ -204,6 +281,20 @@ def test_each_measured_part_becomes_a_png(tmp_path):
     drawn = draw(tmp_path)
     assert {path.name for path in drawn} == {f"gpu-{name}.png" for name in PLOTS}
     assert all(path.read_bytes().startswith(PNG) for path in drawn)
+
+
+@pytest.mark.slow
+def test_rounds_beside_the_peers_become_one_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    from plots import draw
+
+    run = {"on": "a CPU", "ranks": 2, "date": "2026-01-01"}
+    runs = lambda *speeds: {"runs": [run | {"round": str(i), "speed": s} for i, s in enumerate(speeds)]}  # noqa: E731
+    part = {"what": "a part", "figure": "speed", "pairs": {"a / b": ("a", "b", "at least 1")}}
+    parts = {"one": part | {"configs": {"a": runs(1.0, 2.0), "b": runs(1.0, 1.0)}}, "two": part | {"configs": {}}}
+    (tmp_path / "compare-cpu.json").write_text(json.dumps({"rehearsal": True, "parts": parts}))
+    assert [path.name for path in draw(tmp_path)] == ["compare-cpu-ratios.png"]
+    assert (tmp_path / "compare-cpu-ratios.png").read_bytes().startswith(PNG)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
