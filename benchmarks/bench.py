@@ -235,17 +235,17 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
         "Fabric, DDP": Config(fabric, options | {"strategy": "ddp"}),
     }
     shards = {
-        "Fabric, FSDP2": Config(fabric, options | {"strategy": "fsdp2"}),
         "bare fully_shard": Config(sharded, options),
+        "Fabric, FSDP2": Config(fabric, options | {"strategy": "fsdp2"}),
     }
-    others = replicas | shards
+    others = shards | replicas
     if ranks == 1:
         others = {"bare loop": Config(BARE, SAME | TOKENS | size)} | others
     ours = {"train_fsdp.py": Config("train_fsdp.py", DEMO | SAME | size | plain)}
     if ranks > 1:
         ours["train_fsdp.py, stage 0"] = Config("train_fsdp.py", DEMO | SAME | size | plain | {"zero_stage": 0})
     configs = others | ours
-    reference = next(iter(configs))
+    reference = next(iter(configs))  # a bare loop
     for label, config in configs.items():
         config.ranks, config.same_loss_as = ranks, "" if label == reference else reference
         config.env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} | SAME_WAITING
