@@ -1,0 +1,318 @@
+"""How near plans by data sheets are to published runs: speed beside speed, memory beside memory.
+
+    python benchmarks/plan_published.py [--only 'torchtitan*'] [--out benchmarks/results/plan_published.json]
+
+Each run of RUNS is planned as `train_fsdp.py --plan` does, without any measured rate. `chose` names what the run was
+used to choose in harness/plan; the other runs are held out: no constant was chosen by them. Each group has a table.
+Runs that the file has with the same flags are not planned again: remove it for other code.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import fnmatch
+import importlib.metadata
+import io
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import warnings
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+warnings.filterwarnings("ignore")
+
+import train_fsdp
+from harness.base.errors import UserError
+from harness.flags.parser import parse_args
+from harness.plan import gpus, planning
+
+ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the first eleven runs of docs/PLAN.md
+ON_SEVERAL = "MODEL_MATMUL_EFFICIENCY, CONTENTION"  # of those, the runs on several GPUs
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A published run, and the flags that come nearest to it."""
+
+    name: str
+    published: float  # tokens/s a GPU
+    source: str  # publication or repository, and its date where it has one
+    flags: str  # of the plan, CONFIG for the folder with `config`
+    chose: str = ""  # constants of harness/plan that it was used to choose; "" for a run that is held out
+    memory_gib: float | None = None  # what it says of a GPU's memory
+    config: dict | None = None  # of a model without a preset
+    rates: dict | None = None  # of a GPU that is not in assets/gpus.csv
+    not_expressed: str = ""  # what the run has and a plan cannot say
+    guessed: str = ""  # what is not published
+
+    def identity(self) -> dict:
+        """What a planned row has to agree with to be kept."""
+        return {"flags": self.flags, "config": self.config, "rates": self.rates}
+
+
+def llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, positions: int) -> dict:
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary}
+    return {"model_type": "llama", "max_position_embeddings": positions} | sizes
+
+
+def mpt(width: int, layers: int, heads: int, positions: int) -> dict:
+    """A GPT-NeoX of the sizes of llm-foundry's MPT."""
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "vocab_size": 50368, "max_position_embeddings": positions}
+    return {"model_type": "gpt_neox", "tie_word_embeddings": True} | sizes
+
+
+def hbm2e_h100() -> dict[str, float]:
+    """Rates of torchtitan's H100: 96 GB of HBM2e at 2.4 TB/s and 500 W. Of their peak it says that it lies between the
+    SXM card's and the NVL card's; here it is the NVL card's."""
+    rates = {"memory_gib": 93.1, "memory_gb_per_s": gpus.MEMORY_SHARE * 2400}
+    for unit in ("matmul_tflops", "fp8_tflops", "attention_tflops"):
+        flash = unit == "attention_tflops"
+        rates[unit] = gpus.find_rates("H100 SXM", {}, flash).assumed[unit] * 835 / 989
+    return rates
+
+
+KEMPNER = "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md"
+KEMPNER_FLAGS = "--precision bf16-pure --activation-checkpointing full --sequence-length 4096 --batch-size 4 \
+--plan-gpu H200 --gpus-per-node 4"
+KEMPNER_8B = f"--model llama3.1-8b {KEMPNER_FLAGS} --gradient-accumulation-steps 2"
+FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+FOUNDRY_FLAGS = "--model CONFIG --attention flash --no-compile --no-fused-loss --plan-gpus 8"
+FSDP1 = "FSDP1's flat parameters"
+TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, December 2024"
+TITAN_FLAGS = "--model llama3.1-8b --attention flash --no-fused-loss"
+TITAN_AC = f"{TITAN_FLAGS} --batch-size 2 --activation-checkpointing selective"
+HALF = "recomputing every second matmul"
+TITAN_H200 = "pytorch/torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.md, June 2025"
+POWER = "the peak at 500 W"
+NEMO_LIKE = "--model llama3.1-8b --plan-gpus 8 --sequence-length 8192 --batch-size 1 --gradient-accumulation-steps 16"
+
+RUNS = [
+    Run("KempnerForge, Llama-3 8B, 1x H200", 10471, KEMPNER, f"{KEMPNER_8B} --plan-gpus 1", ALL_RUNS, 75.2),
+    Run("KempnerForge, Llama-3 8B, 4x H200", 9746, KEMPNER, f"{KEMPNER_8B} --plan-gpus 4", ON_SEVERAL, 56.9),
+    Run(
+        "fms-fsdp, Llama-2 7B, 96x H100, HSDP", 9600, "foundation-model-stack/fms-fsdp",
+        "--model CONFIG --attention flash --sequence-length 4096 --batch-size 2 --dp-replicate-size 12 \
+--precision bf16-pure --plan-gpus 96", ON_SEVERAL,
+        config=llama(4096, 11008, 32, 32, 32, 32000, 4096), not_expressed=FSDP1,
+        guessed="batch, precision, no checkpointing",
+    ),
+    Run(
+        "llm-foundry, MPT-7B at 2,048, 8x H100", 10643, FOUNDRY,
+        f"{FOUNDRY_FLAGS} --sequence-length 2048 --batch-size 6", ON_SEVERAL,
+        config=mpt(4096, 32, 32, 2048), not_expressed=FSDP1,
+    ),
+    Run(
+        "llm-foundry, MPT-3B at 8,192, 8x H100", 16578, FOUNDRY,
+        f"{FOUNDRY_FLAGS} --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 6", ON_SEVERAL,
+        config=mpt(2560, 32, 20, 8192), not_expressed=FSDP1,
+    ),
+    Run(
+        "llm-foundry, MPT-1B at 8,192, 8x H100", 29157, FOUNDRY,
+        f"{FOUNDRY_FLAGS} --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 4", ON_SEVERAL,
+        config=mpt(2048, 24, 16, 8192), not_expressed=FSDP1,
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B, 8x H100, eager", 5762, TITAN, f"{TITAN_AC} --plan-gpus 8 --no-compile", ON_SEVERAL,
+        82.4, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B, 8x H100, compiled", 6667, TITAN, f"{TITAN_AC} --plan-gpus 8 --compile", ON_SEVERAL,
+        77.0, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B, 8x H100, float8", 8532, TITAN, f"{TITAN_AC} --plan-gpus 8 --precision fp8",
+        ON_SEVERAL, 76.8, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B, 32x H200, float8", 10938, TITAN_H200,
+        f"{TITAN_AC} --plan-gpus 32 --plan-gpu H200 --precision fp8", ON_SEVERAL, 47.96, not_expressed=HALF,
+    ),
+    Run(
+        "SmolLM3-3B, 4x H100, eager, ZeRO-2", 8415, "docs/MFU_CALCULATION.md, December 2025",
+        "--attention flash --no-compile --no-fused-loss --plan-gpus 4 --zero-stage 2 --precision bf16-pure \
+--activation-checkpointing full", ON_SEVERAL, guessed="checkpointing, by the memory that it printed",
+    ),
+    Run(
+        "NeMo 24.09, Llama-3.1 8B, 8x H100, bf16", 10153, "NVIDIA, NeMo Framework 24.09, performance",
+        f"{NEMO_LIKE} --zero-stage 1",
+        not_expressed="context parallel 2 (here 1), Transformer Engine, reduction of bf16 gradients",
+    ),
+    Run(
+        "BioNeMo, OpenGenome2 7B, 48x H100, FSDP2", 9930,
+        "NVIDIA/bionemo-framework, bionemo-recipes/recipes/llama3_native_te, L2_og2_metagenome_7b.yaml",
+        "--model CONFIG --sequence-length 8192 --batch-size 2 --gradient-accumulation-steps 4 --plan-gpus 48",
+        config=llama(4096, 14336, 32, 32, 32, 256, 8192), not_expressed="Transformer Engine's layers (here compiled)",
+        guessed="microbatch 2, of 8 sequences a GPU",
+    ),
+    Run(
+        "Megatron-Bridge, Llama-3 8B, 8x H100, fp8", 14451, "NVIDIA-NeMo/Megatron-Bridge, performance summary",
+        f"{NEMO_LIKE} --precision fp8", not_expressed="Transformer Engine, float8 of its recipe, its recomputation",
+        guessed="microbatch 1, 16 of them",
+    ),
+    Run("KempnerForge, Llama-3 8B, 2x H200", 9364, KEMPNER, f"{KEMPNER_8B} --plan-gpus 2", memory_gib=58.1),
+    Run(
+        "KempnerForge, 13B, 2 nodes of 4x H200, eager", 4426, KEMPNER,
+        f"--model CONFIG {KEMPNER_FLAGS} --gradient-accumulation-steps 4 --no-compile --plan-gpus 8", memory_gib=82.4,
+        config=llama(5120, 17920, 40, 40, 8, 128256, 4096), guessed="network of 400 Gb/s a GPU",
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B, 128x H100, eager", 5605, TITAN, f"{TITAN_AC} --plan-gpus 128 --no-compile",
+        memory_gib=67.0, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B, 128x H100, compiled", 6514, TITAN, f"{TITAN_AC} --plan-gpus 128 --compile",
+        memory_gib=62.0, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B, 128x H100, float8", 8380, TITAN, f"{TITAN_AC} --plan-gpus 128 --precision fp8",
+        memory_gib=61.8, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B at 32,768, 8x H100, float8", 3890, TITAN,
+        f"{TITAN_FLAGS} --sequence-length 32768 --batch-size 1 --activation-checkpointing full --plan-gpus 8 \
+--precision fp8", memory_gib=83.9, rates=hbm2e_h100(), guessed=POWER,
+    ),
+    Run(
+        "torchtitan, Llama-3.1 8B, 64x H200, float8", 10753, TITAN_H200,
+        f"{TITAN_AC} --plan-gpus 64 --plan-gpu H200 --precision fp8", memory_gib=46.97, not_expressed=HALF,
+    ),
+    Run(
+        "llm-foundry, MPT-1B at 2,048, 8x H100", 45455, FOUNDRY,
+        f"{FOUNDRY_FLAGS} --sequence-length 2048 --batch-size 14",
+        config=mpt(2048, 24, 16, 2048), not_expressed=FSDP1,
+    ),
+    Run(
+        "llm-foundry, MPT-7B at 8,192, 8x H100, full checkpointing", 6935, FOUNDRY,
+        f"{FOUNDRY_FLAGS} --sequence-length 8192 --batch-size 8 --gradient-accumulation-steps 2 \
+--activation-checkpointing full", config=mpt(4096, 32, 32, 8192), not_expressed=FSDP1,
+    ),
+    Run(
+        "llm-foundry, MPT-7B at 2,048, 8x A100", 4641, FOUNDRY,
+        f"{FOUNDRY_FLAGS} --plan-gpu A100 --sequence-length 2048 --batch-size 6 --gradient-accumulation-steps 2",
+        config=mpt(4096, 32, 32, 2048), not_expressed=FSDP1,
+    ),
+    Run(
+        "llm-foundry, MPT-3B at 8,192, 8x A100", 7695, FOUNDRY,
+        f"{FOUNDRY_FLAGS} --plan-gpu A100 --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 6",
+        config=mpt(2560, 32, 20, 8192), not_expressed=FSDP1,
+    ),
+    Run(
+        "llm-foundry, MPT-1B at 8,192, 8x A100", 13814, FOUNDRY,
+        f"{FOUNDRY_FLAGS} --plan-gpu A100 --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 4",
+        config=mpt(2048, 24, 16, 8192), not_expressed=FSDP1,
+    ),
+]  # fmt: skip
+
+
+def plan(run: Run) -> dict:
+    """What `train_fsdp.py --plan --json` says of a run, in this process: loading torch takes longer than a plan.
+
+    Raises:
+        UserError: the flags, the config or the rates are refused.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = "none"
+        if run.rates:
+            given = str(pathlib.Path(folder, "rates.json"))
+            pathlib.Path(given).write_text(json.dumps(run.rates))
+        if run.config:
+            pathlib.Path(folder, "config.json").write_text(json.dumps(run.config))
+        flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", given]
+        settings = parse_args([*flags, *run.flags.replace("CONFIG", folder).split()])
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            planning.plan(settings, train_fsdp.RECIPE)
+    return json.loads(printed.getvalue())
+
+
+def row_of(run: Run, planned: dict) -> dict:
+    """What the file keeps of a planned run. Memory is what PyTorch's allocator reserves, in GiB."""
+    speed = planned["tokens_per_sec_per_gpu"]
+    memory = planned["memory_gib"]["reserved"] - planned["beside_tensors_gib"]["CUDA and NCCL"]
+    row = dataclasses.asdict(run) | {
+        "planned": speed,
+        "error": speed / run.published - 1,
+        "planned_memory_gib": memory,
+        "memory_error": memory / run.memory_gib - 1 if run.memory_gib else None,
+        "verdict": planned["verdict"],
+        "mfu_percent": planned["mfu_percent"],
+        "step_time_ms": planned["step_time_ms"],
+        "time_ms": planned["time_ms"],
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    return row
+
+
+def summary_of(rows: list[dict]) -> dict:
+    """Median and worst size of the errors of a group, of speed and of memory."""
+    summary = {"runs": len(rows)}
+    for name in ("error", "memory_error"):
+        sizes = [abs(row[name]) for row in rows if row[name] is not None]
+        if sizes:
+            summary |= {f"median_{name}": statistics.median(sizes), f"worst_{name}": max(sizes)}
+    return summary
+
+
+def groups_of(rows: dict[str, dict]) -> dict[str, list[dict]]:
+    """The runs that chose a constant, and those held out, in the order of RUNS."""
+    known = [rows[run.name] for run in RUNS if run.name in rows]
+    return {"set": [row for row in known if row["chose"]], "held out": [row for row in known if not row["chose"]]}
+
+
+def save(out: pathlib.Path, rows: dict[str, dict]) -> None:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "torchao")}
+    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": versions}
+    summary = {name: summary_of(group) for name, group in groups_of(rows).items()}
+    contents = {"suite": "plan_published", "about": about, "summary": summary, "runs": rows}
+    out.write_text(json.dumps(contents, indent=1) + "\n")
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "| published | published tokens/s | planned | error | published GiB | planned | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", f"{100 * row['error']:+.0f} %"]
+        if row["memory_gib"]:
+            memory_error = f"{100 * row['memory_error']:+.0f} %"
+            cells += [f"{row['memory_gib']:.1f}", f"{row['planned_memory_gib']:.1f}", memory_error]
+        else:
+            cells += ["", f"{row['planned_memory_gib']:.1f}", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="names of runs, with * and ?")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "plan_published.json")
+    args = parser.parse_args()
+    rows: dict = json.loads(args.out.read_text())["runs"] if args.out.exists() else {}
+    for run in RUNS:
+        kept = rows.get(run.name)
+        is_planned = kept is not None and {key: kept[key] for key in run.identity()} == run.identity()
+        if is_planned or not fnmatch.fnmatch(run.name, args.only):
+            continue
+        try:
+            rows[run.name] = row_of(run, plan(run))
+        except UserError as error:
+            print(f"{run.name}: {error}", file=sys.stderr, flush=True)
+            continue
+        print(f"{run.name:60}{rows[run.name]['planned']:10,.0f}{100 * rows[run.name]['error']:+7.1f} %", flush=True)
+        save(args.out, rows)
+    for name, group in groups_of(rows).items():
+        if group:
+            summary = summary_of(group)
+            error, worst = 100 * summary["median_error"], 100 * summary["worst_error"]
+            print(f"\n{name}: median {error:.0f} %, worst {worst:.0f} %\n\n{table(group)}")
+
+
+if __name__ == "__main__":
+    main()
