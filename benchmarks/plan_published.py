@@ -4,7 +4,7 @@
 
 Each run of RUNS is planned as `train_fsdp.py --plan` does, without any measured rate. `chose` names what the run was
 used to choose in harness/plan; the other runs are held out: no constant was chosen by them. Each group has a table.
-Runs that the file has with the same flags are not planned again: remove it for other code.
+A run that the file has with the same flags is not planned again: remove the file for other code.
 """
 
 import argparse
@@ -51,7 +51,8 @@ class Run:
 
     def identity(self) -> dict:
         """What a planned row has to agree with to be kept."""
-        return {"flags": self.flags, "config": self.config, "rates": self.rates}
+        planned = {"flags": self.flags, "config": self.config, "rates": self.rates}
+        return planned | {"published": self.published, "memory_gib": self.memory_gib}
 
 
 def llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, positions: int) -> dict:
@@ -275,8 +276,8 @@ def save(out: pathlib.Path, rows: dict[str, dict]) -> None:
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| published | published tokens/s | planned | error | published GiB | planned | error |",
-        "|---|---|---|---|---|---|---|",
+        "| published | published tokens/s | planned | error | published GiB | planned | error | differs |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", f"{100 * row['error']:+.0f} %"]
@@ -285,6 +286,10 @@ def table(rows: list[dict]) -> str:
             cells += [f"{row['memory_gib']:.1f}", f"{row['planned_memory_gib']:.1f}", memory_error]
         else:
             cells += ["", f"{row['planned_memory_gib']:.1f}", ""]
+        differs = [row["not_expressed"]] if row["not_expressed"] else []
+        if row["guessed"]:
+            differs.append(f"guessed: {row['guessed']}")
+        cells.append("; ".join(differs))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
