@@ -263,7 +263,7 @@ def describe_memory(result: dict, width: int = 40) -> list[str]:
 def name_of_best(result: dict) -> str:
     """What the configuration to take is called: "safer" where the asked one is as fast, but tight."""
     best = result["fastest"]
-    if result["verdict"] == "tight" and best["tokens_per_sec"] <= result["tokens_per_sec"]:
+    if result["fits"] and result["verdict"] == "tight" and best["tokens_per_sec"] <= result["tokens_per_sec"]:
         return "safer"
     return "fastest"
 

@@ -268,6 +268,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_leaves_no_cache(device, flags, wh
     assert not (ROOT / cache).exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_with_what_one_began(device, flags, whole, tmp_path):
     run = [*flags, "--run-name", "r", "--resume", "auto", "--output-dir"]
     train([*run, tmp_path], device, Stop(4))

@@ -188,6 +188,7 @@ def test_fp8_is_refused_with_a_torchao_whose_compiled_casts_may_store_nan(mistak
     assert message.startswith("--precision fp8: this is torchao 0.17.0, ") and "0.18 or newer" in message
 
 
+@pytest.mark.slow
 def test_float8_weights_whose_rows_the_ranks_do_not_divide_train_as_on_one_rank(device, arguments, tmp_path):
     """64 rows are 22, 22 and 20 on three ranks, and an all-gather takes the same from each."""
     flags = [*arguments, *words("--precision fp8 --fp8-emulate --num-steps 3 --lr 1e-3 --log-interval 1")]

@@ -71,6 +71,7 @@ def test_losses_do_not_depend_on_sizes_that_the_ranks_divide(observed, ranks, na
     assert seen["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_three_ranks_divide_a_tied_embedding_that_does_not_divide_by_three(tmp_path):
     sizes = SIZES | {"vocab_size": 1538, "hidden_size": 64, "tie_word_embeddings": True}  # 513, 513 and 512 rows
     model = write_model(tmp_path / "model", "smollm3", **sizes)

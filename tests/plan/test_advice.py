@@ -363,6 +363,7 @@ def test_a_runs_hours_and_dollars_are_its_steps_times_the_plans(monkeypatch):
     assert measured["this run"].startswith("5 h 12 min, $62 (4 GPUs at $3);") and " to " not in measured["expect"]
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_sizes_has_gib_and_dollars_of_each():
     text = plan(DEMO + "--plan-seconds 0 --plan-gpus 2,4")
     head, row = text.split("    GPUs replicas")[1].splitlines()[:2]

@@ -238,6 +238,7 @@ def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [capacity]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
     capacity = tmp_path / "rates.json"
     capacity.write_text(json.dumps({"memory_gib": 1.5}))

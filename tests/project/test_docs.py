@@ -384,7 +384,7 @@ OTHERS = {
     "pip": {"--no-deps"},
     "sky": {"--env"},
     "tensorboard": {"--logdir"},
-    "benchmarks/bench.py": {"--gpus", "--minutes", "--only", "--out", "--rehearse", "--repeats"},
+    "benchmarks/bench.py": {"--gpus", "--minutes", "--missing", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/covering.py": {"--ranks"},
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},

@@ -74,6 +74,7 @@ def kill_before_a_rename(name: str, fault: str, point: Point) -> bool:
     return fault == "kill before" and point.operation == "rename"
 
 
+@pytest.mark.slow
 def test_after_a_kill_before_a_rename_the_next_start_goes_on(in_a_fork, tmp_path):
     name = "a start that only ends a run"
     found = in_a_fork(faults.enumerate_faults, name, tmp_path / "runs", kill_before_a_rename)
