@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,6 +38,7 @@ import numpy as np
 import psutil
 import torch
 import transformers
+from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
@@ -129,16 +129,7 @@ def record_batches(record: int, layout: Layout) -> None:
 
 def as_rank(rank: int, layout: Layout, port: int, record: int, output: int, argv: list[str]) -> None:
     """The forked process: the program, with its samples written down."""
-    torch.set_num_threads(1)  # a fork's first call makes a new thread pool: two threads at once can abort (2.11)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115
-    warnings.filterwarnings("ignore")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    if layout.ranks > 1:
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.ranks, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    become_rank(rank, layout.ranks, port, output)
     record_batches(record, layout)
     run_record.commit = lambda: None  # it asks git, the slowest part of a start here
     train_fsdp.main(parse_args(argv))

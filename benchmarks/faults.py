@@ -35,7 +35,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,6 +42,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 import torch
 import transformers
+from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
@@ -290,16 +290,7 @@ class Ending:
 
 def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, output: int) -> None:
     """The forked process: the program, watched."""
-    torch.set_num_threads(1)  # a fork's first call makes a new thread pool: two threads at once can abort (2.11)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115
-    warnings.filterwarnings("ignore")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    if start.ranks > 1:
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": start.ranks, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    become_rank(rank, start.ranks, port, output)
     Watch(folder, log, rank, start.fault, start.point)
     if start.stop and rank == 0:
         step, name = start.stop

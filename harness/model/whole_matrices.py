@@ -62,8 +62,8 @@ def cost(matrix: Matrix) -> int:
 
 
 def divide(matrices: Iterable[Matrix], replicas: int, shards: int) -> list[Stack]:
-    """All matrices in stacks, each matrix on one rank of the world. The dearest are given out first, each to the rank
-    that has least to do; an expert stays on a rank that holds it."""
+    """All matrices in stacks, each matrix on one rank of the world. The costliest are given out first, each to the rank
+    with the least work so far; an expert stays on a rank that holds it."""
     work = {(replica, shard): 0 for replica in range(replicas) for shard in range(shards)}
     of_kind: dict[tuple, dict[tuple[int, int], list[Matrix]]] = {}
     for matrix in sorted(matrices, key=lambda matrix: (matrix.expert is None, cost(matrix)), reverse=True):

@@ -41,9 +41,8 @@ SHAPES_NO_WEIGHT = (
     "json html measure own_plan argv lacks_disk lacks_memory "
     "gradient_accumulation_steps"  # which follows from given_accumulation and ranks
 )
-DECIDED_LATER = (
-    "sequence_length batch_size attention compile fused_loss warmup_steps document_mask"  # where they are not given
-)
+# where they are not given
+DECIDED_LATER = "sequence_length batch_size attention compile fused_loss warmup_steps document_mask"
 FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
 
 
