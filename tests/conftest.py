@@ -149,6 +149,8 @@ def forking(ranks: int, function, *arguments):
 def forked(ranks: int, function, *arguments, timeout: float = 900) -> str:
     """Calls a function in every rank of a world, without a launcher; returns what the ranks printed.
 
+    Lines of torch's own may be among them: on a busy machine a rank says that it connects a second time.
+
     Raises:
         RuntimeError: a rank failed, or they did not end in time; all are ended, the message has what they printed.
     """

@@ -32,7 +32,7 @@ def test_restarts_on_several_nodes_need_a_store_of_their_own(nodes, restarts, sh
 
 @pytest.mark.slow
 def test_every_group_gives_up_a_rank_that_does_not_come():
-    assert forked(2, multirank.abandoned).split("\n")[:2] == ["replicas: gave up", "objects: gave up"]
+    assert {"replicas: gave up", "objects: gave up"} <= set(forked(2, multirank.abandoned).splitlines())
 
 
 def test_a_new_group_is_limited_as_the_default_one_is(device, monkeypatch):
@@ -43,15 +43,16 @@ def test_a_new_group_is_limited_as_the_default_one_is(device, monkeypatch):
 
 def test_ranks_answer_each_other_in_one_group_for_the_life_of_a_world():
     said = forked(2, multirank.asking_in_two_worlds, timeout=100)
-    assert said.splitlines() == ["one 1, one 2, 1", "two 1, two 2, 1"]
+    assert {"one 1, one 2, 1", "two 1, two 2, 1"} <= set(said.splitlines())
 
 
 def test_a_rank_has_the_answer_of_its_own_node():
-    assert forked(3, multirank.asking_on_two_nodes, timeout=100) == "[0, 1, 1]\n"
+    assert "[0, 1, 1]" in forked(3, multirank.asking_on_two_nodes, timeout=100).splitlines()
 
 
 def test_a_request_to_one_rank_stops_all_after_the_same_step():
-    assert forked(2, multirank.stopping_for_one, timeout=100) == f"{[[False, False, True]] * 2}\n"
+    said = forked(2, multirank.stopping_for_one, timeout=100)
+    assert str([[False, False, True]] * 2) in said.splitlines()
 
 
 @pytest.mark.parametrize("number", StopRequest.SIGNALS)

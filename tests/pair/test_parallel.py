@@ -182,7 +182,7 @@ def test_pretrained_weights_give_the_logits_that_transformers_gives(observed, na
 
 @pytest.mark.slow
 def test_every_rank_has_a_dropout_of_its_own():
-    assert forked(2, multirank.drawing_after_build, timeout=200) == "[True, False]\n"
+    assert "[True, False]" in forked(2, multirank.drawing_after_build, timeout=200).splitlines()
 
 
 @pytest.mark.slow
