@@ -45,7 +45,7 @@ NAMES = {
         "FakeTensor",
         "FakeTensorMode",
     ),
-    "torch.cpu": ("_default_cpu_stream",),
+    "torch.cpu": ("_default_cpu_stream", "_is_amx_tile_supported", "_is_avx512_bf16_supported"),
     "torch.cuda": ("_sleep",),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
     "torch.distributed.distributed_c10d": ("_resolve_process_group", "_set_pg_timeout", "_timeout"),
@@ -151,6 +151,11 @@ def chosen_attention_kernel(query, key, value, mask, is_causal: bool, enable_gqa
     """
     choice = torch._fused_sdp_choice(query, key, value, mask, is_causal=is_causal, enable_gqa=enable_gqa)
     return SDPBackend(choice)
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether the CPU has instructions for products of bf16: `torch.backends.cpu.get_cpu_capability` does not say."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def unlimited_recompiles():

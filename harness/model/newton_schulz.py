@@ -3,6 +3,8 @@ Independent of where the matrices are from."""
 
 import torch
 
+from harness.base.torch_internals import cpu_multiplies_bf16
+
 DTYPE = torch.bfloat16  # of the iteration, and of what ranks send each other for it; tests compute in fp32
 EPS = 1e-7  # torch.optim.Muon's
 # Of each step a polynomial a x + b x^3 + c x^5 of the singular values. Keller Jordan's, which torch.optim.Muon has too:
@@ -46,7 +48,7 @@ def orthogonalize(matrices: torch.Tensor, iteration: str = "newton-schulz") -> t
 
 
 def dtype_of_products(x: torch.Tensor) -> torch.dtype:
-    """On a CPU fp32, in which a GPU sums up the products of numbers in bf16 too: many CPUs take bf16 fifty times as
-    slowly. Rounded to bf16 the results are the same but for the order of the sums. A plan, whose tensors are no CPU's,
-    replaces this."""
-    return torch.float32 if x.device.type == "cpu" else x.dtype
+    """That of `x`, but fp32 on a CPU without instructions for bf16, where bf16 may take fifty times as long: a GPU sums
+    up products of bf16 in fp32 too, so the results, rounded to bf16, are the same but for the order of the sums. A
+    plan, whose tensors are no CPU's, replaces this."""
+    return torch.float32 if x.device.type == "cpu" and not cpu_multiplies_bf16() else x.dtype

@@ -59,7 +59,10 @@ def test_a_stack_in_fp32_is_torchs_iteration_of_each_matrix_without_its_cast(mon
         torch.testing.assert_close(result, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums():
+@pytest.mark.parametrize("multiplies_bf16, products", [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_stack_in_bf16_is_torchs_iteration_but_for_the_rounding_of_sums(monkeypatch, multiplies_bf16, products):
+    monkeypatch.setattr(newton_schulz, "cpu_multiplies_bf16", lambda: multiplies_bf16)
+    assert newton_schulz.dtype_of_products(torch.zeros(1, dtype=torch.bfloat16)) == products
     matrices = torch.randn(2, 24, 40, generator=torch.Generator().manual_seed(1))
     for matrix, result in zip(matrices, newton_schulz.orthogonalize(matrices), strict=True):
         whole = torchs._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
