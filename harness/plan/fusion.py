@@ -46,6 +46,15 @@ def has_own_kernel(node: Node) -> bool:
     return node.op == "call_function" and not is_view(node) and bool(UNFUSED_OPERATORS.search(str(node.target)))
 
 
+def is_number_of_tensor(node: Node) -> bool:
+    """Whether the node makes one number of a whole tensor, as the largest magnitude that float8 scales by."""
+    if node.op != "call_function" or is_view(node):
+        return False
+    if [t.numel() for t in tensors_in(node.meta.get("val"))] != [1]:
+        return False
+    return any(t.numel() > 1 for given in node.all_input_nodes for t in tensors_in(given.meta.get("val")))
+
+
 def fused_memory(graph: GraphModule) -> RegionMemory:
     """What the graph takes when it is compiled."""
     nodes = list(graph.graph.nodes)
@@ -62,8 +71,8 @@ def find_materialized(nodes: list[Node]) -> tuple[set[Node], dict[Node, frozense
     """Which tensors of a graph exist in memory, and of every node which of them it reads, directly or through nodes
     that are fused into it.
 
-    Materialized is an argument, what a kernel of its own makes or reads, what the graph returns, and what is copied
-    into an argument. What lies between is fused, and exists in registers only::
+    Materialized is an argument, what a kernel of its own makes or reads, what the graph returns, what is copied into an
+    argument, and one number made of a whole tensor. What lies between is fused, and exists in registers only::
 
         x -> [mm] -> a -> silu -> s -> mul -> c -> [mm] -> d -> returned
                                         ^
@@ -80,6 +89,8 @@ def find_materialized(nodes: list[Node]) -> tuple[set[Node], dict[Node, frozense
         copies_into_argument = node.target is torch.ops.aten.copy_.default
         if has_own_kernel(node) or node.op == "output" or copies_into_argument:
             materialized.update(base[argument] for argument in node.all_input_nodes)
+        if is_number_of_tensor(node):
+            materialized.add(node)
 
     reads: dict[Node, frozenset[Node]] = {}
     for node in nodes:
@@ -136,6 +147,8 @@ def form_kernels(
 
         a ----> [sum of a row] -> r -> [a / r] -> n       one kernel too: r is small and stays inside
 
+        a ----> [largest of all] -> m -> [a / m] -> n     two: all of a is read for m before the first a / m
+
         c ----> [mm] -> d -> [d + a] -> f                 another: it waits for d, which waits for c
     """
     made = {node for node in materialized if node.op == "call_function"}
@@ -168,12 +181,15 @@ def find_awaited(nodes: list[Node], made: set[Node]) -> dict[Node, set[Node]]:
 def read_through_rows(
     nodes: list[Node], sizes: dict[Node, int], results: set[Node], reads: dict[Node, frozenset[Node]]
 ) -> dict[Node, frozenset[Node]]:
-    """`reads` where a result of a fused kernel as small as a row's sum is replaced by what it was computed from."""
+    """`reads` where a result of a fused kernel as small as a row's sum is replaced by what it was computed from. One
+    number of a whole tensor is left out: `must_wait` keeps its readers apart, and it has no bytes to speak of."""
     through: dict[Node, frozenset[Node]] = {}
     for node in nodes:
         largest = max((sizes[tensor] for tensor in reads[node]), default=0)
         tensors: set[Node] = set()
         for tensor in reads[node]:
+            if is_number_of_tensor(tensor):
+                continue
             if tensor in results and sizes[tensor] <= ROW_SHARE * largest:
                 tensors |= through[tensor]
             else:
@@ -185,5 +201,7 @@ def read_through_rows(
 def must_wait(result: Node, kernel: FusedKernel, reads: dict, awaited: dict[Node, set[Node]]) -> bool:
     """Whether the kernel has to run before `result` can be computed, or the other way round."""
     kernel_waits = any(result in awaited[tensor] for tensor in kernel.reads)
+    if is_number_of_tensor(result):
+        kernel_waits = any(result in awaited[tensor] for tensor in (*kernel.reads, *kernel.writes))
     written_before = set(kernel.writes) - reads[result]
     return kernel_waits or not awaited[result].isdisjoint(written_before)

@@ -86,7 +86,8 @@ def operator_flops(op, args, kwargs, result) -> int:
         names = [argument.name for argument in schema_of(op).arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         batch, heads, length, head_dim = given["query"].shape
-        flops = 2 * batch * heads * length * given["key"].shape[2] * (head_dim + given["value"].shape[3])
+        keys, value_dim = given["key"].shape[2], given["value"].shape[3]
+        flops = 2 * batch * heads * length * keys * (head_dim + value_dim)
         if "backward" in name:  # five products for two: flash attention computes the scores again
             flops = 2.5 * flops
         if given.get("is_causal"):

@@ -17,7 +17,8 @@ from harness.base.text import first_line
 
 LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)
 # Of the time of a collective that runs beside computation, the share by which it slows that down: NCCL takes
-# multiprocessors, memory bandwidth and power. One number for the published runs on several GPUs in docs/PLAN.md.
+# multiprocessors, memory bandwidth and power. One number for the runs on several GPUs in the first table of published
+# runs in docs/PLAN.md.
 CONTENTION = 0.8
 HOST_LINK, HOST_MEMORY = 25.0, 100.0  # GB/s, for --cpu-offload: pinned copies over PCIe, Adam in host memory; assumed
 PHASES = ("forward", "backward", "optimizer")  # of a step

@@ -138,7 +138,7 @@ def describe_verdict(settings: Settings, result: dict) -> str:
     microbatch = f"{counted(settings.batch_size, 'sequence')} of {settings.sequence_length:,} tokens"
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}, {microbatch} at once"
     if result["verdict"] == "tight":
-        line += f"; above {100 * TIGHT:.0f} % an evaluation or fragments may run it out of memory"
+        line += f"; above {100 * TIGHT:.0f} % an evaluation or fragmentation may run it out of memory"
     return line
 
 
@@ -245,8 +245,9 @@ def describe_memory(result: dict, width: int = 40) -> list[str]:
     filled = 0.0
     for kind, gib in parts.items():
         start, end = sorted((round(filled * scale), round((filled + gib) * scale)))
-        bar = " " * start + ("░" if kind == "free" else "█") * (end - start)
-        bar = bar.ljust(width)
+        shade = "░" if kind == "free" else "█"
+        filled_cells = shade * (end - start)
+        bar = (" " * start + filled_cells).ljust(width)
         most = f"{memory[kind]:9,.2f}" if kind in result["at_peak_gib"] else " " * 9
         lines.append(f"  {kind:15}{gib:9,.2f}{most}  {bar[:edge]}│{bar[edge:]}".rstrip())
         filled += gib

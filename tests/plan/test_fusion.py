@@ -54,3 +54,15 @@ def test_a_sum_of_each_row_stays_inside_the_kernel_that_uses_it():
         return (a * b) / (a * b).sum(1, keepdim=True)
 
     assert planned(normalized, "primals_1", "primals_2").kernels == 1
+
+
+def test_the_largest_of_a_whole_tensor_is_read_before_what_is_divided_by_it():
+    """As a tensorwise float8 cast: one pass for the scale, another for the cast."""
+
+    def scaled(a, b):
+        c = a * b
+        return c / c.abs().max()
+
+    memory = planned(scaled, "primals_1", "primals_2")
+    assert memory.kernels == 2
+    assert memory.moved == 5 * UNIT + 512  # a and b for the number; a and b again, and the result
