@@ -4,10 +4,13 @@
 
 Each run of RUNS is planned as `train_fsdp.py --plan` does, without any measured rate. `chose` names what the run was
 used to choose in harness/plan; the other runs are held out: no constant was chosen by them. Each group has a table.
-A run that the file has with the same flags is not planned again: remove the file for other code.
+What a run's library did otherwise than this program is planned as it did it: what it recomputes (`recomputes`) and the
+rate of its attention kernel (`rates`). A run that the file has with the same flags is not planned again: remove the
+file for other code.
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -16,10 +19,16 @@ import importlib.metadata
 import io
 import json
 import pathlib
+import re
 import statistics
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
+from unittest import mock
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,7 +39,7 @@ from harness.base.errors import UserError
 from harness.flags.parser import parse_args
 from harness.plan import gpus, planning
 
-ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the first eleven runs of docs/PLAN.md
+ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the eleven runs that have a constant here
 ON_SEVERAL = "MODEL_MATMUL_EFFICIENCY, CONTENTION"  # of those, the runs on several GPUs
 
 
@@ -45,13 +54,15 @@ class Run:
     chose: str = ""  # constants of harness/plan that it was used to choose; "" for a run that is held out
     memory_gib: float | None = None  # what it says of a GPU's memory
     config: dict | None = None  # of a model without a preset
-    rates: dict | None = None  # of a GPU that is not in assets/gpus.csv
+    rates: dict | None = None  # those that differ from what a plan assumes of this GPU
+    recomputes: str = ""  # where it is not what --activation-checkpointing recomputes: a key of POLICIES
     not_expressed: str = ""  # what the run has and a plan cannot say
     guessed: str = ""  # what is not published
+    contradicts_itself: bool = False  # its figures do not agree with each other: not in `published_share`
 
     def identity(self) -> dict:
         """What a planned row has to agree with to be kept."""
-        planned = {"flags": self.flags, "config": self.config, "rates": self.rates}
+        planned = {"flags": self.flags, "config": self.config, "rates": self.rates, "recomputes": self.recomputes}
         return planned | {"published": self.published, "memory_gib": self.memory_gib}
 
 
@@ -78,18 +89,45 @@ def hbm2e_h100() -> dict[str, float]:
     return rates
 
 
+def flash_attention_1(gpu: str, sequence: int) -> dict[str, float]:
+    """Attention by FlashAttention 1, causal, heads of 128, forward and backward: FlashAttention-2 (arXiv 2307.08691).
+    Figure 4 (d) for the A100 has its Triton kernel, which llm-foundry ran; figure 7 (d) for the H100 has only the CUDA
+    kernel, which on the A100 is within 3 % of it."""
+    published = {("A100", 2048): 68, ("A100", 8192): 78, ("H100", 2048): 108, ("H100", 8192): 135}
+    return {"attention_tflops": published[gpu, sequence]}
+
+
+def every_second_matmul():
+    """In the place of `train_fsdp.selective_contexts`: torchtitan's policy, which keeps what attention gives, float8's
+    scales, and of the matmuls of a layer the first, third, ..."""
+    matmuls: collections.Counter = collections.Counter()
+
+    def policy(context, op, *args, **kwargs):
+        keeps = op is torch.ops.aten.max.default or re.search("attention", str(op))
+        if op is torch.ops.aten.mm.default:
+            matmuls[context.is_recompute] += 1
+            keeps = matmuls[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+EVERY_SECOND = "every second matmul"
+POLICIES = {"": train_fsdp.selective_contexts, EVERY_SECOND: every_second_matmul}
+
 KEMPNER = "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md"
 KEMPNER_FLAGS = "--precision bf16-pure --activation-checkpointing full --sequence-length 4096 --batch-size 4 \
 --plan-gpu H200 --gpus-per-node 4"
 KEMPNER_8B = f"--model llama3.1-8b {KEMPNER_FLAGS} --gradient-accumulation-steps 2"
 FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+TRITON = "its Triton kernel as fast as FlashAttention 1's own"
 FOUNDRY_FLAGS = "--model CONFIG --attention flash --no-compile --no-fused-loss --plan-gpus 8"
 FSDP1 = "FSDP1's flat parameters"
 TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, December 2024"
 TITAN_FLAGS = "--model llama3.1-8b --attention flash --no-fused-loss"
 TITAN_AC = f"{TITAN_FLAGS} --batch-size 2 --activation-checkpointing selective"
-HALF = "recomputing every second matmul"
 TITAN_H200 = "pytorch/torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.md, June 2025"
+COMPILED_LOSS = "a compiled loss, which holds no logits in fp32"
 POWER = "the peak at 500 W"
 NEMO_LIKE = "--model llama3.1-8b --plan-gpus 8 --sequence-length 8192 --batch-size 1 --gradient-accumulation-steps 16"
 
@@ -106,38 +144,40 @@ RUNS = [
     Run(
         "llm-foundry, MPT-7B at 2,048, 8x H100", 10643, FOUNDRY,
         f"{FOUNDRY_FLAGS} --sequence-length 2048 --batch-size 6", ON_SEVERAL,
-        config=mpt(4096, 32, 32, 2048), not_expressed=FSDP1,
+        config=mpt(4096, 32, 32, 2048), rates=flash_attention_1("H100", 2048), not_expressed=FSDP1, guessed=TRITON,
     ),
     Run(
         "llm-foundry, MPT-3B at 8,192, 8x H100", 16578, FOUNDRY,
         f"{FOUNDRY_FLAGS} --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 6", ON_SEVERAL,
-        config=mpt(2560, 32, 20, 8192), not_expressed=FSDP1,
+        config=mpt(2560, 32, 20, 8192), rates=flash_attention_1("H100", 8192), not_expressed=FSDP1, guessed=TRITON,
     ),
     Run(
         "llm-foundry, MPT-1B at 8,192, 8x H100", 29157, FOUNDRY,
         f"{FOUNDRY_FLAGS} --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 4", ON_SEVERAL,
-        config=mpt(2048, 24, 16, 8192), not_expressed=FSDP1,
+        config=mpt(2048, 24, 16, 8192), rates=flash_attention_1("H100", 8192), not_expressed=FSDP1, guessed=TRITON,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 8x H100, eager", 5762, TITAN, f"{TITAN_AC} --plan-gpus 8 --no-compile", ON_SEVERAL,
-        82.4, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+        82.4, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 8x H100, compiled", 6667, TITAN, f"{TITAN_AC} --plan-gpus 8 --compile", ON_SEVERAL,
-        77.0, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+        77.0, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 8x H100, float8", 8532, TITAN, f"{TITAN_AC} --plan-gpus 8 --precision fp8",
-        ON_SEVERAL, 76.8, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+        ON_SEVERAL, 76.8, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 32x H200, float8", 10938, TITAN_H200,
-        f"{TITAN_AC} --plan-gpus 32 --plan-gpu H200 --precision fp8", ON_SEVERAL, 47.96, not_expressed=HALF,
+        f"{TITAN_AC} --plan-gpus 32 --plan-gpu H200 --precision fp8", ON_SEVERAL, 47.96, recomputes=EVERY_SECOND,
+        not_expressed=COMPILED_LOSS,
     ),
     Run(
         "SmolLM3-3B, 4x H100, eager, ZeRO-2", 8415, "docs/MFU_CALCULATION.md, December 2025",
         "--attention flash --no-compile --no-fused-loss --plan-gpus 4 --zero-stage 2 --precision bf16-pure \
 --activation-checkpointing full", ON_SEVERAL, guessed="checkpointing, by the memory that it printed",
+        contradicts_itself=True,
     ),
     Run(
         "NeMo 24.09, Llama-3.1 8B, 8x H100, bf16", 10153, "NVIDIA, NeMo Framework 24.09, performance",
@@ -152,9 +192,9 @@ RUNS = [
         guessed="microbatch 2, of 8 sequences a GPU",
     ),
     Run(
-        "Megatron-Bridge, Llama-3 8B, 8x H100, fp8", 14451, "NVIDIA-NeMo/Megatron-Bridge, performance summary",
-        f"{NEMO_LIKE} --precision fp8", not_expressed="Transformer Engine, float8 of its recipe, its recomputation",
-        guessed="microbatch 1, 16 of them",
+        "Megatron-Bridge, Llama-3 8B, 8x H100, fp8", 14451,
+        "NVIDIA-NeMo/Megatron-Bridge, performance summary of 25.11", f"{NEMO_LIKE} --precision fp8",
+        not_expressed="Transformer Engine; in today's recipe 5 layers recomputed, reduction of bf16 gradients",
     ),
     Run("KempnerForge, Llama-3 8B, 2x H200", 9364, KEMPNER, f"{KEMPNER_8B} --plan-gpus 2", memory_gib=58.1),
     Run(
@@ -164,15 +204,15 @@ RUNS = [
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 128x H100, eager", 5605, TITAN, f"{TITAN_AC} --plan-gpus 128 --no-compile",
-        memory_gib=67.0, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+        memory_gib=67.0, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 128x H100, compiled", 6514, TITAN, f"{TITAN_AC} --plan-gpus 128 --compile",
-        memory_gib=62.0, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+        memory_gib=62.0, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 128x H100, float8", 8380, TITAN, f"{TITAN_AC} --plan-gpus 128 --precision fp8",
-        memory_gib=61.8, rates=hbm2e_h100(), not_expressed=HALF, guessed=POWER,
+        memory_gib=61.8, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B at 32,768, 8x H100, float8", 3890, TITAN,
@@ -181,32 +221,34 @@ RUNS = [
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 64x H200, float8", 10753, TITAN_H200,
-        f"{TITAN_AC} --plan-gpus 64 --plan-gpu H200 --precision fp8", memory_gib=46.97, not_expressed=HALF,
+        f"{TITAN_AC} --plan-gpus 64 --plan-gpu H200 --precision fp8", memory_gib=46.97, recomputes=EVERY_SECOND,
+        not_expressed=COMPILED_LOSS,
     ),
     Run(
         "llm-foundry, MPT-1B at 2,048, 8x H100", 45455, FOUNDRY,
         f"{FOUNDRY_FLAGS} --sequence-length 2048 --batch-size 14",
-        config=mpt(2048, 24, 16, 2048), not_expressed=FSDP1,
+        config=mpt(2048, 24, 16, 2048), rates=flash_attention_1("H100", 2048), not_expressed=FSDP1, guessed=TRITON,
     ),
     Run(
         "llm-foundry, MPT-7B at 8,192, 8x H100, full checkpointing", 6935, FOUNDRY,
         f"{FOUNDRY_FLAGS} --sequence-length 8192 --batch-size 8 --gradient-accumulation-steps 2 \
---activation-checkpointing full", config=mpt(4096, 32, 32, 8192), not_expressed=FSDP1,
+--activation-checkpointing full", config=mpt(4096, 32, 32, 8192), rates=flash_attention_1("H100", 8192),
+        not_expressed=FSDP1, guessed=TRITON,
     ),
     Run(
         "llm-foundry, MPT-7B at 2,048, 8x A100", 4641, FOUNDRY,
         f"{FOUNDRY_FLAGS} --plan-gpu A100 --sequence-length 2048 --batch-size 6 --gradient-accumulation-steps 2",
-        config=mpt(4096, 32, 32, 2048), not_expressed=FSDP1,
+        config=mpt(4096, 32, 32, 2048), rates=flash_attention_1("A100", 2048), not_expressed=FSDP1,
     ),
     Run(
         "llm-foundry, MPT-3B at 8,192, 8x A100", 7695, FOUNDRY,
         f"{FOUNDRY_FLAGS} --plan-gpu A100 --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 6",
-        config=mpt(2560, 32, 20, 8192), not_expressed=FSDP1,
+        config=mpt(2560, 32, 20, 8192), rates=flash_attention_1("A100", 8192), not_expressed=FSDP1,
     ),
     Run(
         "llm-foundry, MPT-1B at 8,192, 8x A100", 13814, FOUNDRY,
         f"{FOUNDRY_FLAGS} --plan-gpu A100 --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 4",
-        config=mpt(2048, 24, 16, 8192), not_expressed=FSDP1,
+        config=mpt(2048, 24, 16, 8192), rates=flash_attention_1("A100", 8192), not_expressed=FSDP1,
     ),
 ]  # fmt: skip
 
@@ -227,13 +269,15 @@ def plan(run: Run) -> dict:
         flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", given]
         settings = parse_args([*flags, *run.flags.replace("CONFIG", folder).split()])
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        recomputing = mock.patch.object(train_fsdp, "selective_contexts", POLICIES[run.recomputes])
+        with contextlib.redirect_stdout(printed), recomputing:
             planning.plan(settings, train_fsdp.RECIPE)
     return json.loads(printed.getvalue())
 
 
-def row_of(run: Run, planned: dict) -> dict:
-    """What the file keeps of a planned run. Memory is what PyTorch's allocator reserves, in GiB."""
+def row_of(run: Run, planned: dict, replaced: dict | None) -> dict:
+    """What the file keeps of a planned run, and the errors of the row that it replaces. Memory is what PyTorch's
+    allocator reserves, in GiB."""
     speed = planned["tokens_per_sec_per_gpu"]
     memory = planned["memory_gib"]["reserved"] - planned["beside_tensors_gib"]["CUDA and NCCL"]
     row = dataclasses.asdict(run) | {
@@ -241,6 +285,7 @@ def row_of(run: Run, planned: dict) -> dict:
         "error": speed / run.published - 1,
         "planned_memory_gib": memory,
         "memory_error": memory / run.memory_gib - 1 if run.memory_gib else None,
+        "before": {name: replaced[name] for name in ("error", "memory_error")} if replaced else None,
         "verdict": planned["verdict"],
         "mfu_percent": planned["mfu_percent"],
         "step_time_ms": planned["step_time_ms"],
@@ -260,6 +305,12 @@ def summary_of(rows: list[dict]) -> dict:
     return summary
 
 
+def published_share(rows: Iterable[dict]) -> list[float]:
+    """`gpus.PUBLISHED_SHARE`: published speed over the planned, the least, the median and the most."""
+    shares = [row["published"] / row["planned"] for row in rows if not row["contradicts_itself"]]
+    return [min(shares), statistics.median(shares), max(shares)]
+
+
 def groups_of(rows: dict[str, dict]) -> dict[str, list[dict]]:
     """The runs that chose a constant, and those held out, in the order of RUNS."""
     known = [rows[run.name] for run in RUNS if run.name in rows]
@@ -270,26 +321,30 @@ def save(out: pathlib.Path, rows: dict[str, dict]) -> None:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "torchao")}
     about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": versions}
     summary = {name: summary_of(group) for name, group in groups_of(rows).items()}
-    contents = {"suite": "plan_published", "about": about, "summary": summary, "runs": rows}
+    contents = {"suite": "plan_published", "about": about, "summary": summary}
+    contents |= {"published_share": published_share(rows.values()), "runs": rows}
     out.write_text(json.dumps(contents, indent=1) + "\n")
 
 
+def percent(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:+.0f} %"
+
+
 def table(rows: list[dict]) -> str:
+    """As docs/PLAN.md has it; `before` are the errors of the plan that a row replaced."""
     lines = [
-        "| published | published tokens/s | planned | error | published GiB | planned | error | differs |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | tokens/s a GPU | planned | error | before | GiB | planned | error | before |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", f"{100 * row['error']:+.0f} %"]
+        before = row["before"] or row
+        cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}"]
+        cells += [percent(row["error"]), percent(before["error"])]
         if row["memory_gib"]:
-            memory_error = f"{100 * row['memory_error']:+.0f} %"
-            cells += [f"{row['memory_gib']:.1f}", f"{row['planned_memory_gib']:.1f}", memory_error]
+            cells += [f"{row['memory_gib']:.1f}", f"{row['planned_memory_gib']:.1f}"]
+            cells += [percent(row["memory_error"]), percent(before["memory_error"])]
         else:
-            cells += ["", f"{row['planned_memory_gib']:.1f}", ""]
-        differs = [row["not_expressed"]] if row["not_expressed"] else []
-        if row["guessed"]:
-            differs.append(f"guessed: {row['guessed']}")
-        cells.append("; ".join(differs))
+            cells += ["", f"{row['planned_memory_gib']:.1f}", "", ""]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -302,11 +357,13 @@ def main() -> None:
     rows: dict = json.loads(args.out.read_text())["runs"] if args.out.exists() else {}
     for run in RUNS:
         kept = rows.get(run.name)
-        is_planned = kept is not None and {key: kept[key] for key in run.identity()} == run.identity()
+        is_planned = kept is not None and {key: kept.get(key) for key in run.identity()} == run.identity()
+        if is_planned:
+            rows[run.name] |= dataclasses.asdict(run)  # its words may have changed
         if is_planned or not fnmatch.fnmatch(run.name, args.only):
             continue
         try:
-            rows[run.name] = row_of(run, plan(run))
+            rows[run.name] = row_of(run, plan(run), kept)
         except UserError as error:
             print(f"{run.name}: {error}", file=sys.stderr, flush=True)
             continue

@@ -4,7 +4,9 @@ import json
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, forked
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -92,6 +94,30 @@ def test_a_refused_run_is_named_and_the_others_are_planned(driver, monkeypatch):
     assert "chose: --model: no such folder" in printed.err
     assert contents["runs"].keys() == {"held"}
     assert "held out: median 50 %, worst 50 %" in printed.out
+
+
+def test_the_share_that_published_runs_reached_leaves_out_one_that_contradicts_itself():
+    speeds = [(90, 100, False), (120, 100, False), (100, 100, False), (10, 100, True)]
+    rows = [dict(zip(("published", "planned", "contradicts_itself"), speed, strict=True)) for speed in speeds]
+    assert plan_published.published_share(rows) == [0.9, 1.0, 1.2]
+
+
+def test_every_second_matmul_is_kept_in_the_forward_pass_and_again_when_it_is_recomputed():
+    mm, attention = torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default
+    forward, _ = plan_published.every_second_matmul()
+    for is_recompute in (False, True):
+        context = SelectiveCheckpointContext(is_recompute=is_recompute)
+        keeps = [forward.policy_fn(context, op) == CheckpointPolicy.MUST_SAVE for op in (mm, mm, attention, mm, mm)]
+        assert keeps == [True, False, True, True, False]
+    assert {run.recomputes for run in RUNS} == plan_published.POLICIES.keys()
+
+
+def test_the_page_has_the_tables_of_the_file():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "plan_published.json").read_text())["runs"]
+    page = (ROOT / "docs" / "PLAN.md").read_text()
+    assert rows.keys() == {run.name for run in RUNS}
+    for group in plan_published.groups_of(rows).values():
+        assert plan_published.table(group) in page
 
 
 def test_median_and_worst_are_of_sizes_and_of_what_has_a_figure():
