@@ -154,6 +154,7 @@ def test_extremes_stand_beside_a_median_where_they_differ():
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path, optimizer):
+    pytest.importorskip("lightning")
     out = tmp_path / "out"
     only = f"{optimizer}-process-2048"
     command = [sys.executable, ROOT / "benchmarks/bench.py", "compare", "--cpu", "--rehearse", "--repeats", "1"]
