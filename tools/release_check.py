@@ -4,8 +4,9 @@
     python -m tools.release_check --venv .venv              # the same without installing: minutes
     python -m tools.release_check --with-floor --with-newest    # and the tests with the oldest and newest versions
 
-`ok`, `failed` with the reason, or `not run` with what would run it; the exit code is 1 after a failure. All but the
-first check look at the clone, which is removed at the end. Independent of what a release is published to.
+`ok`, `failed` with the reason, `not run` with what would run it, or `by hand` with what only a person can fill in; the
+exit code is 1 after a failure. All but the first check look at the clone, which is removed at the end. Independent of
+what a release is published to.
 """
 
 import argparse
@@ -47,6 +48,10 @@ class CheckError(Exception):
 
 class NotRunError(Exception):
     """Which flag would run a check, or what it lacks."""
+
+
+class ByHandError(Exception):
+    """What a person has to do before a release."""
 
 
 @dataclasses.dataclass
@@ -135,7 +140,7 @@ def tests_pass_on_the_floor(release: Release) -> None:
     if not release.with_floor:
         raise NotRunError("--with-floor")
     release.run("./setup.sh", VENV=".venv-floor", REQUIREMENTS="requirements-floor.txt")
-    release.run([".venv-floor/bin/python", "-m", "pytest"])
+    release.run([".venv-floor/bin/python", "-m", "pytest", "-n", "2"])
 
 
 def tests_pass_on_the_newest(release: Release) -> None:
@@ -144,7 +149,7 @@ def tests_pass_on_the_newest(release: Release) -> None:
     pins = (release.clone / "requirements.txt").read_text()
     (release.clone / "requirements-newest.txt").write_text(re.sub(r"==\S+", "", pins))
     release.run("./setup.sh", VENV=".venv-newest", REQUIREMENTS="requirements-newest.txt")
-    release.run([".venv-newest/bin/python", "-m", "pytest"])
+    release.run([".venv-newest/bin/python", "-m", "pytest", "-n", "2"])
 
 
 def results_are_recent(release: Release) -> None:
@@ -177,8 +182,11 @@ def nothing_is_unfinished(release: Release) -> None:
     refuse_lines(release, UNFINISHED, NOT_SOURCES)
 
 
-def no_blank_is_left(release: Release) -> None:
-    refuse_lines(release, BLANK, [":!tests"])
+def blanks_are_filled(release: Release) -> None:
+    lines = lines_with(release, BLANK, [":!tests"])
+    if lines:
+        places = [":".join(line.split(":")[:2]) for line in lines]
+        raise ByHandError(f"{len(places)} blanks: {', '.join(places)}")
 
 
 def no_machine_is_named(release: Release) -> None:
@@ -186,10 +194,15 @@ def no_machine_is_named(release: Release) -> None:
 
 
 def refuse_lines(release: Release, pattern: str, paths: list[str]) -> None:
-    command = ["git", "-C", str(release.clone), "grep", "-nIE", pattern, "--", ".", *paths]
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    lines = lines_with(release, pattern, paths)
     if lines:
         raise CheckError(f"{len(lines)} lines, the first is {lines[0][:120]}")
+
+
+def lines_with(release: Release, pattern: str, paths: list[str]) -> list[str]:
+    """FILE:LINE:TEXT of each line of the clone's files that matches."""
+    command = ["git", "-C", str(release.clone), "grep", "-nIE", pattern, "--", ".", *paths]
+    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
 CHECKS = (
@@ -206,7 +219,7 @@ CHECKS = (
     ("every figure has a source", figures_have_sources),
     ("CHANGELOG has this version", changelog_has_the_version),
     ("nothing is unfinished", nothing_is_unfinished),
-    ("no blank is left", no_blank_is_left),
+    ("blanks for persons", blanks_are_filled),
     ("no machine's path is named", no_machine_is_named),
 )
 
@@ -222,6 +235,8 @@ def check(release: Release, checks=CHECKS) -> bool:
             one(release)
         except NotRunError as error:
             outcome, reason = "not run", str(error)
+        except ByHandError as error:
+            outcome, reason = "by hand", str(error)
         except CheckError as error:
             outcome, reason = "failed", str(error)
         except subprocess.CalledProcessError as error:
