@@ -1001,6 +1001,7 @@ def test_metrics_are_valid_json_where_a_figure_is_no_number(refused, tmp_path):
     assert lines[-1]["eval_loss"] is None
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # its optimizer takes no step
 def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, refused, tmp_path, monkeypatch):
     @torch.no_grad()
     def overflow(optimizer, skip):
