@@ -186,7 +186,7 @@ def missing_sources(s: Settings) -> str:
 def missing_data(dataset: str) -> str:
     """Why a source is neither on this machine nor the name of a hub data set; empty where it may be."""
     path = os.path.expanduser(dataset)
-    can_be_hub_id = dataset.count("/") <= 1 and not path.startswith(("/", "."))
+    can_be_hub_id = dataset.count("/") <= 1 and not path.startswith(("/", ".")) and not path.endswith("/")
     if is_local(dataset) or can_be_hub_id:
         return ""
     return "no such file or folder"

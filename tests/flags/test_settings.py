@@ -447,6 +447,7 @@ def test_numbers_that_a_library_refuses_are_named_first(flags):
     [
         ("--dataset /no/such/file.txt", "--dataset /no/such/file.txt: no such file or folder"),
         ("--dataset ./tales", "--dataset ./tales: no such file or folder"),
+        ("--dataset tales/", "--dataset tales/: no such file or folder"),
         ("--sample-prompts no-such-file", "--sample-prompts no-such-file: cannot be read (No such file or directory)"),
     ],
 )
