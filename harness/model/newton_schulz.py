@@ -49,6 +49,6 @@ def orthogonalize(matrices: torch.Tensor, iteration: str = "newton-schulz") -> t
 
 def dtype_of_products(x: torch.Tensor) -> torch.dtype:
     """That of `x`, but fp32 on a CPU without instructions for bf16, where bf16 may take fifty times as long: a GPU sums
-    up products of bf16 in fp32 too, so the results, rounded to bf16, are the same but for the order of the sums. A
-    plan, whose tensors are no CPU's, replaces this."""
+    up products of bf16 in fp32 too, so the results, rounded to bf16, are the same but for the order of the sums. The
+    plan of a GPU replaces this, as its tensors are on the CPU."""
     return torch.float32 if x.device.type == "cpu" and not cpu_multiplies_bf16() else x.dtype

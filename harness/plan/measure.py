@@ -250,9 +250,10 @@ def measure(settings: Settings, recipe) -> None:
     settings = dataclasses.replace(recipe.resolve(settings, config), gpus_per_node=local)
     depth = min(layer_period(config)[1] + 1, config.get_text_config().num_hidden_layers)
     # fake process groups, before the real one is there
-    record = record_step(settings, recipe, config, world, depth, 1)
+    on_gpu = torch.cuda.is_available()
+    record = record_step(settings, recipe, config, world, depth, 1, on_gpu)
     tiny, demo = small(settings), load_config("demo")
-    tiny_record = record_step(tiny, recipe, demo, 1, demo.num_hidden_layers, 1)
+    tiny_record = record_step(tiny, recipe, demo, 1, demo.num_hidden_layers, 1, on_gpu)
 
     store = open_store(settings.timeout_minutes)
     watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, store)
@@ -275,7 +276,7 @@ def measure(settings: Settings, recipe) -> None:
     section = make_section(of_ranks, timed, of_collectives)
     rates = Rates(about["device"], 0, None, {}, device.type == "cuda", section)
     planned = predict_time(record.counts, record.operators, record.parts, rates)["step"]
-    if world > 1 and not rates.overlaps:  # what a real step takes beyond its parts, ranks spend on waiting
+    if world > 1 and not rates.on_gpu:  # what a real step takes beyond its parts, ranks spend on waiting
         section["wait_us"] = 1e6 * max(0.0, step - planned) / sum_of(record.counts, "calls")
     path = file_of(about["device"], settings.cache_dir)
     contents = merge(path, about | {"sections": {str(local): section}})

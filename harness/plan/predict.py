@@ -96,7 +96,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
         UserError: the model reads its data to decide what it computes, or a collective was not measured.
     """
     model, period = layer_period(config)
-    step = record_whole_step(settings, recipe, config, world, period)
+    step = record_whole_step(settings, recipe, config, world, period, rates.on_gpu)
     host = move_states_to_host(step, settings) if settings.cpu_offload else np.zeros(len(KINDS))
     collectives = list_collectives(step.counts)
     memory = find_memory(step, collectives)
@@ -134,7 +134,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
     )
 
 
-def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, period: int) -> Step:
+def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, period: int, on_gpu: bool = True) -> Step:
     """A step at the full depth. Two shallow models, one `period` of layers apart, are recorded and extrapolated, which
     is exact where layers are alike: memory and counts are linear in depth, and a maximum over layers lies at the first
     or the last of a kind. A model that is not deeper than these is recorded as it is."""
@@ -145,7 +145,7 @@ def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, pe
     shallow = 2 * edge + (layers - 2 * edge) % period
     depths = [shallow, shallow + period] if shallow + period < layers else [layers]
     try:
-        records = [record_step(settings, recipe, config, world, depth, edge) for depth in depths]
+        records = [record_step(settings, recipe, config, world, depth, edge, on_gpu) for depth in depths]
     except ERRORS_WITHOUT_DATA as error:
         why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
         raise UserError(f"--plan: {why} ({first_line(error)})", entry="plan-needs-data") from error

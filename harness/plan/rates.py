@@ -60,7 +60,7 @@ class Rates:
     memory_gib: float
     peak_tflops: float | None
     assumed: dict[str, float]  # TFLOPS, GB/s and microseconds: the names of `gpus.find_rates`
-    overlaps: bool = True  # collectives and launches run beside the computation: a GPU
+    on_gpu: bool = True  # where collectives and launches run beside the computation
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""  # of what is not assumed, in words
     taken: str = ""  # what a name that fits several kinds was taken for
@@ -164,7 +164,7 @@ def predict_time(
     host = sum_of(counts, "dispatches") * host_us / 1e6
     compute = {phase: times.compute[phase] for phase in PHASES}
     communication = sum(times.communication.values())
-    if rates.overlaps:
+    if rates.on_gpu:
         exposed = times.communication["optimizer"] - times.divides_work
         beside = dict(times.communication) | {"optimizer": times.divides_work}
         for phase in PHASES:

@@ -374,7 +374,18 @@ def counting_copies_of_shards(recorder: StepRecorder):
 
 
 @contextlib.contextmanager
-def on_fake_tensors(recorder: StepRecorder, config=None):
+def products_as_on_a_gpu():
+    """Adds a product in place and multiplies in the dtype of the tensors; a CPU may do neither. Fake tensors on the CPU
+    allow the first for dtypes of which the CPU has no kernel."""
+    with (
+        mock.patch.object(loss, "add_product", lambda total, a, b: torch.addmm(total, a, b, out=total)),
+        mock.patch.object(newton_schulz, "dtype_of_products", lambda x: x.dtype),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def on_fake_tensors(recorder: StepRecorder, config=None, on_gpu: bool = True):
     """Fake tensors under `recorder`; `config` is that of the model at its full depth. Patches what is no operator, does
     not run on fake tensors, or runs otherwise on a GPU."""
     resize = torch.UntypedStorage.resize_
@@ -395,15 +406,13 @@ def on_fake_tensors(recorder: StepRecorder, config=None):
         dtensor_shapes_unrecorded(),
         mock.patch.object(loss, "chunk_starts", three_chunks),
         mock.patch.object(whole_matrices, "divide", divide_at_full_depth(config)),
-        mock.patch.object(newton_schulz, "dtype_of_products", lambda x: x.dtype),
         counting_copies_of_shards(recorder),
         mock.patch.object(skipping, "on_host", lambda skip: False),
         fsdp_chunks_as(Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         compiled_without_random_states(),
         compiled_for_each_shape(),
-        # CUDA adds a product in place; fake tensors allow that for the dtypes of which the CPU has no kernel
-        mock.patch.object(loss, "add_product", lambda total, a, b: torch.addmm(total, a, b, out=total)),
+        products_as_on_a_gpu() if on_gpu else contextlib.nullcontext(),
         without_packing_detection(),
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
@@ -428,7 +437,9 @@ def at_depth(config, depth: int):
     return config
 
 
-def record_step(settings: Settings, recipe, config, world: int, depth: int, edge: int) -> StepRecorder:
+def record_step(
+    settings: Settings, recipe, config, world: int, depth: int, edge: int, on_gpu: bool = True
+) -> StepRecorder:
     """Builds a model of `depth` layers as rank 0 of `world` and takes one optimizer step, all of it recorded.
 
     The peaks of the first and the last `edge` layers are kept apart, and at most three microbatches are taken. Rank 0
@@ -467,7 +478,7 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
     try:
         with mock.patch.object(torch.distributed.device_mesh, "new_group", new_group_of_rank_0):
             mesh = recipe.build_mesh(settings, torch.device("cpu"))
-        with on_fake_tensors(recorder, full_config):
+        with on_fake_tensors(recorder, full_config, on_gpu):
             recorder.kind = "parameters"
             model = recipe.build_model(settings, config, mesh)
             recorder.kind = "optimizer"

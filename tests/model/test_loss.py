@@ -95,13 +95,14 @@ def test_logits_of_a_chunk_take_a_gibibyte_at_most_or_are_of_the_least_tokens(vo
     assert tokens * vocab * weight.element_size() <= loss.LOGITS_BYTES or tokens == 1024
 
 
-def test_a_plan_adds_to_the_weights_gradient_in_place_as_a_gpu_does():
+@pytest.mark.parametrize("on_gpu, products", [(True, 0), (False, 1)])
+def test_a_plan_adds_to_the_weights_gradient_in_place_where_the_device_does(on_gpu, products):
     step = recorder.StepRecorder(gpus_per_node=8)
-    with recorder.on_fake_tensors(step):
+    with recorder.on_fake_tensors(step, on_gpu=on_gpu):
         total, a, b = torch.zeros(30, 8), torch.ones(30, 20).bfloat16(), torch.ones(20, 8).bfloat16()
         storages = len(step.kinds)
         loss.add_product(total, a, b)
-        assert len(step.kinds) == storages
+        assert len(step.kinds) == storages + products
 
 
 def compiled_fused(hidden, weight, labels):

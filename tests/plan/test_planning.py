@@ -169,7 +169,7 @@ def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned, optim
 def test_what_every_layer_does_is_counted_for_each_layer(monkeypatch, layers, period, recorded):
     depths = []
 
-    def record_step(settings, recipe, config, world, depth, edge):
+    def record_step(settings, recipe, config, world, depth, edge, on_gpu):
         depths.append(depth)
         counts = {"of each layer": 3.0 * depth, "of the step": 5.0}
         return types.SimpleNamespace(counts=counts, operators={}, parts={}, pools=[0], peaks=lambda stream=None: {})

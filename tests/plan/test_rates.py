@@ -28,8 +28,8 @@ SECTION = {
 }
 
 
-def known(overlaps: bool = False, section: dict = SECTION) -> Rates:
-    return Rates("a device", 1.0, None, {}, overlaps, section)
+def known(on_gpu: bool = False, section: dict = SECTION) -> Rates:
+    return Rates("a device", 1.0, None, {}, on_gpu, section)
 
 
 def test_an_operator_takes_what_was_measured_at_its_shape():
@@ -75,11 +75,11 @@ def test_on_a_processor_nothing_runs_beside_anything_and_on_a_gpu_launches_and_c
     assert one["step"] == pytest.approx(10 + 1.5 + 2 * 3.0)  # a collective between two measured sizes
     waits = rates.predict_time(counts, step, {}, known(section=SECTION | {"wait_us": 2e6}))
     assert (waits["exposed"], waits["step"]) == (pytest.approx(3.5), pytest.approx(one["step"] + 2.0))
-    other = rates.predict_time(counts, step, {}, known(overlaps=True))
+    other = rates.predict_time(counts, step, {}, known(on_gpu=True))
     assert (other["exposed"], other["launches"]) == (0, 0)
     assert other["step"] == pytest.approx(10 + rates.CONTENTION * 1.5)
     counts["dispatches", "forward"] = 7
-    waits = rates.predict_time(counts, step, {}, known(overlaps=True))
+    waits = rates.predict_time(counts, step, {}, known(on_gpu=True))
     assert waits["step"] == pytest.approx(7 * 3.0)
 
 
