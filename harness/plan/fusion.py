@@ -41,9 +41,22 @@ def is_view(node: Node) -> bool:
     return node.target in UNDECLARED_VIEWS or getattr(node.target, "is_view", False)
 
 
+def is_one_hot(node: Node) -> bool:
+    """Whether the node writes a number at one place of each row of a constant, as the gradient of a cross entropy does.
+    Inductor makes a comparison of it, which it fuses: `scatter_upon_const_tensor` in its joint_graph.py."""
+    if node.target is not torch.ops.aten.scatter.value:
+        return False
+    constant, dim, index = node.args[:3]
+    one_place = list(node.meta["val"].shape)
+    one_place[dim] = 1
+    return constant.target is torch.ops.aten.full.default and list(index.meta["val"].shape) == one_place
+
+
 def has_own_kernel(node: Node) -> bool:
     """Whether the node is a matmul, an attention or another operator that is not fused."""
-    return node.op == "call_function" and not is_view(node) and bool(UNFUSED_OPERATORS.search(str(node.target)))
+    if node.op != "call_function" or is_view(node) or is_one_hot(node):
+        return False
+    return bool(UNFUSED_OPERATORS.search(str(node.target)))
 
 
 def is_number_of_tensor(node: Node) -> bool:

@@ -66,3 +66,15 @@ def test_the_largest_of_a_whole_tensor_is_read_before_what_is_divided_by_it():
     memory = planned(scaled, "primals_1", "primals_2")
     assert memory.kernels == 2
     assert memory.moved == 5 * UNIT + 512  # a and b for the number; a and b again, and the result
+
+
+@pytest.mark.parametrize("width, kernels, units", [(1, 1, 1), (2, 2, 2)])
+def test_a_number_in_one_place_of_each_row_of_a_constant_is_a_comparison(width, kernels, units):
+    """As the gradient of a cross entropy. With two places in a row the constant and the result of the scatter exist."""
+
+    def one_hot(a):
+        places = a[:, :width].long()
+        return torch.full((64, 64), 0.0).scatter(1, places, -1.0) * 2
+
+    memory = planned(one_hot, "primals_1")
+    assert (memory.kernels, memory.peak // UNIT) == (kernels, units)
