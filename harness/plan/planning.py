@@ -18,7 +18,7 @@ from harness.model.flops import known_flops
 from harness.model.weights import on_meta
 from harness.plan import search
 from harness.plan.fitting import largest_batch
-from harness.plan.gpus import PUBLISHED_SHARE, choose_rates
+from harness.plan.gpus import PUBLISHED_MEMORY_SHARE, PUBLISHED_RUNS, PUBLISHED_SHARE, choose_rates
 from harness.plan.predict import Prediction, Recipe, predict
 from harness.plan.text import assumptions, describe_plan, describe_verdict
 from harness.report import plan_page
@@ -96,6 +96,8 @@ def plan(settings: Settings, recipe: Recipe) -> None:
         result["run"] = price_of_run(settings, result)
     assumed = not rates.sections and find_gpu(rates.device)
     result["published_share"] = PUBLISHED_SHARE if assumed else None
+    result["published_runs"] = PUBLISHED_RUNS if assumed else None
+    result["published_memory_share"] = PUBLISHED_MEMORY_SHARE if rates.on_gpu else None
     result["verdict_text"] = describe_verdict(settings, result)
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
     if settings.html:

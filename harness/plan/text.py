@@ -9,7 +9,7 @@ from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.printing import columns
-from harness.plan.gpus import FRAGMENTATION, TIGHT
+from harness.plan.gpus import FRAGMENTATION, PUBLISHED_MEMORY_RUNS, TIGHT
 from harness.plan.rates import Rates
 
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
@@ -22,7 +22,7 @@ def assumptions(settings: Settings, config, rates: Rates, sources: dict[str, flo
         layers = "partitioned as inductor does, held is what its kernels have to write"
     if settings.attention != "eager":
         attention = "saves a row's logsumexp, accumulates the query gradient in fp32"
-    if rates.overlaps:
+    if rates.on_gpu:
         order = "collectives beside their pass, but for the first gathers and the last reductions"
         order += "; launches ahead of the GPU"
     else:
@@ -95,6 +95,10 @@ def rounded(number: float) -> float:
     return float(f"{number:.3g}")
 
 
+def percents(share: tuple) -> str:
+    return f"{100 * share[0]:.0f} to {100 * share[-1]:.0f} %"
+
+
 def speed_in_range(speed: float, share: tuple | None) -> str:
     """Tokens/s, with the range where published runs reached this share of such plans: the least, the median, the
     most."""
@@ -139,6 +143,9 @@ def describe_verdict(settings: Settings, result: dict) -> str:
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}, {microbatch} at once"
     if result["verdict"] == "tight":
         line += f"; above {100 * TIGHT:.0f} % an evaluation or fragmentation may run it out of memory"
+    share = result["published_memory_share"]
+    if share:
+        line += f"; {PUBLISHED_MEMORY_RUNS} took {percents(share)} of such plans"
     return line
 
 
@@ -147,8 +154,7 @@ def describe_speed(settings: Settings, result: dict) -> dict[str, str]:
     share = result["published_share"]
     expected = figures(result, share)
     if share:
-        percents = f"{100 * share[0]:.0f} to {100 * share[-1]:.0f} %"
-        expected += f"; rates are assumed, published runs reached {percents} of such plans"
+        expected += f"; rates are assumed, {result['published_runs']} reached {percents(share)} of such plans"
     lines = {"expect": expected}
     run = result.get("run")
     if run:

@@ -114,7 +114,7 @@ def chart_section(plan: dict) -> dict:
     notes = [parts.note(f"the dashed line: the {capacity:.1f} GiB that a process can have of the card")]
     share = plan.get("published_share")
     if share:
-        words = f"published runs reached {share[0]:.0%} to {share[-1]:.0%} of such plans' speed"
+        words = f"{plan['published_runs']} reached {share[0]:.0%} to {share[-1]:.0%} of such plans' speed"
         notes.append(parts.note(words))
     return parts.section("As planned, not measured", parts.charts(charts), *notes)
 

@@ -382,6 +382,12 @@ def test_what_published_runs_reached_is_what_their_plans_say():
     """The plans of benchmarks/plan_published.py."""
     planned = json.loads((ROOT / "benchmarks" / "results" / "plan_published.json").read_text())
     assert pytest.approx(planned["published_share"], abs=0.005) == gpus.PUBLISHED_SHARE
+    assert pytest.approx(planned["published_memory_share"], abs=0.005) == gpus.PUBLISHED_MEMORY_SHARE
+    runs = planned["runs"].values()
+    agreeing = sum(not run["contradicts_itself"] for run in runs)
+    assert f"{agreeing} of {len(runs)} published runs" == gpus.PUBLISHED_RUNS
+    of_memory = sum(run["memory_gib"] is not None for run in runs)
+    assert f"{of_memory} published runs" == gpus.PUBLISHED_MEMORY_RUNS
 
 
 def test_the_kinds_that_an_error_lists_are_those_that_plans_know():

@@ -301,7 +301,7 @@ def test_a_plans_page_has_memory_by_kind_against_the_card_time_and_world_sizes(t
         "configurations": [row | {"flags": f"--zero-stage 2 {20 * '--more '}"}],
     }
     speed = {"tokens_per_sec": 1.0, "exposed_communication_percent": 2.0, "fits": True}
-    others["published_share"] = (0.62, 0.84, 1.08)
+    others |= {"published_share": (0.62, 0.84, 1.08), "published_runs": "9 of 10 published runs"}
     others["scaling"] = [speed | {"gpus": gpus, "dp_replicate_size": gpus // 8} for gpus in (8, 16)]
     path = write_plan(tmp_path / "plan.html", PLAN | others | {"verdict_text": "it fits & is fast"})
     charts = charts_on(path)
@@ -315,7 +315,7 @@ def test_a_plans_page_has_memory_by_kind_against_the_card_time_and_world_sizes(t
     assert [trace["x"] for trace in charts["Speed over world sizes"]["traces"]] == [[8], [16]]
     names = charts["Memory of the fullest GPU"]["traces"][0]["y"]
     assert max(len(line) for name in names for line in name.split("\n")) <= 56 and "--more\n--more" in names[2]
-    assert "published runs reached 62% to 108% of such plans" in text_of(path)
+    assert "9 of 10 published runs reached 62% to 108% of such plans" in text_of(path)
     assert "it fits & is fast" in text_of(path) and "<b>assumed" not in path.read_text()
     assert "rates <b>assumed</b>" in text_of(path)
     assert charts_on(write_plan(tmp_path / "plan.html", PLAN)).keys() == {"Memory of the fullest GPU", "Time of a step"}
