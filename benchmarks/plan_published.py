@@ -4,9 +4,8 @@
 
 Each run of RUNS is planned as `train_fsdp.py --plan` does, without any measured rate. `chose` names what the run was
 used to choose in harness/plan; the other runs are held out: no constant was chosen by them. Each group has a table.
-What a run's library did otherwise than this program is planned as it did it: what it recomputes (`recomputes`) and the
-rate of its attention kernel (`rates`). A run that the file has with the same flags is not planned again: remove the
-file for other code.
+What a run's library did otherwise than this program is planned as it did it (`otherwise`, and `rates` for the rate of
+its attention kernel). A run that the file has with the same flags is not planned again: remove the file for other code.
 """
 
 import argparse
@@ -28,6 +27,8 @@ from collections.abc import Iterable
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -37,6 +38,7 @@ warnings.filterwarnings("ignore")
 import train_fsdp
 from harness.base.errors import UserError
 from harness.flags.parser import parse_args
+from harness.model.loss import full_loss
 from harness.plan import gpus, planning
 
 ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the eleven runs that have a constant here
@@ -53,17 +55,19 @@ class Run:
     flags: str  # of the plan, CONFIG for the folder with `config`
     chose: str = ""  # constants of harness/plan that it was used to choose; "" for a run that is held out
     memory_gib: float | None = None  # what it says of a GPU's memory
+    memory_is: str = "reserved"  # by PyTorch's allocator, or "allocated": what tensors take
     config: dict | None = None  # of a model without a preset
     rates: dict | None = None  # those that differ from what a plan assumes of this GPU
-    recomputes: str = ""  # where it is not what --activation-checkpointing recomputes: a key of POLICIES
+    otherwise: tuple[str, ...] = ()  # what its library does otherwise than this program: keys of OTHERWISE
     not_expressed: str = ""  # what the run has and a plan cannot say
     guessed: str = ""  # what is not published
     contradicts_itself: bool = False  # its figures do not agree with each other: not in `published_share`
 
     def identity(self) -> dict:
         """What a planned row has to agree with to be kept."""
-        planned = {"flags": self.flags, "config": self.config, "rates": self.rates, "recomputes": self.recomputes}
-        return planned | {"published": self.published, "memory_gib": self.memory_gib}
+        planned = {"flags": self.flags, "config": self.config, "rates": self.rates, "otherwise": list(self.otherwise)}
+        published = {"published": self.published, "memory_gib": self.memory_gib, "memory_is": self.memory_is}
+        return planned | published
 
 
 def llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, positions: int) -> dict:
@@ -112,13 +116,39 @@ def every_second_matmul():
     return create_selective_checkpoint_contexts(policy)
 
 
-EVERY_SECOND = "every second matmul"
-POLICIES = {"": train_fsdp.selective_contexts, EVERY_SECOND: every_second_matmul}
+def reduces_in_fp32() -> MixedPrecisionPolicy:
+    """In the place of the policy of bf16-pure: gradients are accumulated and reduced in fp32."""
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-KEMPNER = "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md"
-KEMPNER_FLAGS = "--precision bf16-pure --activation-checkpointing full --sequence-length 4096 --batch-size 4 \
+
+def loss_in_bf16(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
+    """In the place of `train_fsdp.full_loss`: no copy of the logits in fp32."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def compiled_loss(*logits_and_labels, **options) -> torch.Tensor:
+    """In the place of `train_fsdp.full_loss`: compiled, it reads the logits in bf16 and holds no copy in fp32."""
+    return torch.compile(full_loss)(*logits_and_labels, **options)
+
+
+EVERY_SECOND, COMPILED_LOSS = "recomputes every second matmul", "compiles the loss"
+LOSS_IN_BF16, REDUCES_IN_FP32 = "loss in bf16", "accumulates and reduces gradients in fp32"
+OTHERWISE = {
+    EVERY_SECOND: {"selective_contexts": every_second_matmul},
+    COMPILED_LOSS: {"full_loss": compiled_loss},
+    LOSS_IN_BF16: {"full_loss": loss_in_bf16},
+    REDUCES_IN_FP32: {"MixedPrecisionPolicy": reduces_in_fp32},
+}
+
+# The report's memory is torch.cuda.max_memory_allocated by 2**30. Its batches are those of mfu_bench.sh, which made it.
+KEMPNER = "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md and mfu_bench.sh, April 2026"
+KEMPNER_FLAGS = "--precision bf16-pure --activation-checkpointing full --no-fused-loss --sequence-length 4096 \
 --plan-gpu H200 --gpus-per-node 4"
-KEMPNER_8B = f"--model llama3.1-8b {KEMPNER_FLAGS} --gradient-accumulation-steps 2"
+KEMPNER_8B = f"--model llama3.1-8b {KEMPNER_FLAGS}"
+IN_HALVES = "--batch-size 2 --gradient-accumulation-steps 4"
+KEMPNER_SHARDED = (LOSS_IN_BF16, REDUCES_IN_FP32)
+WHOLE_GRAPH = "the model compiled as one graph (here by layers)"
+ROOT_GROUP = "embedding and head gathered together for the whole step"
 FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
 TRITON = "its Triton kernel as fast as FlashAttention 1's own"
 FOUNDRY_FLAGS = "--model CONFIG --attention flash --no-compile --no-fused-loss --plan-gpus 8"
@@ -127,13 +157,19 @@ TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, Decemb
 TITAN_FLAGS = "--model llama3.1-8b --attention flash --no-fused-loss"
 TITAN_AC = f"{TITAN_FLAGS} --batch-size 2 --activation-checkpointing selective"
 TITAN_H200 = "pytorch/torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.md, June 2025"
-COMPILED_LOSS = "a compiled loss, which holds no logits in fp32"
 POWER = "the peak at 500 W"
 NEMO_LIKE = "--model llama3.1-8b --plan-gpus 8 --sequence-length 8192 --batch-size 1 --gradient-accumulation-steps 16"
 
 RUNS = [
-    Run("KempnerForge, Llama-3 8B, 1x H200", 10471, KEMPNER, f"{KEMPNER_8B} --plan-gpus 1", ALL_RUNS, 75.2),
-    Run("KempnerForge, Llama-3 8B, 4x H200", 9746, KEMPNER, f"{KEMPNER_8B} --plan-gpus 4", ON_SEVERAL, 56.9),
+    Run(
+        "KempnerForge, Llama-3 8B, 1x H200", 10471, KEMPNER, f"{KEMPNER_8B} {IN_HALVES} --plan-gpus 1", ALL_RUNS, 80.7,
+        "allocated", otherwise=(LOSS_IN_BF16,), not_expressed=f"{WHOLE_GRAPH}, which gives all gradients at once",
+    ),
+    Run(
+        "KempnerForge, Llama-3 8B, 4x H200", 9746, KEMPNER,
+        f"{KEMPNER_8B} --batch-size 4 --gradient-accumulation-steps 2 --defer-grad-sync --plan-gpus 4", ON_SEVERAL,
+        61.1, "allocated", otherwise=KEMPNER_SHARDED, not_expressed=f"{WHOLE_GRAPH}, {ROOT_GROUP}",
+    ),
     Run(
         "fms-fsdp, Llama-2 7B, 96x H100, HSDP", 9600, "foundation-model-stack/fms-fsdp",
         "--model CONFIG --attention flash --sequence-length 4096 --batch-size 2 --dp-replicate-size 12 \
@@ -158,20 +194,20 @@ RUNS = [
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 8x H100, eager", 5762, TITAN, f"{TITAN_AC} --plan-gpus 8 --no-compile", ON_SEVERAL,
-        82.4, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
+        82.4, rates=hbm2e_h100(), otherwise=(EVERY_SECOND,), guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 8x H100, compiled", 6667, TITAN, f"{TITAN_AC} --plan-gpus 8 --compile", ON_SEVERAL,
-        77.0, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
+        77.0, rates=hbm2e_h100(), otherwise=(EVERY_SECOND,), guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 8x H100, float8", 8532, TITAN, f"{TITAN_AC} --plan-gpus 8 --precision fp8",
-        ON_SEVERAL, 76.8, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
+        ON_SEVERAL, 76.8, rates=hbm2e_h100(), otherwise=(EVERY_SECOND,), guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 32x H200, float8", 10938, TITAN_H200,
-        f"{TITAN_AC} --plan-gpus 32 --plan-gpu H200 --precision fp8", ON_SEVERAL, 47.96, recomputes=EVERY_SECOND,
-        not_expressed=COMPILED_LOSS,
+        f"{TITAN_AC} --plan-gpus 32 --plan-gpu H200 --precision fp8", ON_SEVERAL, 47.96,
+        otherwise=(EVERY_SECOND, COMPILED_LOSS),
     ),
     Run(
         "SmolLM3-3B, 4x H100, eager, ZeRO-2", 8415, "docs/MFU_CALCULATION.md, December 2025",
@@ -196,23 +232,29 @@ RUNS = [
         "NVIDIA-NeMo/Megatron-Bridge, performance summary of 25.11", f"{NEMO_LIKE} --precision fp8",
         not_expressed="Transformer Engine; in today's recipe 5 layers recomputed, reduction of bf16 gradients",
     ),
-    Run("KempnerForge, Llama-3 8B, 2x H200", 9364, KEMPNER, f"{KEMPNER_8B} --plan-gpus 2", memory_gib=58.1),
+    Run(
+        "KempnerForge, Llama-3 8B, 2x H200", 9364, KEMPNER,
+        f"{KEMPNER_8B} {IN_HALVES} --defer-grad-sync --plan-gpus 2", memory_gib=62.4, memory_is="allocated",
+        otherwise=KEMPNER_SHARDED, not_expressed=f"{WHOLE_GRAPH}, {ROOT_GROUP}",
+    ),
     Run(
         "KempnerForge, 13B, 2 nodes of 4x H200, eager", 4426, KEMPNER,
-        f"--model CONFIG {KEMPNER_FLAGS} --gradient-accumulation-steps 4 --no-compile --plan-gpus 8", memory_gib=82.4,
-        config=llama(5120, 17920, 40, 40, 8, 128256, 4096), guessed="network of 400 Gb/s a GPU",
+        f"--model CONFIG {KEMPNER_FLAGS} --batch-size 4 --gradient-accumulation-steps 4 --defer-grad-sync \
+--no-compile --plan-gpus 8", memory_gib=88.5, memory_is="allocated",
+        config=llama(5120, 17920, 40, 40, 8, 128256, 4096), otherwise=KEMPNER_SHARDED, not_expressed=ROOT_GROUP,
+        guessed="network of 400 Gb/s a GPU",
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 128x H100, eager", 5605, TITAN, f"{TITAN_AC} --plan-gpus 128 --no-compile",
-        memory_gib=67.0, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
+        memory_gib=67.0, rates=hbm2e_h100(), otherwise=(EVERY_SECOND,), guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 128x H100, compiled", 6514, TITAN, f"{TITAN_AC} --plan-gpus 128 --compile",
-        memory_gib=62.0, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
+        memory_gib=62.0, rates=hbm2e_h100(), otherwise=(EVERY_SECOND,), guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 128x H100, float8", 8380, TITAN, f"{TITAN_AC} --plan-gpus 128 --precision fp8",
-        memory_gib=61.8, rates=hbm2e_h100(), recomputes=EVERY_SECOND, guessed=POWER,
+        memory_gib=61.8, rates=hbm2e_h100(), otherwise=(EVERY_SECOND,), guessed=POWER,
     ),
     Run(
         "torchtitan, Llama-3.1 8B at 32,768, 8x H100, float8", 3890, TITAN,
@@ -221,8 +263,8 @@ RUNS = [
     ),
     Run(
         "torchtitan, Llama-3.1 8B, 64x H200, float8", 10753, TITAN_H200,
-        f"{TITAN_AC} --plan-gpus 64 --plan-gpu H200 --precision fp8", memory_gib=46.97, recomputes=EVERY_SECOND,
-        not_expressed=COMPILED_LOSS,
+        f"{TITAN_AC} --plan-gpus 64 --plan-gpu H200 --precision fp8", memory_gib=46.97,
+        otherwise=(EVERY_SECOND, COMPILED_LOSS),
     ),
     Run(
         "llm-foundry, MPT-1B at 2,048, 8x H100", 45455, FOUNDRY,
@@ -269,23 +311,31 @@ def plan(run: Run) -> dict:
         flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", given]
         settings = parse_args([*flags, *run.flags.replace("CONFIG", folder).split()])
         printed = io.StringIO()
-        recomputing = mock.patch.object(train_fsdp, "selective_contexts", POLICIES[run.recomputes])
-        with contextlib.redirect_stdout(printed), recomputing:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(printed))
+            for name in run.otherwise:
+                stack.enter_context(mock.patch.multiple(train_fsdp, **OTHERWISE[name]))
             planning.plan(settings, train_fsdp.RECIPE)
     return json.loads(printed.getvalue())
 
 
 def row_of(run: Run, planned: dict, replaced: dict | None) -> dict:
-    """What the file keeps of a planned run, and the errors of the row that it replaces. Memory is what PyTorch's
-    allocator reserves, in GiB."""
+    """What the file keeps of a planned run, and the errors of the first plan of it. Memory is in GiB, without what CUDA
+    and NCCL take."""
     speed = planned["tokens_per_sec_per_gpu"]
-    memory = planned["memory_gib"]["reserved"] - planned["beside_tensors_gib"]["CUDA and NCCL"]
+    if run.memory_is == "allocated":
+        memory = planned["memory_gib"]["total"]
+    else:
+        memory = planned["memory_gib"]["reserved"] - planned["beside_tensors_gib"]["CUDA and NCCL"]
+    before = None
+    if replaced:
+        before = replaced["before"] or {name: replaced[name] for name in ("error", "memory_error")}
     row = dataclasses.asdict(run) | {
         "planned": speed,
         "error": speed / run.published - 1,
         "planned_memory_gib": memory,
         "memory_error": memory / run.memory_gib - 1 if run.memory_gib else None,
-        "before": {name: replaced[name] for name in ("error", "memory_error")} if replaced else None,
+        "before": before,
         "verdict": planned["verdict"],
         "mfu_percent": planned["mfu_percent"],
         "step_time_ms": planned["step_time_ms"],
@@ -311,6 +361,12 @@ def published_share(rows: Iterable[dict]) -> list[float]:
     return [min(shares), statistics.median(shares), max(shares)]
 
 
+def published_memory_share(rows: Iterable[dict]) -> list[float]:
+    """`gpus.PUBLISHED_MEMORY_SHARE`: the same of the memory, of the runs that say it."""
+    shares = [row["memory_gib"] / row["planned_memory_gib"] for row in rows if row["memory_gib"]]
+    return [min(shares), statistics.median(shares), max(shares)]
+
+
 def groups_of(rows: dict[str, dict]) -> dict[str, list[dict]]:
     """The runs that chose a constant, and those held out, in the order of RUNS."""
     known = [rows[run.name] for run in RUNS if run.name in rows]
@@ -322,7 +378,10 @@ def save(out: pathlib.Path, rows: dict[str, dict]) -> None:
     about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": versions}
     summary = {name: summary_of(group) for name, group in groups_of(rows).items()}
     contents = {"suite": "plan_published", "about": about, "summary": summary}
-    contents |= {"published_share": published_share(rows.values()), "runs": rows}
+    shares = {"published_share": published_share(rows.values())}
+    if any(row["memory_gib"] for row in rows.values()):
+        shares["published_memory_share"] = published_memory_share(rows.values())
+    contents |= shares | {"runs": rows}
     out.write_text(json.dumps(contents, indent=1) + "\n")
 
 
@@ -331,7 +390,7 @@ def percent(error: float | None) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """As docs/PLAN.md has it; `before` are the errors of the plan that a row replaced."""
+    """As docs/PLAN.md has it; `before` are the errors of the first plan."""
     lines = [
         "| run | tokens/s a GPU | planned | error | before | GiB | planned | error | before |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -357,7 +416,7 @@ def main() -> None:
     rows: dict = json.loads(args.out.read_text())["runs"] if args.out.exists() else {}
     for run in RUNS:
         kept = rows.get(run.name)
-        is_planned = kept is not None and {key: kept.get(key) for key in run.identity()} == run.identity()
+        is_planned = kept is not None and {key: kept[key] for key in run.identity()} == run.identity()
         if is_planned:
             rows[run.name] |= dataclasses.asdict(run)  # its words may have changed
         if is_planned or not fnmatch.fnmatch(run.name, args.only):
