@@ -1,12 +1,10 @@
-"""The planned tables of docs/MEMORY.md and docs/PLAN.md, in Markdown; about ten minutes on one core.
+"""The planned tables of docs/MEMORY.md, OPTIMIZERS.md, BENCHMARK.md and PLAN.md, in Markdown; some minutes on one core.
 
 python benchmarks/plan_tables.py
 """
 
-import json
 import pathlib
 import sys
-import tempfile
 import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -20,35 +18,18 @@ from harness.model.weights import on_meta
 from harness.plan import gpus
 from harness.plan.predict import predict
 
-
-def mpt(width: int, layers: int, heads: int, positions: int) -> dict:
-    """A GPT-NeoX of the sizes of llm-foundry's MPT, whose own attention with ALiBi has no kernel here."""
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "vocab_size": 50432, "max_position_embeddings": positions}
-    return {"model_type": "gpt_neox", "tie_word_embeddings": True} | sizes
-
-
-LLAMA2_7B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
-}  # fmt: skip
-KEMPNER = "--model llama3.1-8b --precision bf16-pure --activation-checkpointing full --sequence-length 4096 \
-    --batch-size 4 --gradient-accumulation-steps 2 --plan-gpu H200"
-TITAN = "--model llama3.1-8b --attention flash --batch-size 2 --activation-checkpointing selective --no-fused-loss \
-    --plan-gpus 8"
-# Its H100 have 96 GB of HBM2e at 2.4 TB/s, run at 500 W, and peak between SXM and NVL, as it says: here as NVL.
-TITANS_H100 = {"memory_gib": 93.1, "memory_gb_per_s": gpus.MEMORY_SHARE * 2400}
-for unit in ("matmul_tflops", "fp8_tflops", "attention_tflops"):
-    TITANS_H100[unit] = gpus.find_rates("H100 SXM", {}).assumed[unit] * 835 / 989
-FULL = "--precision bf16-pure --activation-checkpointing full"
 PLAIN = "--attention flash --no-compile --no-fused-loss --plan-gpus 4"
+OF_MUON = "--plan-gpus 4 --sequence-length 8192 --gradient-accumulation-steps 4 --zero-stage 2 \
+--activation-checkpointing selective"
+ONE_CARD_A_NODE = {"inter_node_gb_per_s": 5.9}
 
 
 def planned(flags: str, given: dict | None = None) -> dict:
+    """The plan of SmolLM3-3B on H100 SXM with these flags and, where given, other rates."""
     settings = parse_args(["--plan", *flags.split()])
     config = load_config(settings.model)
     settings = train_fsdp.resolve(settings, config)
-    rates = gpus.find_rates(settings.plan_gpu or "H100 SXM", given or {}, settings.attention == "flash")
+    rates = gpus.find_rates("H100 SXM", given or {}, settings.attention == "flash")
     model = on_meta(config, settings.attention)
     flops, _ = known_flops(model, settings.sequence_length, train_fsdp.RECIPE.flops_per_token)
     return predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops).to_json()
@@ -58,7 +39,7 @@ def row(*cells) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
-def main() -> None:
+def memory() -> None:
     print("MEMORY.md: checkpointing, loss, batch, ZeRO-0 to 3, of it activations, ms a step\n")
     for checkpointing in ("none", "selective", "full"):
         for loss, flag in (("fused", ""), ("full logits", "--no-fused-loss")):
@@ -79,31 +60,34 @@ def main() -> None:
     for flags in ("bf16-pure", "bf16-pure --activation-checkpointing full", "bf16 --activation-checkpointing full"):
         sizes = [planned(f"{PLAIN} --precision {flags} --zero-stage {z}")["memory_gib"]["total"] for z in (2, 3)]
         row(f"`--precision {flags}`", *(f"{size:.1f} GiB ({size * 2**30 / 1e9:.1f} GB)" for size in sizes))
-    print("\nPLAN.md: published, planned tokens/s per GPU, error\n")
-    with tempfile.TemporaryDirectory() as folder:
-        models = {"llama2": LLAMA2_7B, "3b": mpt(2560, 32, 20, 8192), "1b": mpt(2048, 24, 16, 8192)}
-        for name, sizes in (models | {"7b": mpt(4096, 32, 32, 2048)}).items():
-            pathlib.Path(folder, name).mkdir()
-            pathlib.Path(folder, name, "config.json").write_text(json.dumps(sizes))
-        llama2 = f"--model {folder}/llama2 --attention flash --sequence-length 4096 --batch-size 2 --plan-gpus 96"
-        llama2 += " --dp-replicate-size 12 --precision bf16-pure"
-        foundry = f"--attention flash --no-compile --no-fused-loss --plan-gpus 8 --model {folder}"
-        h200 = TITAN.replace("--plan-gpus 8", "--plan-gpus 32 --plan-gpu H200")
-        for name, published, flags, given in (
-            ("KempnerForge 1x H200", 10471, f"{KEMPNER} --plan-gpus 1", {}),
-            ("KempnerForge 4x H200", 9746, f"{KEMPNER} --plan-gpus 4", {}),
-            ("fms-fsdp", 9600, llama2, {}),
-            ("llm-foundry 7B at 2048", 10643, f"{foundry}/7b --sequence-length 2048 --batch-size 6", {}),
-            ("llm-foundry 3B at 8192", 16578, f"{foundry}/3b --sequence-length 8192 --batch-size 2", {}),
-            ("llm-foundry 1B at 8192", 29157, f"{foundry}/1b --sequence-length 8192 --batch-size 3", {}),
-            ("torchtitan eager", 5762, f"{TITAN} --no-compile", TITANS_H100),
-            ("torchtitan compiled", 6667, TITAN, TITANS_H100),
-            ("torchtitan float8", 8532, f"{TITAN} --precision fp8", TITANS_H100),
-            ("torchtitan float8 32x H200", 10938, f"{h200} --precision fp8", {}),
-            ("SmolLM3-3B 4x H100", 8415, f"{PLAIN} --zero-stage 2 {FULL}", {}),
-        ):
-            speed = planned(flags, given)["tokens_per_sec_per_gpu"]
-            row(name, f"{published:,}", f"{speed:,.0f}", f"{100 * (speed / published - 1):+.0f} %")
+
+
+def optimizers() -> None:
+    print("\nOPTIMIZERS.md: optimizer, ms a step, of it the optimizer, GiB of states, all-to-alls, GiB sent in them\n")
+    for name in ("adamw", "muon", "normuon"):
+        plan = planned(f"{OF_MUON} --optimizer {name}")
+        exchanges = [of for of in plan["collectives"] if of["collective"] == "all-to-all"]
+        calls, sent = (sum(of[key] for of in exchanges) for key in ("calls", "gib"))
+        states = f"{plan['memory_gib']['optimizer']:.2f}"
+        row(name, f"{plan['step_time_ms']:,.0f}", f"{plan['time_ms']['optimizer']:.0f}", states, calls, f"{sent:.2f}")
+
+
+def world_sizes(page: str, sizes: tuple[int, ...], rates: dict | None) -> None:
+    print(f"\n{page}: GPUs, replicas, GiB sent, ms a step, tok/s, MFU %, exposed %\n")
+    for size in sizes:
+        for replicas in (1, size // 8) if size > 8 else (1,):
+            plan = planned(f"--plan-gpus {size} --dp-replicate-size {replicas}", rates)
+            figures = (plan["communication_gib_per_step"], plan["step_time_ms"], plan["tokens_per_sec"])
+            shares = (plan["mfu_percent"], plan["exposed_communication_percent"])
+            cells = zip((*figures, *shares), (".2f", ",.1f", ",.0f", ".1f", ".1f"), strict=True)
+            row(f"{size:,}", replicas, *(format(figure, spec) for figure, spec in cells))
+
+
+def main() -> None:
+    memory()
+    optimizers()
+    world_sizes("BENCHMARK.md", (4, 8, 64, 1024), None)
+    world_sizes("PLAN.md, one card a node", (8, 64, 1024), ONE_CARD_A_NODE)
 
 
 if __name__ == "__main__":
