@@ -66,7 +66,7 @@ def optimizers() -> None:
     print("\nOPTIMIZERS.md: optimizer, ms a step, of it the optimizer, GiB of states, all-to-alls, GiB sent in them\n")
     for name in ("adamw", "muon", "normuon"):
         plan = planned(f"{OF_MUON} --optimizer {name}")
-        exchanges = [of for of in plan["collectives"] if of["collective"] == "all-to-all"]
+        exchanges = [of for of in plan["collectives"] if of["collective"] == "all_to_all"]
         calls, sent = (sum(of[key] for of in exchanges) for key in ("calls", "gib"))
         states = f"{plan['memory_gib']['optimizer']:.2f}"
         row(name, f"{plan['step_time_ms']:,.0f}", f"{plan['time_ms']['optimizer']:.0f}", states, calls, f"{sent:.2f}")
