@@ -18,7 +18,9 @@ def command_of(recipe, name: str) -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_is_taken_as_its_head_says_and_shown(recipe, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    (tmp_path / "texts").mkdir()  # the user's own, in the head of one of them
+    monkeypatch.chdir(tmp_path)
     run = parse([*command_of(recipe, "launch"), "--output-dir", tmp_path])
     assert run.config == f"launch/recipes/{recipe.name}" and run.resume == "auto" and run.checkpoint_interval
     assert parse(command_of(recipe, "plan")).plan
