@@ -9,6 +9,7 @@ have to be equal, bit for bit. Exits with 1 where they are not.
 """
 
 import argparse
+import datetime
 import json
 import os
 import pathlib
@@ -113,6 +114,7 @@ def main() -> None:
         found = compare(lines, others)
         found["weights_equal"] = weights_of(folder / "planted-export") == weights_of(folder / "left-out-export")
     result = {
+        "date": datetime.date.today().isoformat(),
         "command": "python benchmarks/bad_batches.py",
         "flags": FLAGS,
         "ranks": RANKS,
