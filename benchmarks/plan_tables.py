@@ -77,10 +77,9 @@ def world_sizes(page: str, sizes: tuple[int, ...], rates: dict | None) -> None:
     for size in sizes:
         for replicas in (1, size // 8) if size > 8 else (1,):
             plan = planned(f"--plan-gpus {size} --dp-replicate-size {replicas}", rates)
-            figures = (plan["communication_gib_per_step"], plan["step_time_ms"], plan["tokens_per_sec"])
-            shares = (plan["mfu_percent"], plan["exposed_communication_percent"])
-            cells = zip((*figures, *shares), (".2f", ",.1f", ",.0f", ".1f", ".1f"), strict=True)
-            row(f"{size:,}", replicas, *(format(figure, spec) for figure, spec in cells))
+            sent, step = f"{plan['communication_gib_per_step']:.2f}", f"{plan['step_time_ms']:,.1f}"
+            speed, mfu = f"{plan['tokens_per_sec']:,.0f}", f"{plan['mfu_percent']:.1f}"
+            row(f"{size:,}", replicas, sent, step, speed, mfu, f"{plan['exposed_communication_percent']:.1f}")
 
 
 def main() -> None:

@@ -274,9 +274,9 @@ class Search:
         if with_room:
             fitting = with_room
         best = max((row["tokens_per_sec"] for row in fitting), default=0)
-        alike = [row for row in fitting if row["tokens_per_sec"] * (1 + MIN_GAIN) >= best]
+        nearly_best = [row for row in fitting if row["tokens_per_sec"] * (1 + MIN_GAIN) >= best]
         order = lambda row: (not row["asked"], row["tokens_per_step"], -row["tokens_per_sec"])  # noqa: E731
-        return min(alike, key=order, default=None)
+        return min(nearly_best, key=order, default=None)
 
     def result(self) -> dict:
         """The JSON object's part of it: the fastest, all that was planned, how the search went, what makes it fit."""
