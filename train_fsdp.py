@@ -127,7 +127,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
     if settings.compile is None:
         settings = dataclasses.replace(settings, compile=torch.cuda.is_available() or settings.plan)
     if settings.activation_memory_budget is not None and not settings.compile:
-        raise UserError("--activation-memory-budget: needs --compile", entry="memory-budget")
+        raise UserError("--activation-memory-budget: needs --compile")
     settings = dataclasses.replace(settings, sequence_length=choose_sequence_length(settings, config))
     settings = dataclasses.replace(settings, document_mask=bool(settings.document_mask))
     attention, fused_loss = choose_attention(settings, config), choose_loss(settings.fused_loss, config)
@@ -150,10 +150,7 @@ def build_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
     world = dist.get_world_size()
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
     if world % replicas:
-        raise UserError(
-            f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks",
-            entry="replicas-do-not-divide",
-        )
+        raise UserError(f"--dp-replicate-size {replicas}: does not divide the world of {world} ranks")
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
@@ -445,7 +442,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     verified = verify_sharding(settings, model, optimizer, mesh, sizes.states > 0, averages)
     flops_per_token, flops_in_words = known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
-        raise UserError(f"--min-mfu: {flops_in_words}", entry="no-mfu")
+        raise UserError(f"--min-mfu: {flops_in_words}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     if settings.document_mask and flops_per_token:
         tracker.document_flops = known_document_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
@@ -484,11 +481,7 @@ def load_state(state: TrainState, checkpoint: pathlib.Path, manifest: dict, fold
     state.load(checkpoint, manifest, *origin)
     if not state.finite():
         advice = "remove that folder, and --resume auto goes on from the one before"
-        raise UserError(
-            f"--resume {checkpoint}: it holds values that are infinite or NaN; {advice}",
-            exit_code=1,
-            entry="checkpoint-damaged",
-        )
+        raise UserError(f"--resume {checkpoint}: it holds values that are infinite or NaN; {advice}", exit_code=1)
 
 
 # ---- Loop ------------------------------------------------------------------------------------------------------------
@@ -621,9 +614,7 @@ def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dic
     say(next_commands(settings, job.folder, job.first_prompt(), reporter.page))
     if saver.failures:
         flag = "--checkpoint-interval" if settings.checkpoint_interval else "--final-checkpoint"
-        raise UserError(
-            f"{flag}: {saver.failures} checkpoints could not be saved, see above", 1, entry="checkpoints-missing"
-        )
+        raise UserError(f"{flag}: {saver.failures} checkpoints could not be saved, see above", 1)
     reporter.check_written()
     on_main_rank(lambda: check_gates(settings, metrics))
     return 0
@@ -770,12 +761,10 @@ def main(settings: Settings) -> None:
         fail(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code, as_json=settings.json)
     except torch.cuda.OutOfMemoryError as error:
         savers = ", ".join(as_flags(changes) for changes in memory_savers(settings)[:3])
-        # entry: out-of-memory
         fail(f"train_fsdp.py: error: {first_line(error)} Try {savers}.", 1, as_json=settings.json)
     except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
         lost_rank = watch.explain(error) if watch else ""
         if lost_rank:
-            # entry: rank-gone
             fail(f"train_fsdp.py: error: {lost_rank}", 1, patience=0, as_json=settings.json)
         fail(traceback.format_exc(), 1, as_json=settings.json)
 

@@ -114,7 +114,7 @@ def finish(_, task: int, tasks: int, work: str, output: str) -> None:
         if documents != of_task.get("documents", 0):
             raise failed(work, f"task {number} read {of_task['documents']:,} documents and wrote {documents:,}")
     if not tokens:
-        raise UserError(f"--dataset {plan['dataset']}: it holds no text", entry="no-text-found")
+        raise UserError(f"--dataset {plan['dataset']}: it holds no text")
     (work / "done.json").write_text(json.dumps({**counts, "tokens": tokens}))
     os.rename(work / ".tokens", output)
     shutil.rmtree(work / ".attempts", ignore_errors=True)
@@ -131,7 +131,6 @@ def failed(work: pathlib.Path, problem: str) -> UserError:
     return UserError(
         f"--output {str(work).removesuffix('.work')}: {problem}; see {work / 'logs'}, then repeat the command",
         exit_code=1,
-        entry="tokenizing-failed",
     )
 
 
@@ -159,13 +158,12 @@ def load_tokenizer(name: str):
         refuse_foreign_code(f"--tokenizer {source}", error)
         problem = "no preset, no folder with a tokenizer, and not to be had from the hub"
         raise UserError(
-            f"--tokenizer {source}: {problem} ({first_line(error)}); `hf auth login` where it is gated, or a network",
-            entry="no-tokenizer",
+            f"--tokenizer {source}: {problem} ({first_line(error)}); `hf auth login` where it is gated, or a network"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise UserError(f"--tokenizer {source}: it has no end-of-text token (eos_token)", entry="no-end-of-text")
+        raise UserError(f"--tokenizer {source}: it has no end-of-text token (eos_token)")
     if not tokenizer.is_fast:
-        raise UserError(f"--tokenizer {source}: datatrove needs one with a tokenizer.json", entry="no-tokenizer")
+        raise UserError(f"--tokenizer {source}: datatrove needs one with a tokenizer.json")
     return tokenizer, source
 
 
@@ -187,8 +185,7 @@ def take_up(work: pathlib.Path, identity: dict, tasks: int | None) -> dict | Non
     if changed:
         raise UserError(
             f"--output {plan['output']}: it was begun with other {', '.join(changed)}; repeat the command of its first "
-            "start, or give another --output",
-            entry="tokenizing-changed",
+            "start, or give another --output"
         )
     return plan
 
@@ -318,7 +315,7 @@ def run_here(executor, plan: dict, work: pathlib.Path) -> None:
     try:
         lock.acquire()
     except Timeout as error:
-        raise UserError(f"--output {plan['output']}: another run is making it", entry="output-exists") from error
+        raise UserError(f"--output {plan['output']}: another run is making it") from error
     for folder in (".attempts", "pids"):  # of starts that were killed
         shutil.rmtree(work / folder, ignore_errors=True)
     (work / "pids").mkdir()
@@ -373,7 +370,7 @@ def run(settings: argparse.Namespace) -> None:
     }
     plan = take_up(work, identity, settings.tasks)
     if output.exists() and (plan is None or not (work / "done.json").exists()):
-        raise UserError(f"--output {settings.output}: it is there already; give another", entry="output-exists")
+        raise UserError(f"--output {settings.output}: it is there already; give another")
     say("corpus", f"{counted(len(files), 'file')}, {sum(size for _, size, _ in files):,} bytes")
     say("tokenizer", f"{source}, end of text {tokenizer.eos_token}")
     first_start = plan is None
@@ -454,22 +451,19 @@ def make_parser() -> argparse.ArgumentParser:
 def check(settings: argparse.Namespace) -> None:
     """Raises a UserError where flags contradict each other or a package is missing."""
     if settings.workers < 1 or (settings.tasks is not None and settings.tasks < 1):
-        raise UserError("--workers and --tasks: at least 1", entry="tokenizing-flags")
+        raise UserError("--workers and --tasks: at least 1")
     if settings.slurm_option and settings.executor != "slurm":
-        raise UserError("--slurm-option: needs --executor slurm", entry="tokenizing-flags")
+        raise UserError("--slurm-option: needs --executor slurm")
     if settings.executor == "slurm":
         names = [option.partition("=")[0] for option in settings.slurm_option if "=" in option]
         if len(names) < len(settings.slurm_option) or "partition" not in names:
-            raise UserError(
-                "--executor slurm: needs --slurm-option partition=NAME, and others as NAME=VALUE too",
-                entry="tokenizing-flags",
-            )
+            raise UserError("--executor slurm: needs --slurm-option partition=NAME, and others as NAME=VALUE too")
     if find_spec("datatrove") is None:
-        raise UserError(f"needs the package datatrove (pip install {PACKAGE})", entry="missing-package")
+        raise UserError(f"needs the package datatrove (pip install {PACKAGE})")
     if settings.executor == "ray" and find_spec("ray") is None:
-        raise UserError("--executor ray: needs the package ray (pip install ray)", entry="missing-package")
+        raise UserError("--executor ray: needs the package ray (pip install ray)")
     if settings.executor == "slurm" and not shutil.which("sbatch"):
-        raise UserError("--executor slurm: there is no sbatch on this machine", entry="tokenizing-flags")
+        raise UserError("--executor slurm: there is no sbatch on this machine")
 
 
 def main() -> None:

@@ -4,15 +4,11 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something that the user can correct: the message names the flag or file, what is wrong and what to do.
+    """Something that the user can correct: the message names the flag or file, what is wrong and what to do."""
 
-    `entry` is the anchor of its entry in docs/TROUBLESHOOTING.md.
-    """
-
-    def __init__(self, message: str, exit_code: int = 2, *, entry: str = ""):
+    def __init__(self, message: str, exit_code: int = 2):
         super().__init__(message)
-        self.exit_code = exit_code
-        self.entry = entry  # the default is for unpickling, which gives the message and then sets the rest
+        self.exit_code = exit_code  # the default is for unpickling, which gives the message and then sets the rest
 
 
 class UnreadableError(UserError):

@@ -102,14 +102,12 @@ def unlisted(gpu: str, given: dict[str, float]) -> str:
         return ""
     if given:
         advice = f"the file has to give {', '.join(lacking)} too"
-        # entry: unknown-gpu
         return f"--plan-rates: {gpu!r} is not a kind that plans know, so {advice}"
     near = [kind for kind in PLANNED if gpu.lower() in kind.lower()]
     if not near:
         near = difflib.get_close_matches(gpu.upper(), PLANNED, 1, cutoff=0.7)
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     own = f"describe another by --plan-rates FILE, JSON with what programs reach on it, such as {json.dumps(DESCRIBED)}"
-    # entry: unknown-gpu
     return f"--plan-gpu {gpu!r}: not a kind that plans know{meant} They know {', '.join(PLANNED)}; {own}"
 
 
@@ -119,10 +117,8 @@ def wrong_rates(given) -> str:
     if is_valid:
         is_valid = all(type(rate) in (int, float) and 1e-6 < rate < 1e12 for rate in given.values())
     if not is_valid:
-        # entry: bad-rates
         return f"--plan-rates: needs a JSON object of positive numbers, such as {json.dumps(DESCRIBED)}"
     if unknown := set(given) - set(RATES):
-        # entry: bad-rates
         return f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(RATES)}"
     return ""
 
@@ -146,11 +142,9 @@ def wrong_plan(s) -> str:
         return problem
     float8 = not kind or float(row_of(kind)["fp8"]) or s.fp8_emulate or measured or "fp8_tflops" in given
     if s.precision == "fp8" and not float8:
-        # entry: no-float8
         return f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {kind} has none; use bf16"
     if s.plan:
         for world in s.plan_gpus or (s.gpus_per_node,):
             if s.zero_stage and world % s.dp_replicate_size:
-                # entry: replicas-do-not-divide
                 return f"--dp-replicate-size {s.dp_replicate_size}: does not divide --plan-gpus {world:,}"
     return ""

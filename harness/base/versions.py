@@ -87,6 +87,5 @@ def leave(problem):
         advice = f"start it with {right_python}"
     else:
         advice = "run ./setup.sh, then start it with .venv/bin/python"
-    # entry: wrong-python
     sys.stderr.write(f"train_fsdp.py: error: this is {this_python}, {problem}; {advice}\n")
     sys.exit(2)

@@ -105,7 +105,7 @@ class RankBatches(IterableDataset):
         try:
             yield from self.batches_of(worker.id if worker else 0, worker.num_workers if worker else 1)
         except UserError as error:
-            yield UserError(str(error), exit_code=1, entry=error.entry)
+            yield UserError(str(error), exit_code=1)
 
     def batches_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""

@@ -262,5 +262,5 @@ def trained_of_pieces(pieces: Pieces, trained: np.ndarray) -> np.ndarray:
 def pack_best_fit(tokens, seq_len: int, dataset: str, split: str, **options) -> BinnedDataset:
     """The documents of a corpus as windows, with the options of BinnedDataset; none at all are a UserError."""
     if not len(tokens):
-        raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text", entry="no-text-found")
+        raise UserError(f"--dataset {dataset}, split {split!r}: it holds no text")
     return BinnedDataset(tokens, seq_len, **options)

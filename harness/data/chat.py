@@ -68,16 +68,13 @@ class ChatFormat:
             template = self.tokenizer.get_chat_template(self.template)
         except ValueError as error:
             problem = f"holds conversations, and {source} has no chat template to render them"
-            raise UserError(
-                f"--dataset {dataset}: {problem}; give one with --chat-template FILE", entry="no-chat-template"
-            ) from error
+            raise UserError(f"--dataset {dataset}: {problem}; give one with --chat-template FILE") from error
         if self.loss == "all":
             return
         if not self.tokenizer.is_fast:
             raise UserError(
                 f"{source}: a tokenizer without its fast form cannot tell which tokens are the assistant's; "
-                "use --chat-loss all to train on all of them",
-                entry="no-assistant-mask",
+                "use --chat-loss all to train on all of them"
             )
         if not re.search(r"{%-?\s*generation\s*-?%}", template):
             raise no_assistant_mask(f"{source}: its chat template has no {{% generation %}}")
@@ -155,8 +152,7 @@ def no_assistant_mask(problem: str) -> UserError:
     advice = "give a template that has it around what the assistant writes with --chat-template FILE"
     return UserError(
         f"{problem}, so which tokens are the assistant's is not known; {advice}, or train on all tokens with "
-        "--chat-loss all",
-        entry="no-assistant-mask",
+        "--chat-loss all"
     )
 
 
@@ -180,9 +176,7 @@ def read_template(path: str | None) -> str | None:
         return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UserError(
-            f"--chat-template {path}: cannot be read ({reason}); name a jinja file", entry="no-chat-template"
-        ) from error
+        raise UserError(f"--chat-template {path}: cannot be read ({reason}); name a jinja file") from error
 
 
 def has_conversations(features, text_field: Field) -> bool:
@@ -226,7 +220,7 @@ def refuse_streaming(dataset: str, packing: str | None, is_chat: bool) -> None:
         problem = "--packing best-fit needs the lengths of all documents first"
     else:
         return
-    raise UserError(f"--dataset {dataset}: {problem}; leave out --streaming", entry="cannot-stream")
+    raise UserError(f"--dataset {dataset}: {problem}; leave out --streaming")
 
 
 def describe_example(window: np.ndarray | Window, tokenizer, colours: bool, real_tokens: int) -> str:

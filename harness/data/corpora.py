@@ -273,7 +273,7 @@ def cached(settings: Settings, get_dataset: Callable, corpus: dict, of_source: s
     if packed.mapped is not None and dist.get_rank() == 0:
         warning = differing_tokenizer(packed.mapped, corpus["tokenizer"])
         if warning:
-            terminal.print_error(f"train_fsdp.py: warning: {warning}")  # entry: other-tokenizer
+            terminal.print_error(f"train_fsdp.py: warning: {warning}")
     return packed
 
 

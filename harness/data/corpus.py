@@ -139,11 +139,7 @@ def tokenize_once(
             pack_batches = pack_conversations if corpus.chat else pack_tokens
             if not pack_batches(batches, path, corpus.vocab_size, counts):
                 corpus.check_trained(counts)
-                raise UserError(
-                    f"--dataset {corpus.dataset}: it holds no text ({counts['bad records']} bad)", entry="no-text-found"
-                )
+                raise UserError(f"--dataset {corpus.dataset}: it holds no text ({counts['bad records']} bad)")
             return path, dict(counts, seconds=time.perf_counter() - start, damaged=problem)
     except OSError as error:
-        raise UserError(
-            f"--cache-dir {path.parent}: cannot be written ({error.strerror})", entry="cache-not-writable"
-        ) from error
+        raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error

@@ -173,14 +173,11 @@ def local_files(dataset: str) -> list[DataFile]:
             owner = None if is_url(dataset) else owner_of(pathlib.Path(dataset))
             seen = f"give {owner.name}" if owner else "convert it"
         suffixes, packed = "/".join(DATA_SUFFIXES), "/".join(COMPRESSIONS)
-        raise UserError(
-            f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}",
-            entry="no-data-files",
-        )
+        raise UserError(f"--dataset {dataset}: needs {suffixes} files, which may be packed as {packed}; {seen}")
     if is_url(dataset):
-        raise UserError(f"--dataset {dataset}: no such files in that store, or no such bucket", entry="no-such-data")
+        raise UserError(f"--dataset {dataset}: no such files in that store, or no such bucket")
     if glob.has_magic(dataset):
-        raise UserError(f"--dataset {dataset}: no such files", entry="no-such-data")
+        raise UserError(f"--dataset {dataset}: no such files")
     check_exists(dataset)
     return []
 
@@ -200,4 +197,4 @@ def check_exists(dataset: str) -> None:
     path = os.path.expanduser(dataset)
     if looks_local and not os.path.exists(path) and not glob.has_magic(path):
         megatron = f"; there is {path}.bin" if os.path.exists(f"{path}.bin") else ""  # which names its corpora without
-        raise UserError(f"--dataset {dataset}: no such file or folder{megatron}", entry="no-such-data")
+        raise UserError(f"--dataset {dataset}: no such file or folder{megatron}")

@@ -131,8 +131,7 @@ def ends_by_token(dataset: str, tokens, reader: CorpusReader) -> np.ndarray:
         name = getattr(reader.tokenizer, "name_or_path", "the tokenizer")
         raise UserError(
             f"--packing best-fit: {name} has no end-of-text token (eos_token), and --dataset {dataset} does not say "
-            "where its documents end",
-            entry="no-end-of-text",
+            "where its documents end"
         )
     return document_ends(tokens, reader.end_of_text)
 

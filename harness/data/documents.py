@@ -45,7 +45,7 @@ def bad_record_error(record: BadRecord, source: DataFile | str) -> UnreadableErr
     of_file = not isinstance(source, str)
     place = name_place(source, record.number) if of_file else source
     problem = f"a record has no text, {record.fault}"
-    error = UnreadableError(f"--dataset {place}: {problem}; --skip-bad-records leaves such out", entry="bad-record")
+    error = UnreadableError(f"--dataset {place}: {problem}; --skip-bad-records leaves such out")
     error.record, error.file = record, source if of_file else None
     return error
 
@@ -78,9 +78,7 @@ def encode(documents: list, tokenizer, end_of_text: int | None) -> np.ndarray:
     many streams that held it would scatter the memory that it works in, which slows it."""
     texts = [document for document in documents if isinstance(document, str)]
     if texts and end_of_text is None:
-        raise UserError(
-            f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)", entry="no-end-of-text"
-        )
+        raise UserError(f"--tokenizer {tokenizer.name_or_path}: it has no end-of-text token (eos_token)")
     if texts and tokenizer.is_fast:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -99,10 +97,7 @@ def in_vocabulary(batches: Iterator[np.ndarray], vocab_size: int) -> Iterator[np
     for tokens in batches:
         largest = int(tokens.view(f"u{tokens.itemsize}").max(initial=0))  # a negative id is huge
         if largest >= vocab_size:
-            raise UserError(
-                f"--tokenizer: it gave token id {largest}, the model has {vocab_size}; use its own",
-                entry="other-vocabulary",
-            )
+            raise UserError(f"--tokenizer: it gave token id {largest}, the model has {vocab_size}; use its own")
         yield tokens.astype(token_dtype(vocab_size), copy=False)
 
 

@@ -35,25 +35,23 @@ def name_fault(error: Exception, dataset: str, split: str, text_field: Field = D
         return name_bad_record(error.record, error.file, dataset, split, text_field)
     if unreadable and error.record:
         fault, advice = error.record.fault, advise(error.record)
-        return UserError(
-            f"{source}: {fault}; {advice}, or leave bad records out with --skip-bad-records", entry="bad-record"
-        )
+        return UserError(f"{source}: {fault}; {advice}, or leave bad records out with --skip-bad-records")
     if unreadable and error.file:
-        return UserError(str(error), entry=error.entry)
+        return UserError(str(error))
     if is_local(dataset):
-        return UserError(f"{source}: cannot be read ({reason})", entry="data-unreadable")
+        return UserError(f"{source}: cannot be read ({reason})")
     for why in DISK:
         if why in reason:
             import datasets
 
             place = f"HF_DATASETS_CACHE {datasets.config.HF_DATASETS_CACHE}"
-            return UserError(f"{place}: cannot be written ({why})", entry="cache-not-writable")
+            return UserError(f"{place}: cannot be written ({why})")
     if unreadable:
         hint = f"without a network use a local {'/'.join(DATA_SUFFIXES)} file or folder, 'synthetic' or 'demo'"
         cause = re.sub(r".*?cannot be read \((.*)\)$", r"\1", reason)
         problem = f"not a local file or folder, and not to be had from the hub ({cause})"
-        return UserError(f"--dataset {dataset}: {problem}; {hint}", entry="data-not-on-hub")
-    return UserError(f"{source}: cannot be read ({reason})", entry="data-unreadable")
+        return UserError(f"--dataset {dataset}: {problem}; {hint}")
+    return UserError(f"{source}: cannot be read ({reason})")
 
 
 def name_bad_record(record: BadRecord, file: DataFile, dataset: str, split: str, text_field: Field) -> UserError:
@@ -64,9 +62,7 @@ def name_bad_record(record: BadRecord, file: DataFile, dataset: str, split: str,
     numbers, all_are_bad = count_bad(file, others, text_field)
     if not all_are_bad:
         advice += ", or leave bad records out with --skip-bad-records"
-    return UserError(
-        f"--dataset {name_place(file, record.number)}: {record.fault}{encoding}{numbers}; {advice}", entry="bad-record"
-    )
+    return UserError(f"--dataset {name_place(file, record.number)}: {record.fault}{encoding}{numbers}; {advice}")
 
 
 def advise(record: BadRecord) -> str:

@@ -132,6 +132,6 @@ def file_version(file: DataFile) -> tuple[str, int, int | str]:
 
 
 def unreadable_file(file: DataFile, error: Exception) -> UnreadableError:
-    unreadable = UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})", entry="data-unreadable")
+    unreadable = UnreadableError(f"--dataset {file}: cannot be read ({first_line(error)})")
     unreadable.file = file
     return unreadable

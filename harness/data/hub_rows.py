@@ -26,9 +26,7 @@ def load_documents(dataset: str, split: str, subset: str | None = None, streamin
             cause = cause.__cause__ or cause
         reason = first_line(cause)
         kind = NoSplitError if re.search("(Unknown|Bad) split", reason) else UnreadableError
-        raise kind(
-            f"--dataset {dataset}, split {split!r}: cannot be read ({reason})", entry="data-unreadable"
-        ) from error
+        raise kind(f"--dataset {dataset}, split {split!r}: cannot be read ({reason})") from error
 
 
 def find_features(dataset: str, subset: str | None = None):

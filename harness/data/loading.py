@@ -117,8 +117,7 @@ def mask_documents(data: TrainingData, opened: dict[str, OpenedSource], tokenize
         if data.end_of_text is None and getattr(source.train, "document_ends", None) is None:
             raise UserError(
                 f"--document-mask: {tokenizer.name_or_path} has no end-of-text token (eos_token), and {name} does not "
-                "say where its documents end",
-                entry="no-end-of-text",
+                "say where its documents end"
             )
         for windows in (source.train, source.held_out):
             if windows is not None:
@@ -150,8 +149,7 @@ def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str,
         elif isinstance(train, StreamedDataset):
             raise UserError(
                 f"--dataset {source.dataset}: how large a stream is, is not known; give each source a weight, as in "
-                f"{source.name}={source.dataset}:0.5",
-                entry="cannot-stream",
+                f"{source.name}={source.dataset}:0.5"
             )
         else:
             weights[source.name] = Fraction(train.total_tokens())
@@ -174,15 +172,14 @@ def check_size(settings: Settings, data: TrainingData, opened: dict[str, OpenedS
             problem = f"{len(source.train):,} windows of {settings.sequence_length} tokens do not fill one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             place = f"--dataset {settings.describe_dataset()}, split {source.split!r}"
-            raise UserError(f"{place}: {problem} of {per_step}; {advice}", entry="too-little-text")
+            raise UserError(f"{place}: {problem} of {per_step}; {advice}")
     samples = data.record.samples_of_step(settings.num_steps).stop
     if settings.max_epochs:
         for name, epochs in data.epochs(samples).items():
             if epochs > settings.max_epochs:
                 problem = f"{name} would be read {epochs:.4g} times in {settings.num_steps:,} steps"
                 raise UserError(
-                    f"--max-epochs {settings.max_epochs:g}: {problem}; give it a smaller weight, or fewer --num-steps",
-                    entry="max-epochs",
+                    f"--max-epochs {settings.max_epochs:g}: {problem}; give it a smaller weight, or fewer --num-steps"
                 )
 
 

@@ -61,4 +61,4 @@ class TokenFile(NamedTuple):
 
 def damaged(place: Any, fault: str, advice: str = "restore the file, or make it anew") -> UserError:
     """What to say of a token file that is not as its format wants it; `place` is the file, or a place in it."""
-    return UserError(f"--dataset {place}: {fault}; {advice}", entry="damaged-tokens")
+    return UserError(f"--dataset {place}: {fault}; {advice}")

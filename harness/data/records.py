@@ -68,9 +68,7 @@ def choose_field(source: Any, names: list[str], text_field: Field) -> str:
     for name in wanted:
         if name in names:
             return name
-    raise UserError(
-        f"--text-field {wanted[-1]}: no such field in {source} (fields: {', '.join(names)})", entry="no-such-field"
-    )
+    raise UserError(f"--text-field {wanted[-1]}: no such field in {source} (fields: {', '.join(names)})")
 
 
 def check_value(value: Any, field: str, number: int) -> Document | BadRecord:

@@ -25,7 +25,7 @@ def describe_files(dataset: str, split: str) -> list:
     top = os.path.expanduser(dataset)
     files = local_files(top)
     if not files:
-        raise UserError(f"--dataset {dataset}: no such file or folder; download it first", entry="no-such-data")
+        raise UserError(f"--dataset {dataset}: no such file or folder; download it first")
     described = []
     for file in files_of_split(top, split, files):
         status = file_status(file)
@@ -37,9 +37,7 @@ def check_unchanged(file: pathlib.Path, size: int, changed: int) -> None:
     """Raises a UserError where a file is not as the plan has it."""
     status = file_status(file)
     if (status.st_size, status.st_mtime_ns) != (size, changed):
-        raise UserError(
-            f"--dataset {file}: it has changed since the first start; give another --output", entry="tokenizing-changed"
-        )
+        raise UserError(f"--dataset {file}: it has changed since the first start; give another --output")
 
 
 def share_of(files: list, task: int, tasks: int) -> Iterator[tuple[pathlib.Path, int, int]]:
@@ -102,7 +100,7 @@ def read_texts(file: pathlib.Path, first: int, end: int, plan: dict, counts: Cou
         return
     for document in read_documents(file_records(file, names, counts), file, plan["skip_bad_records"], counts):
         if not isinstance(document, str):
-            raise UserError(f"--dataset {file}: it has token ids already, give it to train_fsdp.py", entry="no-text")
+            raise UserError(f"--dataset {file}: it has token ids already, give it to train_fsdp.py")
         yield document
 
 
@@ -162,7 +160,7 @@ def measure(plan: dict, tokenizer) -> dict:
         all_documents += documents
         all_characters += characters
     if not bytes_known:
-        raise UserError("--dataset: it holds no text", entry="no-text-found")
+        raise UserError("--dataset: it holds no text")
     rest = sum(size for _, size, _ in plan["files"]) / bytes_known  # 1, or more where a place had no documents
     return {
         "tokens": round(all_tokens * rest),

@@ -20,8 +20,7 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
         if name not in data.sources:
             raise UserError(
                 f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
-                f"too, as in --dataset {name}=FILE:1 beside the others",
-                entry="source-removed",
+                f"too, as in --dataset {name}=FILE:1 beside the others"
             )
     reader = SampleReader(data, samples.start, {})
     reader.enter_step(samples)

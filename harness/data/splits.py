@@ -25,9 +25,7 @@ def files_of_split(dataset: str, split: str, files: list[DataFile]) -> list[Data
             name = "train"
         splits.setdefault(name, []).append(file)
     if split not in splits:
-        raise NoSplitError(
-            f"--dataset {dataset}, split {split!r}: there is none; there is {', '.join(splits)}", entry="no-such-split"
-        )
+        raise NoSplitError(f"--dataset {dataset}, split {split!r}: there is none; there is {', '.join(splits)}")
     return splits[split]
 
 
@@ -45,10 +43,7 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     slice."""
     part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if not part:
-        raise UserError(
-            f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'",
-            entry="no-such-split",
-        )
+        raise UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
     if not part[2]:
         return part[1], []
     return part[1], [part[3] or "0%", part[4] or "100%"]
@@ -62,10 +57,7 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
         number = int(bound.rstrip("%"))
         size = 100 if bound.endswith("%") else documents
         if abs(number) > size:
-            raise UserError(
-                f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents",
-                entry="no-such-split",
-            )
+            raise UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
         if number < 0:
             number += size
         cut = round(documents * number / size) if size else 0

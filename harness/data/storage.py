@@ -139,8 +139,7 @@ def describe(url: str, info: dict) -> RemoteFile:
     """A file by what a store says of it."""
     if info.get("size") is None:
         raise UnreadableError(
-            f"--dataset {without_query(url)}: the server does not say how large it is; {copy_command(url)}",
-            entry="store-ranges",
+            f"--dataset {without_query(url)}: the server does not say how large it is; {copy_command(url)}"
         )
     marks = [f"{name} {info[name]}" for name in MARKS if info.get(name)]
     return RemoteFile(url, info["size"], marks[0] if marks else "")
@@ -284,11 +283,11 @@ class RemoteReader(io.RawIOBase):
 
     def _changed(self) -> UnreadableError:
         problem = "it has changed since it was listed, or is gone; start a new run"
-        unreadable = UnreadableError(f"--dataset {self.file}: {problem}", entry="store-changed")
+        unreadable = UnreadableError(f"--dataset {self.file}: {problem}")
         unreadable.file = self.file
         return unreadable
 
     def _unreadable(self, problem: str) -> UnreadableError:
-        unreadable = UnreadableError(f"--dataset {self.file}: {problem}", entry="store-ranges")
+        unreadable = UnreadableError(f"--dataset {self.file}: {problem}")
         unreadable.file = self.file
         return unreadable

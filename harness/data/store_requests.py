@@ -58,11 +58,10 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
     scheme = url.partition(":")[0].lower()
     if "::" in url or scheme in INDIRECT:
-        raise UserError(f"--dataset {url}: chained and cached URLs are not read; give the file's own", entry="bad-url")
+        raise UserError(f"--dataset {url}: chained and cached URLs are not read; give the file's own")
     if urllib.parse.urlsplit(url).password:
         raise UserError(
-            f"--dataset {scheme}://: a password in a URL would stand in logs; give it as {scheme}'s package takes it",
-            entry="bad-url",
+            f"--dataset {scheme}://: a password in a URL would stand in logs; give it as {scheme}'s package takes it"
         )
     answer_from_cache_without_network(url)
     options: dict[str, Any] = {"use_listings_cache": False}  # a file may change while a run reads others
@@ -74,13 +73,11 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ImportError as error:
         package = getattr(root_of(error), "name", None) or known_implementations[scheme]["class"]
         package = package.partition(".")[0]
-        raise UserError(
-            f"--dataset {url}: needs the package {package} (pip install {package})", entry="missing-package"
-        ) from error
+        raise UserError(f"--dataset {url}: needs the package {package} (pip install {package})") from error
     except Exception as error:
         if scheme not in fsspec.available_protocols():
             problem = f"no kind of store is called {scheme}; such as s3, gs, hf or https"
-            raise UserError(f"--dataset {url}: {problem}", entry="bad-url") from error
+            raise UserError(f"--dataset {url}: {problem}") from error
         raise name_failure(error, url) from error
     if hasattr(filesystem, "retries"):
         filesystem.retries = 1
@@ -211,16 +208,13 @@ def name_failure(error: Exception, url: str, place: str = "", tried: str = "") -
         known = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
         credentials = CREDENTIALS.get(known, f"what fsspec's package for {scheme} takes them from")
         unreadable = UnreadableError(
-            f"--dataset {shown}{place}: no access ({cause}); check the credentials: set {credentials}",
-            entry="store-access",
+            f"--dataset {shown}{place}: no access ({cause}); check the credentials: set {credentials}"
         )
     else:
         advice = "check the name and the network"
         if place:
             advice = "when the store answers again, --resume auto goes on from the newest checkpoint"
-        unreadable = UnreadableError(
-            f"--dataset {shown}: cannot be read{place}{tried} ({cause}); {advice}", entry="store-unreachable"
-        )
+        unreadable = UnreadableError(f"--dataset {shown}: cannot be read{place}{tried} ({cause}); {advice}")
     unreadable.file = url
     return unreadable
 
@@ -234,4 +228,4 @@ def copy_command(url: str) -> str:
 def cannot_map(url: str) -> UserError:
     """What to say of a file whose tokens would be mapped into memory, which only a local one can be."""
     problem = "its tokens are mapped into memory, which a store cannot give"
-    return UserError(f"--dataset {without_query(url)}: {problem}; {copy_command(url)}", entry="store-mapped")
+    return UserError(f"--dataset {without_query(url)}: {problem}; {copy_command(url)}")

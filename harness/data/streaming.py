@@ -70,7 +70,7 @@ class StreamedDataset:
                 content = self._open_files(files)
             elif "[" in split:
                 slices = "is a slice, which --streaming of hub data cannot take; name a whole split"
-                raise UserError(f"--dataset {source}, split {split!r}: {slices}", entry="cannot-stream")
+                raise UserError(f"--dataset {source}, split {split!r}: {slices}")
             else:
                 content = self._open_rows(subset)
         # Tells one corpus from another, whatever is held out of it.
@@ -83,7 +83,7 @@ class StreamedDataset:
         of_split = files_of_split(self.source, name, files)
         if is_mapped(of_split, self.text_field):
             problem = "has token files, which are read in place"
-            raise UserError(f"--dataset {self.source}: {problem}; leave out --streaming", entry="cannot-stream")
+            raise UserError(f"--dataset {self.source}: {problem}; leave out --streaming")
         self.parts = [Part(file) for file in of_split]
         if bounds:
             self.parts = self._cut(bounds)[0]
@@ -166,7 +166,7 @@ class StreamedDataset:
             split = (self.rows.info.splits or {}).get(self.split)
             if split is None or not split.num_examples:
                 problem = "how many documents it has is not known, so that none can be held out while streaming"
-                raise UserError(f"--dataset {self.source}: {problem}; name an --eval-split", entry="cannot-stream")
+                raise UserError(f"--dataset {self.source}: {problem}; name an --eval-split")
             kept = split.num_examples * (100 - held.PERCENT) // 100
             train.rows, held_out.rows = self.rows.take(kept), self.rows.skip(kept)
         else:
@@ -175,11 +175,11 @@ class StreamedDataset:
         return train, held_out
 
     def _no_text(self) -> UserError:
-        return UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text", entry="no-text-found")
+        return UserError(f"--dataset {self.source}, split {self.split!r}: it holds no text")
 
     def _too_few(self, documents: int) -> UserError:
         problem = f"{documents:,} documents are too few to be divided while streaming"
-        return UserError(f"--dataset {self.source}: {problem}; leave out --streaming", entry="cannot-stream")
+        return UserError(f"--dataset {self.source}: {problem}; leave out --streaming")
 
     def _cut(self, bounds: list[str]) -> list[list[Part]]:
         """For each two neighbours of these bounds of slices, the parts of local files between them."""

@@ -60,8 +60,7 @@ class JoinedTokens:
             wrong = int((unsigned >= self.vocab_size).argmax())
             fault = f"token id {tokens[wrong]}, the model has {self.vocab_size:,}"
             raise UserError(
-                f"--dataset {self.place(position + wrong)}: {fault}; it was made with another tokenizer, or is damaged",
-                entry="other-vocabulary",
+                f"--dataset {self.place(position + wrong)}: {fault}; it was made with another tokenizer, or is damaged"
             )
         return unsigned.astype(self.dtype, copy=False)
 
@@ -148,8 +147,7 @@ def is_mapped(files: list[pathlib.Path], text_field: Field = DEFAULT_FIELD) -> b
     other = others[0] if others else next(file for file in mapped if reader_of(file) != reader_of(one))
     raise UserError(
         f"--dataset: {one} has tokens that are read in place, {other} is of another format; "
-        f"name a folder or pattern with one of them, such as '{one.parent}/*{one.suffix}'",
-        entry="mixed-token-files",
+        f"name a folder or pattern with one of them, such as '{one.parent}/*{one.suffix}'"
     )
 
 
@@ -161,7 +159,7 @@ def open_token_files(files: list[pathlib.Path], text_field: Field, vocab_size: i
     for file in known:
         if file.tokenizer != known[0].tokenizer:
             names = f"{known[0].file} was tokenized by {known[0].tokenizer}, {file.file} by {file.tokenizer}"
-            raise UserError(f"--dataset: {names}; name files of one tokenizer", entry="other-tokenizer")
+            raise UserError(f"--dataset: {names}; name files of one tokenizer")
     return JoinedTokens(opened, vocab_size)
 
 

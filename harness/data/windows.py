@@ -201,10 +201,7 @@ def check_has_windows(windows, dataset: str, split: str) -> None:
     """Raises a UserError for a data set of windows that has none."""
     if not len(windows):
         short = f"{len(windows.tokens):,} tokens do not fill one window of --sequence-length {windows.seq_len}"
-        raise UserError(
-            f"--dataset {dataset}, split {split!r}: {short}; use a shorter sequence or more text",
-            entry="too-little-text",
-        )
+        raise UserError(f"--dataset {dataset}, split {split!r}: {short}; use a shorter sequence or more text")
 
 
 def create_collate_fn(

@@ -22,7 +22,6 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
         if not is_enough or not value < below:
             wanted = "a positive number" if least is None else f"at least {least}"
             limit = f" and below {below}" if below < math.inf else ""
-            # entry: number-out-of-range
             raise argparse.ArgumentTypeError(f"{text} is not {wanted}{limit}")
         return value
 
@@ -33,17 +32,14 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
 def text(value: str) -> str:
     """An argparse type: a text that is not blank, and that files and other programs can take."""
     if not value.strip():
-        # entry: empty-value
         raise argparse.ArgumentTypeError("its value is empty; give one, or leave the flag out")
     if "\0" in value:
-        # entry: bad-bytes
         raise argparse.ArgumentTypeError("its value holds a NUL byte; leave it out")
     try:
         value.encode()
     except UnicodeEncodeError:
         encoding = sys.getfilesystemencoding()
         problem = f"{value!a} holds bytes that are not {encoding}; rename it, or set PYTHONUTF8=1 where it is UTF-8"
-        # entry: bad-bytes
         raise argparse.ArgumentTypeError(problem) from None
     return value
 
@@ -52,11 +48,9 @@ def path(value: str) -> str:
     """An argparse type: a text that can be the path of a file or folder; a hub id is one too."""
     value, expanded = text(value), os.path.expanduser(value)
     if expanded.startswith("~") and not os.path.lexists(expanded):
-        # entry: no-such-user
         raise argparse.ArgumentTypeError(f"{value}: no such user; for a file of that name give ./{value}")
     longest_part = max(len(os.fsencode(part)) for part in expanded.split("/"))
     if len(os.fsencode(expanded)) > MAX_PATH or longest_part > MAX_NAME:
-        # entry: path-too-long
         raise argparse.ArgumentTypeError(f"{value[:40]}... is too long for a path; give a shorter one")
     return value
 

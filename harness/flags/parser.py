@@ -57,9 +57,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
-                # entry: stray-word
                 self.error(f"{unknown[0]}: it stands behind no flag; --help lists them")
-            # entry: no-such-flag
             self.error(f"{name}: {describe_unknown(name, self.flags())}")
         return args
 
@@ -130,10 +128,8 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         try:
             words = read_flags(named.config, parser.flags(), dataclasses.fields(Settings))
         except OSError as error:
-            # entry: config-file
             parser.error(error.strerror)
         except ValueError as error:
-            # entry: config-file
             parser.error(str(error))
         parser.parse_args(words)  # its errors name the file
         fields_given = {name for name in given(argv) if name != "demo"}
@@ -164,7 +160,6 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     settings = Settings(**vars(args), given_accumulation=args.gradient_accumulation_steps, argv=tuple(argv))
     problem = contradiction(settings) or gpu_names.wrong_plan(settings)
     if problem and named.config:
-        # entry: with-flags-of-file
         parser.error(f"{problem} (with the flags of {named.config})")
     if problem:
         parser.error(problem)
@@ -188,7 +183,6 @@ def given_twice(argv: list[str]) -> Iterator[str]:
         texts = [" ".join(filter(None, value)) for value in values]
         if len(set(texts)) > 1 and field not in ("sample_prompt", "mixture_stage"):
             flag = f"--{field.replace('_', '-')}"
-            # entry: given-twice
             yield f"{flag}: it stands there {len(texts)} times, {one_line(', '.join(texts))}; the last one counts"
 
 

@@ -60,26 +60,26 @@ def without_effect(s: Settings) -> Iterator[str]:
     of_others = [name for name in OPTIMIZER_FLAGS if name not in own_flags]
     # fmt: off
     idle = [
-        (not s.eval_interval, "eval_steps eval_split", "nothing is evaluated without --eval-interval"),  # entry: needs-other-flag
-        (not s.checkpoint_interval, "async_checkpoint", "without --checkpoint-interval no save is written beside the training"),  # entry: needs-other-flag
-        (not s.checkpoint_interval and not s.keeps_last(), "keep_checkpoints", "only SIGTERM and SIGUSR1 save without --checkpoint-interval and --final-checkpoint"),  # entry: needs-other-flag
-        (s.warmup_steps >= s.num_steps, "warmup_steps", f"the run ends after {s.num_steps:,} steps, before the learning rate reaches --lr"),  # entry: warmup-too-long
-        (s.metrics_port is None, "metrics_host", "nothing listens without --metrics-port"),  # entry: needs-other-flag
-        (s.log_with == "none", "project_name", "no tracker writes without --log-with"),  # entry: needs-other-flag
-        (not s.export, "export_weights", "nothing is exported without --export"),  # entry: needs-other-flag
-        (not writes, "sample_tokens", "nothing is written without --sample-prompt"),  # entry: needs-other-flag
-        (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),  # entry: flag-of-other-data
-        (all_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),  # entry: flag-of-other-data
-        (all(is_plain_text(source.dataset) for source in s.sources()), "text_field", "plain text has no fields"),  # entry: flag-of-other-data
-        (s.dataset == "synthetic" and not writes, "tokenizer", "nothing is tokenized with --dataset synthetic"),  # entry: flag-of-other-data
-        (s.dataset == "synthetic" and s.init == "random", "sample_prompt sample_prompts", "of synthetic tokens a model learns nothing that it could write"),  # entry: flag-of-other-data
-        (isinstance(s.dataset, str) and len(s.sources()) == 1, "mixture_stage", "one source has no weights to change"),  # entry: bad-mixture
-        (not s.streaming, "streams", "nothing is streamed without --streaming"),  # entry: needs-other-flag
-        (s.gradient_accumulation_steps == 1, "defer_grad_sync", "one microbatch a step leaves nothing to defer"),  # entry: nothing-to-defer
-        (s.zero_stage == 1 and s.gradient_accumulation_steps > 1, "defer_grad_sync", "--zero-stage 1 does so by itself"),  # entry: nothing-to-defer
-        (True, " ".join(of_others), f"--optimizer {s.optimizer} takes no such number or choice"),  # entry: flag-of-other-optimizer
-        (True, "plan_seconds", "only --plan looks for a configuration"),  # entry: nothing-planned
-        (not s.own_plan and s.batch_size != "auto", "plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan"),  # entry: nothing-planned
+        (not s.eval_interval, "eval_steps eval_split", "nothing is evaluated without --eval-interval"),
+        (not s.checkpoint_interval, "async_checkpoint", "without --checkpoint-interval no save is written beside the training"),
+        (not s.checkpoint_interval and not s.keeps_last(), "keep_checkpoints", "only SIGTERM and SIGUSR1 save without --checkpoint-interval and --final-checkpoint"),
+        (s.warmup_steps >= s.num_steps, "warmup_steps", f"the run ends after {s.num_steps:,} steps, before the learning rate reaches --lr"),
+        (s.metrics_port is None, "metrics_host", "nothing listens without --metrics-port"),
+        (s.log_with == "none", "project_name", "no tracker writes without --log-with"),
+        (not s.export, "export_weights", "nothing is exported without --export"),
+        (not writes, "sample_tokens", "nothing is written without --sample-prompt"),
+        (s.dataset == "synthetic", "dataset_split eval_split skip_bad_records text_field dataset_config", "synthetic tokens are read from nowhere"),
+        (all_local(s.dataset), "dataset_config", "only a data set of the hub has subsets"),
+        (all(is_plain_text(source.dataset) for source in s.sources()), "text_field", "plain text has no fields"),
+        (s.dataset == "synthetic" and not writes, "tokenizer", "nothing is tokenized with --dataset synthetic"),
+        (s.dataset == "synthetic" and s.init == "random", "sample_prompt sample_prompts", "of synthetic tokens a model learns nothing that it could write"),
+        (isinstance(s.dataset, str) and len(s.sources()) == 1, "mixture_stage", "one source has no weights to change"),
+        (not s.streaming, "streams", "nothing is streamed without --streaming"),
+        (s.gradient_accumulation_steps == 1, "defer_grad_sync", "one microbatch a step leaves nothing to defer"),
+        (s.zero_stage == 1 and s.gradient_accumulation_steps > 1, "defer_grad_sync", "--zero-stage 1 does so by itself"),
+        (True, " ".join(of_others), f"--optimizer {s.optimizer} takes no such number or choice"),
+        (True, "plan_seconds", "only --plan looks for a configuration"),
+        (not s.own_plan and s.batch_size != "auto", "plan_gpu plan_rates gpus_per_node", "nothing is planned with --no-own-plan"),
     ]
     # fmt: on
     given_fields = given(s.argv)
@@ -95,7 +95,6 @@ def not_followed(s: Settings) -> Iterator[str]:
         value = os.environ.pop(name, "").lower()
         if value not in ("", "no", "false", "0", str(getattr(s, field))):
             flag = f"--{field.replace('_', '-')}"
-            # entry: accelerate-setting
             yield f"{name}={value} (of accelerate launch or its config) is not followed: this program goes by {flag}"
 
 
@@ -114,44 +113,44 @@ def contradiction(s: Settings) -> str | None:
     unmeasured = f"no step is left to measure; give --num-steps at least {s.num_steps - measured + 1}"
     # fmt: off
     wrong = [
-        (s.precision != "fp8" and (s.fp8_recipe or s.fp8_emulate), "--fp8-recipe/--fp8-emulate: only with --precision fp8"),  # entry: fp8-flags
+        (s.precision != "fp8" and (s.fp8_recipe or s.fp8_emulate), "--fp8-recipe/--fp8-emulate: only with --precision fp8"),
         (misfit, misfit),
-        (s.lr_scheduler == "constant" and s.warmup_steps, "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup"),  # entry: constant-warmup
-        (s.lr_scheduler == "polynomial" and s.lr <= POLYNOMIAL_END, f"--lr: the polynomial schedule ends at {POLYNOMIAL_END:g}, which {s.lr:g} is not above; give more, or linear"),  # entry: polynomial-end
-        *((value != default and s.lr_scheduler != "warmup_stable_decay", f"--{name}: only warmup_stable_decay has a decay phase; give --lr-scheduler warmup_stable_decay")  # entry: needs-decay-phase
+        (s.lr_scheduler == "constant" and s.warmup_steps, "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup"),
+        (s.lr_scheduler == "polynomial" and s.lr <= POLYNOMIAL_END, f"--lr: the polynomial schedule ends at {POLYNOMIAL_END:g}, which {s.lr:g} is not above; give more, or linear"),
+        *((value != default and s.lr_scheduler != "warmup_stable_decay", f"--{name}: only warmup_stable_decay has a decay phase; give --lr-scheduler warmup_stable_decay")
           for name, value, default in (("decay-steps", s.decay_steps, None), ("decay-shape", s.decay_shape, "cosine"))),
-        (s.num_steps and (s.decay_steps or 0) > after_warmup, f"--decay-steps {s.decay_steps}: after the warmup there are {after_warmup}; give no more, or fewer --warmup-steps"),  # entry: decay-too-long
-        (s.export_weights == "ema" and not s.ema, "--export-weights ema: there is no average of the weights; give --ema with it, or with --num-steps 0 the checkpoint of a run that had it"),  # entry: no-average
-        (mixture := wrong_mixture(s.dataset, s.mixture_stage), mixture),  # entry: bad-mixture
-        (absent, absent),  # entry: no-such-data
-        (unread, f"--sample-prompts {s.sample_prompts}: cannot be read ({unread})"),  # entry: prompts-file
-        (s.document_mask and s.dataset == "synthetic", "--document-mask: synthetic tokens are no documents; use another --dataset"),  # entry: no-text
-        (s.document_mask and s.attention in ("flash", "flash_attention_2"), f"--document-mask: not with {s.attention}; use flex_attention or sdpa"),  # entry: kernel-limits
-        (s.precision == "fp32" and s.attention in ("flash", "cudnn", "flash_attention_2"), f"--attention {s.attention}: takes no fp32; use sdpa, or another --precision"),  # entry: kernel-limits
-        (s.streaming and s.dataset == "synthetic", "--streaming: synthetic tokens are read from nowhere; use another --dataset"),  # entry: no-text
-        (s.streaming and s.packing == "best-fit", "--packing best-fit: it needs the lengths of all documents, which a stream does not have; leave out --streaming"),  # entry: cannot-stream
-        (s.streaming and s.max_epochs, "--max-epochs: how large a stream is, is not known; leave out --streaming"),  # entry: cannot-stream
-        (s.zero_stage == 0 and s.dp_replicate_size > 1, "--dp-replicate-size: stage 0 replicates on every rank already"),  # entry: stage-0-replicates
-        (max(s.betas) > optimizer.get("MAX_BETA", 1), f"--betas: with {s.optimizer} at most {optimizer.get('MAX_BETA')}; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),  # entry: adamw-bf16
-        (s.precision in optimizer.get("SAME_AS_ADAMW_IN", ()), f"--optimizer: with {s.precision} the moments of adamw are bf16 already; leave {s.optimizer} out"),  # entry: adamw-bf16
-        (s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"), "--activation-memory-budget: needs --compile, without --activation-checkpointing"),  # entry: memory-budget
-        (s.profile and measured < 1, f"--profile: {unmeasured}"),  # entry: no-step-to-measure
-        (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),  # entry: no-step-to-measure
-        *((name is not None and not_a_folder_name(name), f"{of}: {name!r} is {not_a_folder_name(name or '')}")  # entry: bad-run-name
+        (s.num_steps and (s.decay_steps or 0) > after_warmup, f"--decay-steps {s.decay_steps}: after the warmup there are {after_warmup}; give no more, or fewer --warmup-steps"),
+        (s.export_weights == "ema" and not s.ema, "--export-weights ema: there is no average of the weights; give --ema with it, or with --num-steps 0 the checkpoint of a run that had it"),
+        (mixture := wrong_mixture(s.dataset, s.mixture_stage), mixture),
+        (absent, absent),
+        (unread, f"--sample-prompts {s.sample_prompts}: cannot be read ({unread})"),
+        (s.document_mask and s.dataset == "synthetic", "--document-mask: synthetic tokens are no documents; use another --dataset"),
+        (s.document_mask and s.attention in ("flash", "flash_attention_2"), f"--document-mask: not with {s.attention}; use flex_attention or sdpa"),
+        (s.precision == "fp32" and s.attention in ("flash", "cudnn", "flash_attention_2"), f"--attention {s.attention}: takes no fp32; use sdpa, or another --precision"),
+        (s.streaming and s.dataset == "synthetic", "--streaming: synthetic tokens are read from nowhere; use another --dataset"),
+        (s.streaming and s.packing == "best-fit", "--packing best-fit: it needs the lengths of all documents, which a stream does not have; leave out --streaming"),
+        (s.streaming and s.max_epochs, "--max-epochs: how large a stream is, is not known; leave out --streaming"),
+        (s.zero_stage == 0 and s.dp_replicate_size > 1, "--dp-replicate-size: stage 0 replicates on every rank already"),
+        (max(s.betas) > optimizer.get("MAX_BETA", 1), f"--betas: with {s.optimizer} at most {optimizer.get('MAX_BETA')}; rounded to bf16, a moment that moves by {1 - max(s.betas):.2g} of a difference stays where it is"),
+        (s.precision in optimizer.get("SAME_AS_ADAMW_IN", ()), f"--optimizer: with {s.precision} the moments of adamw are bf16 already; leave {s.optimizer} out"),
+        (s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"), "--activation-memory-budget: needs --compile, without --activation-checkpointing"),
+        (s.profile and measured < 1, f"--profile: {unmeasured}"),
+        (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),
+        *((name is not None and not_a_folder_name(name), f"{of}: {name!r} is {not_a_folder_name(name or '')}")
           for of, name in (("--run-name", s.run_name), ("--project-name", s.project_name))),
-        (s.html and not s.plan, "--html: it is a picture of a plan; give --plan with it"),  # entry: only-with-plan
-        (s.measure and s.plan, "--measure: it trains nothing and plans nothing; run --plan after it"),  # entry: measure-alone
-        (s.measure and s.batch_size == "auto", "--batch-size: --measure times one size; give a number"),  # entry: measure-alone
-        (s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts or s.eval_interval), "--num-steps: 0 trains nothing; it goes with --eval-interval 1, --sample-prompt TEXT or --export DIR"),  # entry: zero-steps
-        (s.num_steps == 0 and (s.eval_interval or not s.export) and s.resume == "none" and s.init == "random", "--num-steps: 0 trains nothing, and random weights have nothing to show; give --resume PATH, or --model DIR --init pretrained"),  # entry: zero-steps
-        *((not s.plan and value, f"--{name}: only with --plan, without which this would train")  # entry: only-with-plan
+        (s.html and not s.plan, "--html: it is a picture of a plan; give --plan with it"),
+        (s.measure and s.plan, "--measure: it trains nothing and plans nothing; run --plan after it"),
+        (s.measure and s.batch_size == "auto", "--batch-size: --measure times one size; give a number"),
+        (s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts or s.eval_interval), "--num-steps: 0 trains nothing; it goes with --eval-interval 1, --sample-prompt TEXT or --export DIR"),
+        (s.num_steps == 0 and (s.eval_interval or not s.export) and s.resume == "none" and s.init == "random", "--num-steps: 0 trains nothing, and random weights have nothing to show; give --resume PATH, or --model DIR --init pretrained"),
+        *((not s.plan and value, f"--{name}: only with --plan, without which this would train")
           for name, value in (("plan-gpus", s.plan_gpus), ("gpu-hour-usd", s.gpu_hour_usd))),
-        (s.json and not s.plan and (s.num_steps or not s.eval_interval), "--json: only with --plan, or with --num-steps 0 and --eval-interval"),  # entry: only-with-plan
-        (problem := unknown_model(s.model), f"--model {s.model}: {problem}"),  # entry: no-such-model
-        (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),  # entry: zero-steps
-        (missing, f"--resume {s.resume}: {missing}"),  # entry: no-checkpoint
-        (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 takes one checkpoint, give its PATH"),  # entry: zero-steps
-        (s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),  # entry: export-exists
+        (s.json and not s.plan and (s.num_steps or not s.eval_interval), "--json: only with --plan, or with --num-steps 0 and --eval-interval"),
+        (problem := unknown_model(s.model), f"--model {s.model}: {problem}"),
+        (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
+        (missing, f"--resume {s.resume}: {missing}"),
+        (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 takes one checkpoint, give its PATH"),
+        (s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
     ]
     # fmt: on
     for is_wrong, problem in wrong:
@@ -168,7 +167,6 @@ def misfits_float8(s: Settings) -> str:
     length = max(unit, round(s.sequence_length / unit) * unit)
     what = f"--precision fp8 ({s.fp8_recipe}) takes batch x sequence in multiples of 16, {s.batch_size} x {s.sequence_length} is none"
     batch = -(-s.batch_size // s.batch_step()) * s.batch_step()
-    # entry: float8-multiples
     return f"--sequence-length {s.sequence_length}: {what}; give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
 
 
@@ -178,7 +176,6 @@ def missing_sources(s: Settings) -> str:
     for source in s.sources():
         missing = missing_data(source.dataset)
         if missing:
-            # entry: no-such-data
             return f"--dataset {source.dataset}: {missing}"
     return ""
 

@@ -105,7 +105,6 @@ def stage(text: str) -> str:
     try:
         parse_stage(text)
     except ValueError as error:
-        # entry: bad-mixture
         raise argparse.ArgumentTypeError(f"{text}: {error}; such as 0.8:web=0.5,code=0.5") from None
     return text
 

@@ -32,7 +32,7 @@ def name_of(settings: Settings) -> str:
     if not settings.run_name and settings.resume == "none":
         name += time.strftime("-%Y%m%d-%H%M%S")
     if problem := not_a_folder_name(name):
-        raise UserError(f"--run-name: the name {name!r}, from --model, is {problem}; give one", entry="bad-run-name")
+        raise UserError(f"--run-name: the name {name!r}, from --model, is {problem}; give one")
     return name
 
 
@@ -82,24 +82,16 @@ def refuse_run(settings: Settings, folder: pathlib.Path, goes_on: pathlib.Path |
     name, metrics = folder.name, folder / "metrics.jsonl"
     if goes_on and path != goes_on and newest and saved.step_of(newest) > saved.step_saved(path):
         problem = f"{folder} holds newer checkpoints, which the run would write over"
-        raise UserError(
-            f"--resume {settings.resume}: {problem}; give another --run-name to branch off, or remove them",
-            entry="newer-checkpoints",
-        )
+        raise UserError(f"--resume {settings.resume}: {problem}; give another --run-name to branch off, or remove them")
     if metrics.exists() and not goes_on and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"
-        raise UserError(f"--run-name {name}: {folder} holds a run already; {advice}", entry="run-exists")
+        raise UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
     try:
         ended = metrics.exists() and b'"final": true' in metrics.read_bytes()
     except OSError as error:
-        raise UserError(
-            f"--output-dir: {metrics} cannot be read ({error.strerror})", 1, entry="output-not-writable"
-        ) from error
+        raise UserError(f"--output-dir: {metrics} cannot be read ({error.strerror})", 1) from error
     if settings.resume == "auto" and not saved.by_name(folder) and ended:
-        raise UserError(
-            f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name",
-            entry="run-exists",
-        )
+        raise UserError(f"--run-name {name}: {folder} holds a finished run without checkpoints; choose another name")
 
 
 def take_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
@@ -121,9 +113,7 @@ def take_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
             number += 1
             folder = named.with_name(f"{named.name}-{number}")
         except OSError as error:
-            raise UserError(
-                f"--output-dir: {folder} cannot be written ({error.strerror})", 1, entry="output-not-writable"
-            ) from error
+            raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
     lock_folder(folder)
     return folder
 
@@ -141,38 +131,28 @@ def discard(new: list[pathlib.Path]) -> None:
 def check_place(settings: Settings, folder: pathlib.Path, outputs: pathlib.Path | None) -> None:
     """Raises a UserError where a run in `folder` would write outside `outputs`, or over what is not a run's."""
     if outputs and folder.resolve().parent != outputs.resolve():
-        raise UserError(
-            f"--run-name {folder.name}: {folder} is a link that leads out of {outputs}; remove it",
-            entry="link-out-of-run",
-        )
+        raise UserError(f"--run-name {folder.name}: {folder} is a link that leads out of {outputs}; remove it")
     inputs = [("--model", settings.model), *(("--dataset", source.dataset) for source in settings.sources())]
     for flag, path in inputs:
         if os.path.exists(folder) and os.path.realpath(os.path.expanduser(path)) == str(folder.resolve()):
-            raise UserError(
-                f"--run-name {folder.name}: {folder} is the folder of {flag}; choose another name", entry="folder-taken"
-            )
+            raise UserError(f"--run-name {folder.name}: {folder} is the folder of {flag}; choose another name")
     if (folder / "config.json").exists() and not any((folder / mark).exists() for mark in (".lock", "metrics.jsonl")):
-        raise UserError(
-            f"--run-name {folder.name}: the config.json in {folder} is not a run's; choose another name",
-            entry="folder-taken",
-        )
+        raise UserError(f"--run-name {folder.name}: the config.json in {folder} is not a run's; choose another name")
     for path in (folder / "config.json", folder / "metrics.jsonl"):
         if path.exists() and not path.is_file():
-            raise UserError(f"--run-name {folder.name}: {path} is no file; remove it", entry="folder-taken")
+            raise UserError(f"--run-name {folder.name}: {path} is no file; remove it")
     refuse_in_the_way(folder)
 
 
 def refuse_in_the_way(folder: pathlib.Path) -> None:
     """Raises a UserError for a file or a link in the place of a checkpoint or of all of them: no save could succeed."""
     if os.path.lexists(folder / "checkpoints") and not os.path.isdir(folder / "checkpoints"):
-        raise UserError(
-            f"--run-name {folder.name}: {folder / 'checkpoints'} is no folder; remove it", entry="folder-taken"
-        )
+        raise UserError(f"--run-name {folder.name}: {folder / 'checkpoints'} is no folder; remove it")
     for path in saved.by_name(folder):
         if path.is_symlink() or not path.is_dir():
             kind = "a link" if path.is_symlink() else "no folder"
             problem = f"{path} is {kind}, where a checkpoint is to be"
-            raise UserError(f"--run-name {folder.name}: {problem}; move it away", entry="folder-taken")
+            raise UserError(f"--run-name {folder.name}: {problem}; move it away")
 
 
 def check_writable(flag: str, path: pathlib.Path) -> None:
@@ -181,7 +161,7 @@ def check_writable(flag: str, path: pathlib.Path) -> None:
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise UserError(f"{flag}: cannot be written ({error.strerror})", entry="output-not-writable") from error
+        raise UserError(f"{flag}: cannot be written ({error.strerror})") from error
 
 
 # Not `filelock`: its lock belongs to an open file, so a process that locks its folder once more, as the report does,
@@ -209,11 +189,9 @@ def lock_folder(folder: pathlib.Path) -> int:
                 os.pwrite(descriptor, json.dumps(heartbeats.RANKS).encode(), 0)
                 return descriptor
     except OSError as error:
-        raise UserError(
-            f"--output-dir: {lock} cannot be written ({error.strerror})", entry="output-not-writable"
-        ) from error
+        raise UserError(f"--output-dir: {lock} cannot be written ({error.strerror})") from error
     problem = f"another run is in {folder}, its ranks {describe_holders(descriptor)}"
-    raise UserError(f"--run-name {folder.name}: {problem}; end it or choose another name", entry="run-in-use")
+    raise UserError(f"--run-name {folder.name}: {problem}; end it or choose another name")
 
 
 def is_of_this_folder(descriptor: int, lock: pathlib.Path) -> bool:
@@ -247,10 +225,7 @@ def refuse_links(folder: pathlib.Path) -> None:
     for path in (*folder.iterdir(), *folder.glob("profile/*")):
         if path.is_symlink() and not pathlib.Path(os.path.realpath(path)).is_relative_to(inside):
             advice = "remove it, or choose another name; for another disk give --output-dir"
-            raise UserError(
-                f"--run-name {folder.name}: {path} is a link that leads out of the run's folder; {advice}",
-                entry="link-out-of-run",
-            )
+            raise UserError(f"--run-name {folder.name}: {path} is a link that leads out of the run's folder; {advice}")
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:

@@ -158,12 +158,10 @@ class Heartbeats(threading.Thread):
                 elif waited >= until:
                     ranks, what = self.judge(before, self.read())
                     if what and HERE.phase_changes == moves:
-                        # entry: rank-missing
                         self.end(self.describe(ranks, what), ranks, "stopped" in what)
                     waited, before = 0.0, None
             except RuntimeError as error:
                 if waited > self.seconds:
-                    # entry: rank-gone
                     self.end(f"{self.name_of(self.rank)} waits in {HERE.phase} of step {HERE.step}, and {gone(error)}")
 
     def name_of(self, rank: int) -> str:

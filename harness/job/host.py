@@ -140,9 +140,7 @@ def shorten_sockets() -> None:
     except OSError as error:
         problem = f"its path of {len(os.fsencode(folder))} bytes is too long for the sockets of data workers"
         advice = "give a TMPDIR of 70 bytes at most, or --num-workers 0"
-        raise UserError(
-            f"TMPDIR: {problem}, and /tmp cannot take them ({error.strerror}); {advice}", entry="tmpdir-too-long"
-        ) from None
+        raise UserError(f"TMPDIR: {problem}, and /tmp cannot take them ({error.strerror}); {advice}") from None
     finally:
         tempfile.tempdir = folder
 
@@ -178,4 +176,4 @@ def check_memory(settings: Settings, parameters: int, each: ParameterBytes, shar
         what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their {beside}"
         advice = "try --demo, or look for GPUs that hold it by --plan"
         have = f"training on the host takes {need / GIB:,.1f} GiB and more ({what}), it has {available / GIB:,.1f}"
-        raise UserError(f"--model {settings.model}: {have}; {advice}", entry="host-too-small")
+        raise UserError(f"--model {settings.model}: {have}; {advice}")

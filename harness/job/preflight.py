@@ -153,7 +153,6 @@ def check_versions(described: list[dict]) -> Iterator[str]:
             if len(most) > 1:
                 usually += f" and {len(most) - 1} more"
             advice = "start all ranks from the same files" if name == "program" else "install the same on every node"
-            # entry: versions-differ
             yield f"{has}, but {usually}; {advice}"
 
 
@@ -164,7 +163,6 @@ def check_gpus(described: list[dict]) -> Iterator[str]:
     for (name, memory), ranks in group(kinds):
         if name != usual[0] or abs(memory - usual[1]) > 0.02 * usual[1]:
             what = f"{names(ranks, described)}: {name} with {memory / GIB:.1f} GiB, the others have {usual[0]} with"
-            # entry: gpus-differ
             yield f"{what} {usual[1] / GIB:.1f}; the slowest sets the pace and the smallest the memory: leave it out"
 
 
@@ -180,7 +178,6 @@ def check_taken(described: list[dict]) -> Iterator[str]:
         advice = "end them, or leave this GPU out by CUDA_VISIBLE_DEVICES"
         if place == MAX_NAMES and others > 0:
             advice += f"; {others} more GPUs are like that"
-        # entry: gpu-in-use
         yield f"{names([rank], described)}: {held} ({holders}); {advice}"
 
 
@@ -201,7 +198,6 @@ def check_threads(settings: Settings, described: list[dict], computes: bool) -> 
             problem = f"{what}; give the job more of them, or fewer --num-workers"
             first_ranks.setdefault(problem, []).append(ranks[0])
     for problem, ranks in first_ranks.items():
-        # entry: too-many-threads
         yield f"{names(ranks, described)}: {problem}"
 
 
@@ -210,7 +206,6 @@ def check_files(described: list[dict]) -> Iterator[str]:
     least, rank = min((about["files"], rank) for rank, about in enumerate(described))
     if least < MIN_OPEN_FILES:
         what = f"{names([rank], described)}: {least} open files are allowed, which data workers and shards may exceed"
-        # entry: few-open-files
         yield f"{what}; raise the hard limit (ulimit -Hn, docker run --ulimit nofile=65536)"
 
 
@@ -246,11 +241,8 @@ def check_shared_memory(settings: Settings, described: list[dict]) -> Iterator[s
     where, advice = f"{where}: {amount(about['shared'])} free", "give the container more (docker run --shm-size=1g)"
     if data > about["shared"]:
         need = f"what {count * workers} data workers read ahead takes {amount(data)}"
-        raise UserError(
-            f"--num-workers {workers}: {where}, {need}; {advice}, or --num-workers 0", 1, entry="little-shared-memory"
-        )
+        raise UserError(f"--num-workers {workers}: {where}, {need}; {advice}, or --num-workers 0", 1)
     need = f"{amount(data)} for data workers and {amount(nccl)} for NCCL where GPUs have no other way"
-    # entry: little-shared-memory
     yield f"{where}, {counted(count, 'rank')} may need {need}; {advice}"
 
 
@@ -271,7 +263,6 @@ def check_staging(settings: Settings, staged: float, at_rest: float, described: 
         need = f"the copies of {counted(len(ranks), 'rank')} on {node} take {amount(len(ranks) * staged)}"
         have = f"with {amount(held)} for all else there are {amount(allowed)}"
         what = f"{need}, {have}: the run waits for each save"
-        # entry: little-host-memory
         yield f"--async-checkpoint: {what}; give the job more host memory to save beside the training"
 
 
@@ -293,7 +284,6 @@ def check_nodes(settings: Settings, parameters: int, each: ParameterBytes, descr
         return
     what = f"a shard group spans {shards // per_node} nodes, and one node would hold a replica ({gib(at_rest)} a rank)"
     hybrid = {"plan": True, "plan_gpus": world, "gpus_per_node": per_node, "dp_replicate_size": len(nodes)}
-    # entry: hsdp-possible
     yield f"--dp-replicate-size {replicas}: {what}; {as_flags(hybrid)} and the other flags say what HSDP gains"
 
 
@@ -330,7 +320,6 @@ def check_links(described: list[dict], shards: int) -> Iterator[str]:
         what = f"the shard group of {names([first], described)} leaves NVLink, which connects ranks {spans}"
         if advice:
             what += f"; with {' and '.join(advice)} a group stays on it"
-        # entry: outside-nvlink
         yield what
         return
 
@@ -360,25 +349,20 @@ def check_disk(settings: Settings, parameters: int, each: ParameterBytes, folder
         have = f"{folder} has {amount(free)} free"
         wanted = max(0, keep + 1 - complete) * checkpoint + (weights if same else 0)
         if (settings.checkpoint_interval or settings.final_checkpoint) and checkpoint > free:
-            raise UserError(f"--output-dir: {size}, {have}; name another disk, or make room", 1, entry="little-disk")
+            raise UserError(f"--output-dir: {size}, {have}; name another disk, or make room", 1)
         if settings.checkpoint_interval and wanted > free:
             more = f" and the export of {amount(weights)}" if same else ""
             what = f"{size}, {have}: {keep} that are kept, the next one that is written{more} take {amount(wanted)}"
-            # entry: little-disk
             yield f"--output-dir: {what}; make room, or give a smaller --keep-checkpoints"
         elif has_no_room_for_last(settings, parameters, each, folder):
             beside = f" beside the export of {amount(weights)}" if same and checkpoint <= free else ""
-            # entry: little-disk
             yield f"--output-dir: {size}, {have}{beside}: the last state will not be kept; make room"
         elif not settings.checkpoint_interval and checkpoint > free:
-            # entry: little-disk
             yield f"--output-dir: {size}, {have}: SIGTERM would end this run without saving; make room"
     room = free_bytes(target) if weights else None
     if room is not None and weights > room:
         problem = f"it takes {amount(weights)}, there are {amount(room)} free"
-        raise UserError(
-            f"--export {settings.export}: {problem}; name another disk, or make room", 1, entry="little-disk"
-        )
+        raise UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
 
 
 def has_no_room_for_last(settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path) -> bool:

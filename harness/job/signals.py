@@ -64,7 +64,6 @@ class StopRequest:
                 if self.settings is not None and terminal.is_first_rank():
                     here = heartbeats.HERE
                     text = terminal.describe_interrupt(self.settings, here.step, here.phase, here.folder)
-                # entry: ctrl-c
                 terminal.exit_now(text)
             if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
                 continue
@@ -79,7 +78,6 @@ class StopRequest:
             text = ""
             if terminal.is_first_rank() and heartbeats.HERE.phase != "failure":
                 text = terminal.describe_stop(name, heartbeats.HERE.folder)
-            # entry: signal-outside-training
             terminal.exit_now(text, self.EXIT_CODE)
         self.name = name
 

@@ -54,12 +54,10 @@ def begin(settings) -> None:
     trains = not (settings.plan or settings.measure) and settings.num_steps
 
     def interrupt(number: int, frame) -> None:
-        # entry: ctrl-c
         exit_now(describe_interrupt(settings, 0, "", None) if is_first_rank() else "")
 
     def stop(number: int, frame) -> None:
         speaks = is_first_rank() and trains
-        # entry: signal-outside-training
         exit_now(describe_stop(signal.Signals(number).name, None) if speaks else "", STOPPED)
 
     signal.signal(signal.SIGINT, interrupt)
@@ -123,7 +121,6 @@ def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
 def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
     """The last lines after Ctrl-C: where the run was, what is saved, and the command that goes on."""
     if settings.plan or settings.measure or not settings.num_steps:
-        # entry: ctrl-c
         return "stopped    by Ctrl-C"
     where = f"in {phase} of step {step:,} of {settings.num_steps:,}" if step else "before the first step"
     lines = [f"stopped    by Ctrl-C {where}"]
@@ -136,7 +133,6 @@ def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | N
         lines.append(f"saved      nothing yet, the first after step {interval:,}")
     elif step:
         lines.append("saved      nothing")
-    # entry: ctrl-c
     return "\n".join(lines)
 
 
@@ -144,7 +140,6 @@ def describe_stop(name: str, folder: pathlib.Path | None) -> str:
     """The line of a run that `name`, a signal or the loss of its launcher, ends where it cannot save."""
     newest = saved.newest(folder)
     kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
-    # entry: signal-outside-training
     return f"train_fsdp.py: {name} outside training, nothing to save{kept}"
 
 

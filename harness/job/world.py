@@ -43,9 +43,7 @@ def open_store(timeout_minutes: float = 10) -> dist.Store:
         )
     except RuntimeError as error:
         where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
-        raise UserError(
-            f"{where}: rank 0's store does not answer ({first_line(error)})", 1, entry="rank-0-unreachable"
-        ) from None
+        raise UserError(f"{where}: rank 0's store does not answer ({first_line(error)})", 1) from None
     if of_launcher(env) and env["GROUP_WORLD_SIZE"] == "1":
         # torchrun's store outlives a restart and keeps the dead ranks' addresses (pytorch issue 135712). The count
         # tells restarts apart on one node only, see docs/CHECKPOINTS.md
@@ -71,10 +69,7 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
     if cuda:
         device, gpus = torch.device("cuda", int(env.get("LOCAL_RANK", 0))), torch.cuda.device_count()
         if device.index >= gpus:
-            raise UserError(
-                f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen",
-                entry="rank-without-gpu",
-            )
+            raise UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
@@ -112,10 +107,7 @@ def check_restarts(env: Mapping[str, str]) -> None:
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if of_launcher(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
         needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
-        raise UserError(
-            f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}",
-            entry="restarts-share-store",
-        )
+        raise UserError(f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}")
 
 
 def reach_store(address: str, port: int, timeout_minutes: float) -> None:
@@ -132,9 +124,7 @@ def reach_store(address: str, port: int, timeout_minutes: float) -> None:
         try:
             own_store = socket.create_server(("", port))  # where torch is going to listen
         except OSError as error:
-            raise UserError(
-                f"{where}: rank 0 cannot listen there ({error.strerror}); choose another port", 1, entry="port-taken"
-            ) from None
+            raise UserError(f"{where}: rank 0 cannot listen there ({error.strerror}); choose another port", 1) from None
     while True:
         try:
             socket.create_connection((address, port), timeout=5).close()
@@ -143,23 +133,12 @@ def reach_store(address: str, port: int, timeout_minutes: float) -> None:
             waited = time.monotonic() - start
             if waited > STORE_PATIENCE and (own_store or isinstance(error, socket.gaierror)):
                 problem = "rank 0 is not reached at its own address" if own_store else "no such host"
-                raise UserError(
-                    f"{where}: {problem} ({error.strerror or error}); name the host of rank 0",
-                    1,
-                    entry="rank-0-unreachable",
-                ) from None
+                raise UserError(f"{where}: {problem} ({error.strerror or error}); name the host of rank 0", 1) from None
             if waited > STORE_PATIENCE and of_launcher(os.environ) and isinstance(error, ConnectionRefusedError):
-                raise UserError(
-                    f"{where}: torchrun is gone, and its store with it; start it again", 1, entry="torchrun-gone"
-                ) from None
+                raise UserError(f"{where}: torchrun is gone, and its store with it; start it again", 1) from None
             if waited > 60 * timeout_minutes:
-                raise UserError(
-                    f"{where}: rank 0's store does not answer ({error.strerror or error})",
-                    1,
-                    entry="rank-0-unreachable",
-                ) from None
+                raise UserError(f"{where}: rank 0's store does not answer ({error.strerror or error})", 1) from None
             if waited > STORE_PATIENCE and not has_warned:
-                # entry: waiting-for-rank-0
                 terminal.print_error(f"train_fsdp.py: waiting for rank 0 at {where} ({error.strerror or error})")
                 has_warned = True
             time.sleep(0.5)

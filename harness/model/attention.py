@@ -41,19 +41,15 @@ def choose_attention(settings: Settings, config) -> str:
     attention, cuda = settings.attention, torch.cuda.is_available()
     without_cudnn = cudnn_may_give_nan(settings, config)
     if attention == "cudnn" and not (settings.plan or cuda):
-        raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa", entry="no-kernel")
+        raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
     if attention == "cudnn" and without_cudnn:
         length = settings.sequence_length
         problem = f"on a Hopper its gradients may be NaN with a mask at {length} tokens, which is 64 modulo 128"
-        raise UserError(
-            f"--attention cudnn: {problem}; use sdpa, or --sequence-length {length + 64}", entry="cudnn-mask"
-        )
+        raise UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {length + 64}")
     if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
-        raise UserError(
-            "--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa", entry="no-kernel"
-        )
+        raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if attention == "flex_attention" and not cuda:
-        raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa", entry="no-kernel")
+        raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):  # a plan runs on the CPU, which has not all of them
         allowed = settings.plan or attention not in ONE_KERNEL or kernel == attention
         if kernel == "cudnn" and without_cudnn:
@@ -101,10 +97,7 @@ def describe_attention(settings: Settings, config, device: str) -> str:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     kernel = chosen_attention_kernel(query, key, key, mask, is_causal=mask is None, enable_gqa=shared).name.lower()
     if kernel == "error":
-        raise UserError(
-            f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa",
-            entry="no-kernel",
-        )
+        raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
     if kernel == "flash_attention":
         kernel = torch.nn.attention.current_flash_attention_impl() or kernel
     if cudnn_may_give_nan(settings, config):
@@ -119,7 +112,4 @@ def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> 
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
-        raise UserError(
-            f"--document-mask: {name} is more than attention over positions; leave the flag out",
-            entry="mask-not-enough",
-        )
+        raise UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")

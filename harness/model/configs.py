@@ -26,10 +26,10 @@ def find_source(model: str) -> tuple[str, str]:
     path = pathlib.Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"--model {model}: the folder has no config.json", entry="no-model-config")
+            raise UserError(f"--model {model}: the folder has no config.json")
         return str(path), str(path)
     if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise UserError(f"--model {model}: no such folder", entry="no-such-model")
+        raise UserError(f"--model {model}: no such folder")
     return model, model
 
 
@@ -43,15 +43,13 @@ def load_config(model: str):
         refuse_foreign_code(f"--model {model}", error)
         nowhere = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
         problem = "its config.json cannot be used" if os.path.exists(source) else nowhere
-        raise UserError(f"--model {model}: {problem} ({first_line(error)})", entry="no-usable-config") from error
+        raise UserError(f"--model {model}: {problem} ({first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"--model {model}: {config.model_type} is no causal language model of transformers", entry="not-causal"
-        )
+        raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
     if why := malformed(config.get_text_config()):
-        raise UserError(f"--model {model}: its config.json cannot be used ({why})", entry="no-usable-config")
+        raise UserError(f"--model {model}: its config.json cannot be used ({why})")
     if why := untrainable(config):
-        raise UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}", entry="untrainable")
+        raise UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}")
     config.use_cache = False
     return config
 
@@ -76,16 +74,10 @@ def choose_sequence_length(settings: Settings, config) -> int:
     length = settings.sequence_length or min(8192, positions)
     if length > positions and settings.num_steps:
         advice = f"give --sequence-length {positions} or less"
-        raise UserError(
-            f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}",
-            entry="too-many-positions",
-        )
+        raise UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
     if settings.batch_size != "auto" and settings.batch_size * length > MAX_TOKENS:
         problem = f"{settings.batch_size * length:,} tokens in one microbatch are more than any device holds"
-        raise UserError(
-            f"--batch-size {settings.batch_size}: {problem}; give fewer than {MAX_TOKENS // length + 1:,}",
-            entry="batch-too-large",
-        )
+        raise UserError(f"--batch-size {settings.batch_size}: {problem}; give fewer than {MAX_TOKENS // length + 1:,}")
     return length
 
 
@@ -94,9 +86,7 @@ def refuse_foreign_code(flag: str, error: Exception) -> None:
     to be run."""
     if "trust_remote_code" in str(error):
         reason = "it asks for code of its own (auto_map), which is never run"
-        raise UserError(
-            f"{flag}: {reason}; choose one that transformers knows by itself", entry="foreign-code"
-        ) from error
+        raise UserError(f"{flag}: {reason}; choose one that transformers knows by itself") from error
 
 
 def untrainable(config) -> str:

@@ -109,9 +109,7 @@ def choose_loss(fused: bool | None, config) -> bool:
     capped = any(value for name, value in fields if re.search("^(?!attn).*logits?_soft_?cap", name))
     linear = isinstance(head, nn.Linear) and not capped
     if fused and not linear:
-        raise UserError(
-            "--fused-loss: this model's logits are more than a linear of its hidden states", entry="no-fused-loss"
-        )
+        raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
     return linear
 
 
@@ -121,10 +119,7 @@ def check_labels(model: nn.Module) -> None:
 
     def checked(logits, labels, *args, **options):
         if labels is None or labels.shape != given["labels"].shape:
-            raise UserError(
-                f"--model: {type(model).__name__} shifts labels, which are shifted already, or cuts them",
-                entry="unsupported-model",
-            )
+            raise UserError(f"--model: {type(model).__name__} shifts labels, which are shifted already, or cuts them")
         return loss(logits, labels)
 
     model.register_forward_pre_hook(
@@ -168,8 +163,7 @@ def fuse_loss(model: nn.Module, compiled: bool) -> None:
         hidden = inputs_of_head.pop()
         if logits.requires_grad and not is_multiple(logits, hidden):
             raise UserError(
-                "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out",
-                entry="no-fused-loss",
+                "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out"
             )
         hidden = logits.flatten(0, 1).to(head.weight.dtype)
         return LinearCrossEntropy.apply(hidden, head.weight, head.bias, labels.flatten(), chunk)

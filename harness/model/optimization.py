@@ -92,7 +92,7 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
-        raise UserError(f"--optimizer {settings.optimizer}: {needs}", entry="missing-package")
+        raise UserError(f"--optimizer {settings.optimizer}: {needs}")
     groups = kind.groups(model, settings)
     optimizer = kind.build([group for group in groups if group["params"]], settings)
     if not optimizer.state:

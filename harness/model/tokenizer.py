@@ -50,15 +50,10 @@ def load_tokenizer(settings: Settings, config, needed: bool = True):
             advice = f"`hf auth login` where {source} is gated, or a network; else {advice}"
         if settings.tokenizer is None and settings.model in PRESETS:
             problem += f"; the preset {settings.model} has its config alone here"
-        raise UserError(
-            f"--tokenizer {source}: {problem} ({first_line(error)}); {advice}", entry="no-tokenizer"
-        ) from error
+        raise UserError(f"--tokenizer {source}: {problem} ({first_line(error)}); {advice}") from error
     size, embeddings = len(tokenizer), config.get_text_config().vocab_size
     if size > embeddings:
-        raise UserError(
-            f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {embeddings}",
-            entry="other-vocabulary",
-        )
+        raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {embeddings}")
     return tokenizer
 
 
@@ -70,17 +65,13 @@ def read_prompts(settings: Settings, config, tokenizer) -> list[str]:
             lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-            raise UserError(f"--sample-prompts {path}: cannot be read ({reason})", entry="prompts-file") from error
+            raise UserError(f"--sample-prompts {path}: cannot be read ({reason})") from error
         prompts += [line.strip() for line in lines if line.strip()]
         if not any(map(str.strip, lines)):
-            raise UserError(
-                f"--sample-prompts {path}: holds no prompt; give a file with one a line", entry="prompts-file"
-            )
+            raise UserError(f"--sample-prompts {path}: holds no prompt; give a file with one a line")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = max((len(tokenizer(prompt)["input_ids"]) for prompt in prompts), default=0)
     if longest and positions and longest + settings.sample_tokens > positions:
         limit = f"{settings.model}'s {positions} positions"
-        raise UserError(
-            f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}", entry="too-many-positions"
-        )
+        raise UserError(f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}")
     return prompts

@@ -29,12 +29,10 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, ImportError) as error:
-        raise UserError(f"--attention {attention}: {first_line(error)}", entry="no-kernel") from error
+        raise UserError(f"--attention {attention}: {first_line(error)}") from error
     except Exception as error:  # a negative size, an unknown activation
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"--model: transformers builds no model of its config.json ({reason})", entry="no-usable-config"
-        ) from error
+        raise UserError(f"--model: transformers builds no model of its config.json ({reason})") from error
 
 
 def count_parameters(config) -> int:
@@ -50,9 +48,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             lists[name] = module
     if not lists:
-        raise UserError(
-            f"--model: no list of {count} decoder layers found in {type(model).__name__}", entry="unsupported-model"
-        )
+        raise UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
     outermost = min(lists, key=lambda name: name.count("."))
     return lists[outermost]
 
@@ -97,7 +93,7 @@ def materialize(model: nn.Module, modules: list[nn.Module], device, weights, lay
             if id(tensor) in made and tensor.numel() and not was_written(tensor):
                 tensor_name = f"{type(module).__name__}.{name}"
                 problem = "gets no value, from a checkpoint or when its layer is made by itself"
-                raise UserError(f"--model: {tensor_name} {problem}", entry="unsupported-model")
+                raise UserError(f"--model: {tensor_name} {problem}")
     for tensor, drawn in real.items():
         drawn.data = drawn.data.to(tensor.dtype)
 
@@ -151,9 +147,7 @@ class PretrainedWeights:
                     layer = int(of_layer[1]) if of_layer else None
                     self.slices.setdefault(layer, {})[key] = tensors.get_slice(key)
         except Exception as error:
-            raise UserError(
-                f"--init pretrained: no weights from {source} ({first_line(error)})", entry="no-weights"
-            ) from error
+            raise UserError(f"--init pretrained: no weights from {source} ({first_line(error)})") from error
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
@@ -165,4 +159,4 @@ class PretrainedWeights:
             for name, weight in module.named_parameters(recurse=False):
                 if not was_loaded(weight):
                     missing = f"{path}.{name} of shape {tuple(weight.shape)}"
-                    raise UserError(f"--init pretrained: {self.source} has no {missing}", entry="no-weights")
+                    raise UserError(f"--init pretrained: {self.source} has no {missing}")

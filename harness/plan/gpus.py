@@ -55,11 +55,11 @@ def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
         UserError: the GPU is not in the table and not described, or a given rate is none of these.
     """
     if problem := gpu_names.wrong_rates(given):
-        raise UserError(problem, entry="bad-rates")
+        raise UserError(problem)
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:
         if problem := gpu_names.unlisted(gpu, given):
-            raise UserError(problem, entry="unknown-gpu")
+            raise UserError(problem)
         rates = {"fp8_tflops": 0.0, "host_us": HOST_US, "kernel_us": KERNEL_US} | given
         peak_tflops = kind.peak_tflops if kind else None
         return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", peak_tflops), rates)
@@ -121,7 +121,7 @@ def choose_rates(settings: Settings) -> Rates:
         rates = Rates(contents["device"], contents["memory_gib"], None, {}, on_gpu=not is_cpu)
     elif is_cpu:
         advice = "time this one first, with --measure and otherwise the same flags"
-        raise UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}", entry="not-measured")
+        raise UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
     else:
         given = contents
         if sections:

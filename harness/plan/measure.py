@@ -284,7 +284,6 @@ def measure(settings: Settings, recipe) -> None:
         write(path, contents)
     say(columns(describe(section, links, failed, step, planned, depth) | {"written": f"{path}, which --plan reads"}))
     for line in slow:
-        # entry: slow-rank
         say(f"slow       {line}")
     say(f"done       {time.monotonic() - began:.0f} s")
     stop_processes(stop)
@@ -296,9 +295,7 @@ def write(path: pathlib.Path, contents: dict) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(contents, indent=1) + "\n")
     except OSError as error:
-        raise UserError(
-            f"--cache-dir: {path} cannot be written ({error.strerror})", 1, entry="cache-not-writable"
-        ) from error
+        raise UserError(f"--cache-dir: {path} cannot be written ({error.strerror})", 1) from error
 
 
 def describe(

@@ -67,20 +67,15 @@ def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, 
 def choose_batch_size(settings: Settings) -> int:
     """--batch-size auto: the largest that fits by a plan of this run, on rank 0."""
     if not (settings.plan_gpu or torch.cuda.is_available()):
-        raise UserError(
-            "--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu",
-            entry="no-auto-batch",
-        )
+        raise UserError("--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu")
     result, problem = read_plan(start_plan(settings), patience=600)
     if not result:
-        raise UserError(f"--batch-size auto: {problem}", entry="plan-failed")
+        raise UserError(f"--batch-size auto: {problem}")
     if not result["largest_batch_size"]:
         advice = ""
         if result.get("fits_with"):
             advice = f"; it fits with {result['fits_with']['flags']}"
-        raise UserError(
-            f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}", entry="no-auto-batch"
-        )
+        raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
     say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
     return result["largest_batch_size"]
 
@@ -104,7 +99,6 @@ def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
         say(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
     predicted, problem = read_plan(process, PATIENCE)
     if not predicted:
-        # entry: plan-failed
         say(f"planned    nothing: {problem}")
         return {}
     return {

@@ -51,7 +51,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     rates = choose_rates(settings)
     if settings.precision == "fp8" and not (rates.assumed.get("fp8_tflops", 1) or settings.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
-        raise UserError(f"--precision fp8: {why}; use bf16", entry="no-float8")
+        raise UserError(f"--precision fp8: {why}; use bf16")
     config = load_config(settings.model)
     worlds = settings.plan_gpus or (settings.gpus_per_node,)
     settings = recipe.resolve(settings, config)

@@ -148,7 +148,7 @@ def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, pe
         records = [record_step(settings, recipe, config, world, depth, edge, on_gpu) for depth in depths]
     except ERRORS_WITHOUT_DATA as error:
         why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
-        raise UserError(f"--plan: {why} ({first_line(error)})", entry="plan-needs-data") from error
+        raise UserError(f"--plan: {why} ({first_line(error)})") from error
     few, many = records[0], records[-1]
     periods = (layers - depths[-1]) / period if len(depths) == 2 else 0
 

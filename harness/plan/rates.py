@@ -121,10 +121,7 @@ class Rates:
             return Time(0.0, "assumed")
         if not self.assumed:
             advice = f"torchrun --nproc_per_node={per_node} train_fsdp.py --measure and the same flags"
-            raise UserError(
-                f"--plan-gpus: {kind} over {ranks} ranks was not measured on {self.device}; {advice}",
-                entry="not-measured",
-            )
+            raise UserError(f"--plan-gpus: {kind} over {ranks} ranks was not measured on {self.device}; {advice}")
         nodes = ranks // per_node
         rate = self.assumed["intra_node_gb_per_s"]
         if nodes > 1:  # every GPU of the node lends the ring its network card
@@ -278,14 +275,12 @@ def read_file(path: pathlib.Path) -> dict:
     try:
         contents = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"--plan-rates {path}: {first_line(error)}", entry="bad-rates") from error
+        raise UserError(f"--plan-rates {path}: {first_line(error)}") from error
     if isinstance(contents, dict) and "sections" in contents:
         try:
             check_sections(contents["sections"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"--plan-rates {path}: not as --measure writes it ({first_line(error)})", entry="bad-rates"
-            ) from error
+            raise UserError(f"--plan-rates {path}: not as --measure writes it ({first_line(error)})") from error
     return contents
 
 

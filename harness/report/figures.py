@@ -18,11 +18,11 @@ def check_that_figures_will_exist(settings: Settings, device: torch.device, peak
     """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is the
     device's, None where it is not known."""
     if settings.min_mfu and not peak_tflops:
-        raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops", entry="no-mfu")
+        raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
     memory_flags = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
     for flag, value in memory_flags.items():
         if value and device.type != "cuda":
-            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out", entry="no-gpu-memory")
+            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out")
 
 
 def check_gates(settings: Settings, metrics: dict) -> None:
@@ -35,7 +35,7 @@ def check_gates(settings: Settings, metrics: dict) -> None:
     if settings.max_memory_gib and reserved > settings.max_memory_gib:
         missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
     if missed:
-        raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3, entry="gate-missed")
+        raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
 
 
 ABSENT = -math.inf  # a figure that a rank did not measure: less than any other in a maximum

@@ -68,9 +68,7 @@ class Report:
                 keep_config(folder, run)
                 endpoint.identify(run)
             except OSError as error:
-                raise UserError(
-                    f"--output-dir: {folder} cannot be written ({error.strerror})", 1, entry="output-not-writable"
-                ) from error
+                raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
         self.folder, self.place = folder, place_of(folder)
         self.moved = False  # whether the folder is elsewhere now
         self.page: pathlib.Path | None = None  # once it is written
@@ -123,7 +121,6 @@ class Report:
             self.advised = True
             warning = describe_unsaved(self.settings, self.num_steps - step, metrics["step_time_ms"])
             if warning:
-                # entry: nothing-saved-before-end
                 terminal.print_error(f"train_fsdp.py: warning: {warning}")
 
     def note_skipped(self, skipped: list[SkippedStep]) -> None:
@@ -166,7 +163,6 @@ class Report:
         self.write_waiting(durable=bool(notes))
         moved = place_of(self.folder) != self.place
         if moved and not self.moved:
-            # entry: folder-moved
             say(f"failed     {self.folder} was moved away; move it back: nothing is lost, checkpoints wait for it")
         self.moved = moved
 
@@ -179,7 +175,6 @@ class Report:
         except OSError as error:
             if not self.failed:
                 reason = f"metrics.jsonl, from step {self.step} on: {error.strerror}"
-                # entry: metrics-waiting
                 say(f"failed     {reason}; its lines wait in memory, the run goes on")
             self.failed = True
             return
@@ -204,9 +199,7 @@ class Report:
             return
         waiting = len(self.file.waiting)
         lost = f"{waiting} lines are lost" if waiting else "see above"
-        raise UserError(
-            f"--output-dir: {self.folder / 'metrics.jsonl'} could not be written, {lost}", 1, entry="metrics-lost"
-        )
+        raise UserError(f"--output-dir: {self.folder / 'metrics.jsonl'} could not be written, {lost}", 1)
 
     def settle(self) -> None:
         """Tries once more to write what waits for a disk."""
@@ -244,6 +237,5 @@ def write_page(folder: pathlib.Path) -> pathlib.Path | None:
     try:
         return page.write_report([folder], folder / "report.html")
     except Exception as error:  # whatever it is, the run has its result
-        # entry: report-not-written
         say(columns({"report": f"not written: {getattr(error, 'strerror', None) or first_line(error)}"}))
         return None

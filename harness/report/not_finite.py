@@ -44,4 +44,4 @@ def give_up(folder: pathlib.Path, problem: NotFinite, first_step: int, resumed: 
         kept = "nothing was saved"
     parts = [f"the {problem.words} at step {problem.step}", problem.consequence, kept]
     parts.append("a lower --lr, more --warmup-steps or --max-grad-norm 1 may help")
-    raise UserError("; ".join(part for part in parts if part), exit_code=1, entry="not-finite")
+    raise UserError("; ".join(part for part in parts if part), exit_code=1)

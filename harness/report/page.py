@@ -495,10 +495,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         print(write_report(args.run, output))
     except OSError as error:
-        # entry: page-not-written
         sys.exit(f"harness.report.page: error: {output}: cannot be written ({error.strerror})")
     except UserError as error:
-        # entry: page-not-written
         sys.exit(f"harness.report.page: error: {first_line(error)}")
 
 

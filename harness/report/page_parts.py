@@ -78,6 +78,6 @@ def plotly_js() -> str:
     """The source of plotly.js, read from its Python package, which is not imported."""
     package = find_spec("plotly")
     if package is None:
-        raise UserError("needs the package plotly (pip install plotly)", entry="missing-package")
+        raise UserError("needs the package plotly (pip install plotly)")
     path = pathlib.Path(package.submodule_search_locations[0], "package_data", "plotly.min.js")
     return path.read_text(encoding="utf-8")

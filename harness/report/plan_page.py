@@ -54,7 +54,7 @@ def write_plan(path: pathlib.Path, plan: dict) -> pathlib.Path:
     try:
         return parts.write_page(path, title, f"plan · {verdict(plan)}", sections)
     except OSError as error:
-        raise UserError(f"--html {path}: cannot be written ({error.strerror})", 1, entry="page-not-written") from error
+        raise UserError(f"--html {path}: cannot be written ({error.strerror})", 1) from error
 
 
 def verdict(plan: dict) -> str:

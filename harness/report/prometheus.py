@@ -66,10 +66,7 @@ class Endpoint:
         if not port:
             return
         if not find_spec("prometheus_client"):
-            raise UserError(
-                "--metrics-port: needs the package prometheus_client (pip install prometheus_client)",
-                entry="missing-package",
-            )
+            raise UserError("--metrics-port: needs the package prometheus_client (pip install prometheus_client)")
         from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
 
         registry = CollectorRegistry()
@@ -87,14 +84,10 @@ class Endpoint:
         try:
             server, _ = start_http_server(port, host, registry)
         except (socket.gaierror, UnicodeError) as error:
-            raise UserError(
-                f"--metrics-host {host}: no such address; 0.0.0.0 listens on all of this host", entry="metrics-endpoint"
-            ) from error
+            raise UserError(f"--metrics-host {host}: no such address; 0.0.0.0 listens on all of this host") from error
         except OSError as error:
             where = f"{host}:{port} ({error.strerror})"
-            raise UserError(
-                f"--metrics-port: cannot listen on {where}; choose another", entry="metrics-endpoint"
-            ) from error
+            raise UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
         self.watch(server)
         endings.LISTENERS.append(self.end)
 

@@ -54,9 +54,7 @@ def read_run(folder: pathlib.Path) -> Run:
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(
-            f"{folder}: holds no metrics.jsonl; name a run's folder, OUTPUT_DIR/RUN_NAME", entry="not-a-run-folder"
-        )
+        raise UserError(f"{folder}: holds no metrics.jsonl; name a run's folder, OUTPUT_DIR/RUN_NAME")
     lines = read_metrics(path)
     written = [line for line in path.read_bytes().splitlines() if line.strip()]
     last = lines[-1] if lines else {}

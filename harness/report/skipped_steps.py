@@ -110,7 +110,6 @@ def describe_skipped(skipped: list[SkippedStep], data: DataRecord, folder: pathl
         steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
         reasons = ", ".join(dict.fromkeys(step.reason for step in run))
         command = to_paste(terminal.launcher(), config=folder / "config.json", show_samples=first)
-        # entry: step-skipped
         text = f"{steps}: {reasons}; samples {samples.start:,} to {samples.stop - 1:,}, which this shows: {command}"
         lines.append(columns({"skipped": text}))
     return "\n".join(lines)

@@ -105,9 +105,7 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
             replace_file(path, metrics_text(lines))
             Trackers(settings, folder, state, read_config(folder)).summarize(figures_in(lines[-1]))
     except OSError as error:
-        raise UserError(
-            f"--output-dir: {path} cannot be written ({error.strerror})", 1, entry="output-not-writable"
-        ) from error
+        raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
     return lines[-1] if lines else {}
 
 

@@ -28,9 +28,7 @@ def choose_trackers(log_with: str) -> list[str]:
     names = {"none": [], "all": ["wandb", "tensorboard"]}.get(log_with, [log_with])
     for package in names:
         if not find_spec(package):
-            raise UserError(
-                f"--log-with {log_with}: needs the package {package} (pip install {package})", entry="missing-package"
-            )
+            raise UserError(f"--log-with {log_with}: needs the package {package} (pip install {package})")
     if "wandb" in names:
         import wandb
 
@@ -38,12 +36,10 @@ def choose_trackers(log_with: str) -> list[str]:
             ready = wandb.setup().settings.mode != "online" or wandb.login(prompt=False)
         except Exception as error:  # the server is not reached, or does not know the key
             advice = "WANDB_MODE=offline keeps the run in its folder, for `wandb sync`"
-            raise UserError(
-                f"--log-with {log_with}: no login to wandb ({first_line(error)}); {advice}", 1, entry="no-wandb-login"
-            ) from error
+            raise UserError(f"--log-with {log_with}: no login to wandb ({first_line(error)}); {advice}", 1) from error
         if not ready:
             advice = f"run `{program('wandb')} login`, or set WANDB_MODE=offline"
-            raise UserError(f"--log-with {log_with}: not logged in to wandb; {advice}", entry="no-wandb-login")
+            raise UserError(f"--log-with {log_with}: not logged in to wandb; {advice}")
     return names
 
 
@@ -128,7 +124,6 @@ class Trackers:
                 self.open.remove(tracker)
                 self.failed.append(tracker)
                 self.tried_at = time.monotonic()
-                # entry: tracker-failed
                 say(f"failed     {tracker.name}{where}: {reason_of(error)}; the run goes on without it")
 
 
@@ -138,7 +133,7 @@ def start(kind: type, settings: Settings, folder: pathlib.Path, state: TrainStat
         tracker = kind(settings, folder, state, config)
     except Exception as error:
         what = f"--log-with {settings.log_with}: {kind.name} does not start ({reason_of(error)})"
-        raise UserError(f"{what}; --log-with none leaves it out", 1, entry="tracker-does-not-start") from error
+        raise UserError(f"{what}; --log-with none leaves it out", 1) from error
     endings.LISTENERS.append(tracker.finish)
     return tracker
 

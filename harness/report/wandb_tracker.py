@@ -132,7 +132,6 @@ class Wandb:
             self.run.finish(exit_code=exit_code)
             self.teardown(exit_code)  # until its process has written the last record: it ends with this one
         except TimeoutError:
-            # entry: wandb-not-uploaded
             terminal.print_error(f"wandb      not all is uploaded after {FINISH_SECONDS:.0f} s; later: {self.upload()}")
 
 

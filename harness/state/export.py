@@ -59,18 +59,14 @@ def step_of_export(settings: Settings) -> int:
     config = saved.read_config(folder)
     is_own = run_id and config.get("run_id") == run_id and saved.is_same_run(folder, run_id, config.get("folder"))
     if not is_own or not same_weights(settings, config.get("flags")):
-        raise UserError(
-            f"--export: {settings.export} exists already; choose another folder or remove it", entry="export-exists"
-        )
+        raise UserError(f"--export: {settings.export} exists already; choose another folder or remove it")
     last_step = settings.num_steps
     newest = saved.newest(folder)
     if newest:
         last_step = max(last_step, saved.step_of(newest))
     if step < last_step:
         problem = f"holds this run after step {step}, which is to be at step {last_step}"
-        raise UserError(
-            f"--export: {settings.export} {problem}; choose another folder or remove it", entry="export-exists"
-        )
+        raise UserError(f"--export: {settings.export} {problem}; choose another folder or remove it")
     return step
 
 
@@ -202,16 +198,12 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     """
     path, final = settings.export, pathlib.Path(settings.export).expanduser()
     if not state.finite():
-        raise UserError(
-            f"--export {path}: the weights are infinite or NaN; nothing is exported",
-            exit_code=1,
-            entry="export-not-finite",
-        )
+        raise UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
     is_average = settings.export_weights == "ema"
     with state.average.as_weights() if is_average else contextlib.nullcontext():
         unreadable, error = write_export(settings, state, tokenizer, final)
     if error:
-        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1, entry="output-not-writable")
+        raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
     parts = [str(final)]
     if is_average:
         parts.append("the average of the weights")

@@ -61,18 +61,14 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
         paths = [checkpoint_folder(resume)]
         problem = no_checkpoint(resume)
         if problem:
-            raise UserError(f"--resume {resume}: {problem}", entry="no-checkpoint")
+            raise UserError(f"--resume {resume}: {problem}")
     paths_of_main = of_all_ranks(paths)[0]  # a rank that saw others would be alone in its next collective
     for path in paths_of_main:
         manifest, problem = verify_checkpoint(path)
         if not problem:
             return path, manifest
         if not auto:
-            raise UserError(
-                f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto",
-                entry="checkpoint-damaged",
-            )
-        # entry: damaged-skipped
+            raise UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
         say(f"skipped    {path.name} is damaged: {problem}")
     origin = of_all_ranks(saved.read_origin(folder))[0]
     return find_branch_point(folder, origin) if origin else (None, None)
@@ -102,7 +98,5 @@ def find_branch_point(folder: pathlib.Path, origin: dict) -> tuple[pathlib.Path,
     manifest, problem = verify_checkpoint(path)
     if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
         reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
-        raise UserError(
-            f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name", entry="origin-gone"
-        )
+        raise UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
     return path, manifest

@@ -122,7 +122,7 @@ def check_has_average(settings: Settings, manifest: dict | None) -> None:
     none: a checkpoint without it, or no checkpoint."""
     if settings.ema and (manifest is None or not manifest["flags"].get("ema")):
         where = "--num-steps 0 trains nothing" if manifest is None else f"{settings.resume} holds none"
-        raise UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}", entry="no-average")
+        raise UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}")
 
 
 def check_sources(before: DataRecord, now: DataRecord) -> None:
@@ -133,11 +133,11 @@ def check_sources(before: DataRecord, now: DataRecord) -> None:
             if rules.get(key) != value:
                 problem = f"the source {name} is not what it was at the checkpoint ({key.replace('_', ' ')})"
                 advice = "give it as it was, or under another name as a source of its own"
-                raise UserError(f"--dataset: {problem}; {advice}", entry="not-the-same-run")
+                raise UserError(f"--dataset: {problem}; {advice}")
 
 
 def refuse(flag: str, before, now) -> None:
-    raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {ADVICE}", entry="not-the-same-run")
+    raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {ADVICE}")
 
 
 def refuse_changed_field(flag: str, before: dict, now: dict) -> None:
@@ -157,12 +157,8 @@ def refuse_changed_checksum(key: str, settings: Settings, saved_flags: dict) -> 
         if before != now:
             refuse(f"--{name.replace('_', '-')}", before, now)
     if key == "tokenizer":
-        raise UserError(
-            f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}", entry="not-the-same-run"
-        )
-    raise UserError(
-        f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}", entry="not-the-same-run"
-    )
+        raise UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
+    raise UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
 
 
 def keep_global_batch(settings: Settings, manifest: dict) -> int:
@@ -177,7 +173,7 @@ def keep_global_batch(settings: Settings, manifest: dict) -> int:
     if left_over:
         problem = f"{world} ranks cannot share the run's global batch of {counted(sequences, 'sequence')}"
         advice = advise_batch(sequences, world, size, settings.gradient_accumulation_steps)
-        raise UserError(f"--batch-size {size}: {problem}; {advice}", entry="ranks-do-not-share")
+        raise UserError(f"--batch-size {size}: {problem}; {advice}")
     return accumulation
 
 

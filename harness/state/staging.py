@@ -66,7 +66,6 @@ class Stager:
             torch.cuda.set_device(self.device)  # a new thread has GPU 0
             problem = pin(memory)
             if problem:
-                # entry: copies-not-pinned
                 say(f"slow       copies for checkpoints: their host memory cannot be pinned ({problem})")
         self.layout, self.buffers = layout, buffers
 

@@ -68,7 +68,6 @@ class Checkpoints:
         anyone_writing = torch.tensor(int(is_writing), device=self.device)
         dist.all_reduce(anyone_writing, dist.ReduceOp.MAX)
         if anyone_writing.item():
-            # entry: checkpoint-skipped
             say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
             return
         if self.settings.streaming:
@@ -164,7 +163,6 @@ class Checkpoints:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             cause = first_line(error)
-            # entry: checkpoint-failed
             say(f"failed     checkpoint {final.name}: {cause}; the run goes on, older checkpoints stay")
             return
         megabytes = sum(size for size, _ in files.values()) / 1e6

@@ -243,9 +243,7 @@ class TrainState:
                     del tensors[name]
             dcp.load(tensors, storage_reader=reader)
         except (Exception, dcp.CheckpointException) as error:
-            raise UserError(
-                f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1, entry="checkpoint-not-loaded"
-            ) from error
+            raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
         if self.average and not has_average:
             self.average.restart()
         for name, _, local in self.optimizer_states():

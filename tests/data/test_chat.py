@@ -167,7 +167,7 @@ def test_a_bad_conversation_is_named(tokenizer, tmp_path, value, fault):
     corpus = {"tokenizer": tokenizer, "seq_len": 8, "dataset": file}
     with pytest.raises(UserError, match=r"chat.jsonl, line 2: ") as raised:
         corpora.read_cached(utils.get_dataset, corpus, "train", tmp_path / "cache")
-    assert re.search(fault, str(raised.value)) and raised.value.entry == "bad-record"
+    assert re.search(fault, str(raised.value))
     if not isinstance(value, str):
         assert "1 of 2 lines are bad" in str(raised.value)
 
@@ -324,9 +324,8 @@ def test_where_nothing_tells_the_ends_of_documents_the_run_is_refused(
     device, without_end, tmp_path, records, flags, says
 ):
     source = write(tmp_path / "data.jsonl", records)
-    with pytest.raises(UserError, match=says) as raised:
+    with pytest.raises(UserError, match=says):
         open_data(without_end, tmp_path, source, *flags)
-    assert raised.value.entry == "no-end-of-text"
 
 
 def test_a_template_that_is_not_there_is_named(tokenizer, corpus, tmp_path):

@@ -424,9 +424,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(store, large, when):
 def test_a_store_that_stays_away_is_the_same_line_in_every_format(store, corpus, tokenizer, name):
     url = store.put(f"bucket/{name}", (corpus / name).read_bytes())
     store.plan = ["reset"] * 100
-    with pytest.raises(UserError, match=f"^--dataset {url}: cannot be read at byte [0-9,]+, 8 tries in") as raised:
+    with pytest.raises(UserError, match=f"^--dataset {url}: cannot be read at byte [0-9,]+, 8 tries in"):
         streaming.stream_dataset(tokenizer, SEQ_LEN, dataset=url)
-    assert raised.value.entry == "store-unreachable"
 
 
 def test_a_bad_record_is_named_with_its_line_and_counted(store, tokenizer, tmp_path):
@@ -457,7 +456,7 @@ def test_a_wrong_url_is_one_line_at_once(store, url, said):
     store.put("bucket/notes.csv", b"a,b")
     with pytest.raises(UserError, match=said) as raised:
         local_files(url)
-    assert raised.value.entry and "secret" not in str(raised.value)
+    assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("url", "package"), [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])

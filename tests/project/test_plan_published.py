@@ -86,7 +86,7 @@ def test_it_goes_on_where_it_was_ended_and_plans_again_what_changed(driver, monk
 def test_a_refused_run_is_named_and_the_others_are_planned(driver, monkeypatch):
     def refuse_one(run):
         if run.name == "chose":
-            raise UserError("--model: no such folder", entry="bad-config")
+            raise UserError("--model: no such folder")
         return planned(3e6, 3.0)
 
     monkeypatch.setattr(plan_published, "plan", refuse_one)
