@@ -4,6 +4,7 @@ The tests start `main` once a session with 1, 2 and 4 ranks and read WORKSPACE/o
 """
 
 import collections
+import ctypes
 import datetime
 import fcntl
 import functools
@@ -259,7 +260,8 @@ def switched(switch: str, *argv: str) -> None:
 
 def stalled(how: str, *argv: str) -> None:
     """The program, of which one rank stalls: it reads data, evaluates or saves for ever, is stopped before or
-    while the ranks meet or inside an all-reduce among replicas, or nobody reads what rank 0 prints."""
+    while the ranks meet or inside an all-reduce among replicas, or nobody reads what rank 0 prints. With `lock` rank 1
+    reads for ever, and rank 0 holds the interpreter's lock meanwhile."""
 
     def forever(*_, **__):
         time.sleep(1000)
@@ -282,13 +284,22 @@ def stalled(how: str, *argv: str) -> None:
                 return all_reduce(*args, **options)
 
             dist.all_reduce = stop_in_backward
-        if how == "data":
+        if how in ("data", "lock"):
             read, calls = PackedDataset.__getitem__, itertools.count()
             PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "evaluation":
             train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":
             store.sha256 = forever
+    elif how == "lock":  # rank 0 waits as a launch into a full queue does: no thread of it runs
+        enter_phase, moves = heartbeats.enter_phase, itertools.count()
+
+        def hold_the_lock(phase: str, step: int | None = None):
+            enter_phase(phase, step)
+            if phase == "backward" and next(moves) > 6:
+                ctypes.PyDLL(None).sleep(1000)
+
+        heartbeats.enter_phase = hold_the_lock
     elif how == "print":
         full = os.pipe()[1]
         fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)
