@@ -208,7 +208,7 @@ class Heartbeats(threading.Thread):
         if cut_off:
             return cut_off, f"{last_seen(now[cut_off[0]])}; stopped, killed or cut off"
         if len(behind) < len(beating) or self.world == 1:
-            return behind, where
+            return writing or behind, where
         if silent:
             silent = [rank for rank in silent if now[rank]["moves"] == min(now[rank]["moves"] for rank in silent)]
             return silent, f"{last_seen(now[silent[0]])}; its process runs, but a call holds the interpreter's lock"
