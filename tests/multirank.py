@@ -269,6 +269,17 @@ def stalled(how: str, *argv: str) -> None:
     def stopped(*_, **__):
         os.kill(os.getpid(), signal.SIGSTOP)
 
+    if how == "lock":  # rank 0 waits as a launch into a full queue does: no thread of it runs
+        enter_phase = heartbeats.enter_phase
+        hang = forever if os.environ["RANK"] == "1" else lambda: ctypes.PyDLL(None).sleep(1000)
+        where = "data" if os.environ["RANK"] == "1" else "forward"
+
+        def hang_there(phase: str, step: int | None = None):
+            enter_phase(phase, step)
+            if (phase, heartbeats.HERE.step) == (where, 8):
+                hang()
+
+        heartbeats.enter_phase = hang_there
     if os.environ["RANK"] == "1":
         if how == "never":
             stopped()
@@ -284,22 +295,13 @@ def stalled(how: str, *argv: str) -> None:
                 return all_reduce(*args, **options)
 
             dist.all_reduce = stop_in_backward
-        if how in ("data", "lock"):
+        if how == "data":
             read, calls = PackedDataset.__getitem__, itertools.count()
             PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "evaluation":
             train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":
             store.sha256 = forever
-    elif how == "lock":  # rank 0 waits as a launch into a full queue does: no thread of it runs
-        enter_phase, moves = heartbeats.enter_phase, itertools.count()
-
-        def hold_the_lock(phase: str, step: int | None = None):
-            enter_phase(phase, step)
-            if phase == "backward" and next(moves) > 6:
-                ctypes.PyDLL(None).sleep(1000)
-
-        heartbeats.enter_phase = hold_the_lock
     elif how == "print":
         full = os.pipe()[1]
         fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)

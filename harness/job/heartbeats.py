@@ -123,6 +123,7 @@ class Heartbeats(threading.Thread):
             "seconds": time.monotonic() - HERE.since,
             "writing": HERE.writing,
             "place": self.place,
+            "beside": [*self.neighbours()],
             "down": self.down(),
         }
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
@@ -190,8 +191,8 @@ class Heartbeats(threading.Thread):
             return absent, "never seen; stopped or killed before the ranks met, or not started"
         beating = [rank for rank in range(self.world) if before[rank]["beat"] != now[rank]["beat"]]
         silent = [rank for rank in range(self.world) if rank not in beating]
-        nodes = {now[rank]["place"][0] for rank in beating}
-        cut_off = [rank for rank in silent if now[rank]["place"][0] not in nodes]  # nobody beside it sees its state
+        seen = {rank for watcher in beating for rank in now[watcher]["beside"]}
+        cut_off = [rank for rank in silent if rank not in seen]  # nobody beside it knows its state
         if down := sorted({rank for watcher in beating for rank in now[watcher]["down"]}):
             return down, f"{last_seen(now[down[0]])}; stopped, killed or cut off"
         if all(beat["phase"] == "preparation" for beat in now) and not cut_off:

@@ -159,7 +159,7 @@ def test_collectives_that_run_at_once_are_waited_for_once(monkeypatch, cuda):
 def judged(*ranks: dict) -> tuple[list[int], str]:
     """What one of these ranks says, after all but the silent ones beat again."""
     beat = {"beat": 7, "phase": "backward", "step": 3, "moves": 20, "time": time.time(), "seconds": 9, "writing": ""}
-    before = [beat | {"place": (f"node-{number}", 1), "down": []} | rank for number, rank in enumerate(ranks)]
+    before = [beat | {"beside": [], "down": []} | rank for rank in ranks]
     watch = object.__new__(heartbeats.Heartbeats)
     watch.world = len(ranks)
     before = [heartbeats.ABSENT if rank.get("absent") else rank for rank in before]
@@ -181,11 +181,11 @@ def test_a_single_rank_that_reads_for_ever_is_a_stall_and_waits_for_nobody():
 def test_who_is_silent_comes_before_who_is_behind():
     assert judged({}, {"silent": 1}, {"moves": 19})[0] == [1]
     assert judged({}, {}, {"moves": 19, "phase": "data"}) == ([2], "in data of step 3 for 9 s")
-    beside = {"place": ("node-0", 2), "silent": 1, "moves": 12}  # which node 0 does not say is stopped
+    silent, sees = {"silent": 1, "moves": 12}, {"beside": [0, 1]}
     assert judged({"phase": "data"}, {"silent": 1, "moves": 12}) == ([0], "in data of step 3 for 9 s")
-    assert judged({}, beside, {"moves": 19, "phase": "evaluation"})[0] == [2]
-    assert judged({"down": [1]}, beside, {"moves": 19})[0] == [1]
-    ranks, what = judged({}, beside, {})
+    assert judged(sees, silent, {"moves": 19, "phase": "evaluation"})[0] == [2]
+    assert judged(sees | {"down": [1]}, silent, {"moves": 19})[0] == [1]
+    ranks, what = judged(sees, silent, {})
     assert ranks == [1] and "its process runs" in what
     ranks, what = judged({}, {}, {})
     assert ranks == [0, 1, 2] and "all wait for each other" in what
