@@ -235,7 +235,7 @@ def test_the_header_asks_torch_for_the_kernel_as_transformers_will(header):
     assert header() == ("sdpa attention (cudnn_attention)", (2, False, True))
     assert header("--document-mask")[1] == (4, True, False)  # transformers repeats the keys then
     with pytest.raises(UserError, match="--attention flash: torch's kernel does not take this model's heads; use sdpa"):
-        header("--attention", "flash", kernel=SDPBackend.ERROR)
+        header("--attention", "flash", "--precision", "bf16", kernel=SDPBackend.ERROR)
 
 
 @pytest.fixture

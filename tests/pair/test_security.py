@@ -198,8 +198,8 @@ def test_a_chat_template_that_calls_the_operating_system_is_refused_in_the_sandb
     assert not mark.exists()
     said = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": said}) + "\n")
-    said = mistake("--tokenizer", tokenizer, "--dataset", tmp_path / "chat.jsonl", "--run-name", "chat")
-    assert "the chat template fails, " in said
+    flags = ["--tokenizer", tokenizer, "--dataset", tmp_path / "chat.jsonl", "--chat-loss", "all"]
+    assert "the chat template fails, " in mistake(*flags, "--run-name", "chat")
     assert not mark.exists()
     jinja2.Template(template).render()
     assert mark.exists()
