@@ -111,7 +111,7 @@ def check_resume_compatible(settings: Settings, identity: dict, manifest: dict) 
     for key in REPORTED:
         if saved.get(key) != now[key]:
             changed.append(f"{key.replace('_', ' ')} {saved[key]} -> {now[key]}")
-            if key == "batch_size" and not gives_batch(settings):
+            if key == "batch_size" and global_batch(saved) == global_batch(now):
                 changed[-1] += " (keeps the global batch)"
             if key == "ema" and not saved[key]:
                 changed[-1] += " (the average begins as a copy of the loaded weights)"
@@ -164,24 +164,26 @@ def refuse_changed_checksum(key: str, settings: Settings, saved_flags: dict) -> 
     raise UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
 
 
-def gives_batch(settings: Settings) -> bool:
-    """Whether a flag gives the batch, or leaves it to the program."""
-    return bool(given(settings.argv) & {"batch_size", "gradient_accumulation_steps"})
+def global_batch(flags: dict) -> int:
+    """Sequences of a step, of resolved flags with their `world_size`."""
+    return flags["world_size"] * flags["batch_size"] * flags["gradient_accumulation_steps"]
 
 
 def keep_global_batch(settings: Settings, manifest: dict) -> Settings:
     """The settings with the batch of a run that goes on from the checkpoint of `manifest`: its global batch, where the
-    batch flags are those of that run or none is given. Then the accumulation may become another, and where no flag
-    gives it the batch size. Other batch flags ask for another batch, which `check_resume_compatible` reports.
+    batch flags are those of that run or none is given. Then the accumulation may become another, and the batch size
+    where the command line does not give it. Other batch flags ask for another batch, which `check_resume_compatible`
+    reports.
 
     Raises:
         UserError: these ranks cannot share the global batch, or not at the batch size that was given.
     """
     flags, world = manifest["flags"], dist.get_world_size()
     size, accumulation = flags["batch_size"], flags["given_accumulation"]
-    if gives_batch(settings) and (settings.batch_size, settings.given_accumulation) != (size, accumulation):
+    is_given = bool(given(settings.argv) & {"batch_size", "gradient_accumulation_steps"})
+    if is_given and (settings.batch_size, settings.given_accumulation) != (size, accumulation):
         return settings
-    sequences = manifest["world_size"] * size * flags["gradient_accumulation_steps"]
+    sequences = global_batch(flags | {"world_size": manifest["world_size"]})
     if sequences % world:
         worlds = [ranks for ranks in range(1, sequences + 1) if sequences % ranks == 0]
         nearest = sorted(sorted(worlds, key=lambda ranks: abs(ranks - world))[:4])
@@ -191,7 +193,7 @@ def keep_global_batch(settings: Settings, manifest: dict) -> Settings:
         raise UserError(f"--batch-size {size}: {problem}; {advice}, or give {other}")
     of_rank = sequences // world
     fitting = max(divisor for divisor in range(1, size + 1) if of_rank % divisor == 0)
-    if gives_batch(settings) and fitting != size:
+    if is_given and fitting != size and not settings.config:  # a file may be the run's own config.json
         asked = world * size * accumulation
         keeping = {"batch_size": fitting}
         if of_rank // fitting != accumulation:

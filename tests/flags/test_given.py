@@ -4,6 +4,7 @@ on."""
 import json
 import re
 import shlex
+import shutil
 
 import multirank
 import pytest
@@ -93,17 +94,16 @@ def test_going_on_keeps_the_warmup_that_was_given_or_resolved(run, tmp_path, war
 
 def test_a_config_json_gives_another_run_what_was_given_and_nothing_that_followed_from_it(run, tmp_path):
     run("first", "--num-steps 20 --warmup-steps 1 --batch-size 2")
+    given = record_of(tmp_path / "first")["given"]
+    typed = f"{SMALL.replace('no-compile', 'compile')} --final-checkpoint --output-dir --run-name --num-steps"
+    typed += " --warmup-steps --batch-size"
+    assert {f"--{name.replace('_', '-')}" for name in given} == {word for word in words(typed) if word[0] == "-"}
+    manifest = json.loads(next((tmp_path / "first" / "checkpoints").glob("*/manifest.json")).read_text())
+    assert manifest["given"] == given
     config = f"--config {tmp_path / 'first' / 'config.json'} --num-steps 40"
     assert python(*words(f"{config} --run-name second")).returncode == 0
     rates = [line["learning_rate"] for line in metrics_of(tmp_path / "second") if not line.get("final")]
     assert rates[1] == max(rates)  # after one step of warmup, though 5 % of the steps are two
-    run("free", "--num-steps 20")
-    assert (
-        python(*words(f"--config {tmp_path / 'free' / 'config.json'} --num-steps 40 --run-name other")).returncode == 0
-    )
-    assert record_of(tmp_path / "other")["flags"]["warmup_steps"] == 2
-    manifest = json.loads(next((tmp_path / "free" / "checkpoints").glob("*/manifest.json")).read_text())
-    assert manifest["given"] == record_of(tmp_path / "free")["given"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -151,6 +151,9 @@ def test_a_run_goes_on_with_its_global_batch_on_two_ranks_or_names_both_ways_on(
     assert said + "the run's, or --batch-size 2 --gradient-accumulation-steps 2 for one of 8" in str(raised.value)
     with pytest.raises(RuntimeError, match=r"3 ranks cannot share the run's global batch of 4 sequences; .* 1, 2, 4"):
         forked(3, multirank.program, *again)
-    printed = forked(2, multirank.program, *again)
-    assert "batch size 4 -> 2 (keeps the global batch)" in printed
-    assert metrics_of(tmp_path / "r")[-1]["tokens_seen"] == 4 * 4 * 16
+    for by_config in ([], ["--config", str(tmp_path / "r" / "config.json")]):
+        printed = forked(2, multirank.program, *again, *by_config)
+        assert "batch size 4 -> 2 (keeps the global batch)" in printed
+        assert metrics_of(tmp_path / "r")[-1]["tokens_seen"] == 4 * 4 * 16
+        shutil.rmtree(tmp_path / "r")
+        run("r", "--num-steps 2 --batch-size 4")
