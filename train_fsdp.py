@@ -61,12 +61,13 @@ from harness.data.loading import as_recorded, load_data, mask_conversations
 from harness.data.show_samples import describe_step
 from harness.data.training_data import TrainingData
 from harness.flags.commands import as_flags
+from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.flags.sources import same_dataset
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
-from harness.job.schedule import Due, Schedule
+from harness.job.schedule import Due, Schedule, count_steps
 from harness.job.signals import StopRequest
 from harness.job.terminal import command, progress
 from harness.job.world import end_process, fail, limit_waiting, open_store, start_processes, stop_processes
@@ -78,6 +79,7 @@ from harness.model.float8 import check_float8, fp8_converter
 from harness.model.flops import known_document_flops, known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
+from harness.model.precision import choose_precision
 from harness.model.sampling import evaluating, sample
 from harness.model.skipping import RecentNorms, decide_skip, step_or_skip
 from harness.model.tokenizer import load_tokenizer, read_prompts
@@ -124,6 +126,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
 
     `manifest` is that of the checkpoint that the run goes on from, if there is one.
     """
+    asked, settings = settings, choose_precision(settings, manifest)
     if settings.compile is None:
         settings = dataclasses.replace(settings, compile=torch.cuda.is_available() or settings.plan)
     if settings.activation_memory_budget is not None and not settings.compile:
@@ -140,8 +143,13 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
         batch_size = on_main_rank(lambda: own_plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=batch_size)
     if manifest:
-        accumulation = keep_global_batch(settings, manifest)
-        settings = dataclasses.replace(settings, gradient_accumulation_steps=accumulation)
+        settings = keep_global_batch(settings, manifest)
+    if not (settings.plan or settings.measure):
+        settings = count_steps(settings, manifest)
+    decided = {name: getattr(settings, name) for name in ("precision", "fp8_recipe", "fp8_emulate", "num_steps")}
+    problem = contradiction(dataclasses.replace(asked, **decided))
+    if problem:
+        raise UserError(problem)
     return settings
 
 
@@ -449,7 +457,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     state = TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
     if checkpoint:
         load_state(state, checkpoint, manifest, folder)
-    say(describe_setup(settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average))
+    say(describe_setup(settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average, manifest))
     if checkpoint:
         say(columns({"resumed": f"{checkpoint} at step {state.step:,}"}))
         if changed:

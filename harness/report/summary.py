@@ -14,6 +14,7 @@ from harness.base.errors import UserError
 from harness.base.saved import newest, read_config
 from harness.base.text import counted
 from harness.flags.commands import flags_of_run, to_paste
+from harness.flags.parser import LENGTHS
 from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.folders import replace_file
@@ -194,8 +195,11 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
     elif saved:
         lines["export"] = to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
     if saved:
-        given = flags_of_run(settings, folder, "num_steps", "output_dir", "export", "export_weights")
-        lines["go on"] = to_paste(launcher, given, **source, num_steps=2 * settings.num_steps)
+        given = flags_of_run(settings, folder, *LENGTHS, "output_dir", "export", "export_weights")
+        longer = {"num_steps": 2 * settings.num_steps}
+        if settings.num_tokens:
+            longer = {"num_tokens": 2 * settings.num_tokens}
+        lines["go on"] = to_paste(launcher, given, **source, **longer)
         if settings.lr_scheduler == "warmup_stable_decay" and settings.decay_steps == 0:
             lines["decay"] = decay_command(settings, folder)
     elif not settings.export:
@@ -208,7 +212,7 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
 def decay_command(settings: Settings, folder: pathlib.Path) -> str:
     """The command of a branch that decays the learning rate of a run that ended in the stable phase, in a fifth of all
     its steps."""
-    given = flags_of_run(settings, folder, "num_steps", "decay_steps", "export", "export_weights")
+    given = flags_of_run(settings, folder, *LENGTHS, "decay_steps", "export", "export_weights")
     steps = max(1, settings.num_steps // 4)
     branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
     return to_paste(terminal.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)

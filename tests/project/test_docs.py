@@ -337,7 +337,7 @@ def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, t
             (tmp_path / value).write_text(json.dumps(gpu_names.DESCRIBED))
         if flag == "--config":
             (tmp_path / value).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / value).write_text('{"flags": {}}' if value.endswith(".json") else "")
+            (tmp_path / value).write_text('{"given": {}}' if value.endswith(".json") else "")
     parse(flags)
     if launcher := LAUNCHERS.get(command.launcher):
         launcher.parse_args([*shlex.split(command.launcher_flags), "train_fsdp.py"])

@@ -47,9 +47,7 @@ from harness.base.errors import UserError
 from harness.data import sample_order
 from harness.job import endings, folders, preflight
 from harness.job.signals import StopRequest
-from harness.model.configs import load_config
-from harness.state import export, identity, store
-from harness.state.identity import keep_global_batch
+from harness.state import export, store
 from harness.state.shards import SafeReader
 from harness.state.train_state import TrainState
 from utils import PerformanceTracker
@@ -429,41 +427,6 @@ def test_a_flag_newer_than_the_checkpoint_counts_as_its_default(run, copied, cap
         (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
     assert run("r", "--resume", "auto", "--num-steps", STEPS + 1) == 0
     assert "document mask" not in capsys.readouterr().out
-
-
-def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flags):
-    settings = parse(flags)
-    manifest = {"world_size": 3, "flags": vars(settings) | {"given_accumulation": 1}}
-    monkeypatch.setattr(identity.dist, "get_world_size", lambda: 2)
-    with pytest.raises(UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12") as raised:
-        keep_global_batch(settings, manifest)
-    assert str(raised.value).endswith("; give --batch-size 3 --gradient-accumulation-steps 2")
-    monkeypatch.setattr(identity.dist, "get_world_size", lambda: 1)
-    assert keep_global_batch(settings, manifest) == 3
-    resolved = train_fsdp.resolve(settings, load_config(settings.model), manifest)
-    assert resolved.gradient_accumulation_steps == 3
-
-
-@pytest.mark.parametrize(
-    "sequences, world, size, accumulation, flags",
-    [
-        (4, 2, 4, 1, "--batch-size 2"),
-        (4, 4, 4, 1, "--batch-size 1"),
-        (12, 2, 4, 1, "--batch-size 3 --gradient-accumulation-steps 2"),
-        (12, 2, 4, 2, "--batch-size 3"),
-        (22, 2, 8, 1, "--batch-size 1 --gradient-accumulation-steps 11"),
-        (4, 3, 4, 1, ""),
-        (4, 8, 4, 1, ""),
-    ],
-)
-def test_the_advice_for_a_global_batch_on_other_ranks_is_the_same_batch(sequences, world, size, accumulation, flags):
-    advice = identity.advise_batch(sequences, world, size, accumulation)
-    if not flags:
-        assert advice == "use another number of ranks, such as 1, 2, 4"
-        return
-    assert advice == f"give {flags}"
-    given = parse(words(f"--gradient-accumulation-steps {accumulation} {flags}"))
-    assert world * given.batch_size * given.gradient_accumulation_steps == sequences
 
 
 # ----------------------------------------------------------------------------------------------------------------------
