@@ -197,10 +197,11 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     run id and step. Every rank calls this; where it cannot be written, a UserError says so and nothing is left of it.
     """
     path, final = settings.export, pathlib.Path(settings.export).expanduser()
-    if not state.finite():
-        raise UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
     is_average = settings.export_weights == "ema"
     with state.average.as_weights() if is_average else contextlib.nullcontext():
+        problem = state.what_is_broken()
+        if problem:
+            raise UserError(f"--export {path}: the model {problem}; nothing is exported", exit_code=1)
         unreadable, error = write_export(settings, state, tokenizer, final)
     if error:
         raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1)
