@@ -800,12 +800,24 @@ def test_a_pipe_in_a_checkpoint_is_damage_and_no_wait(run, refused, copied, caps
     assert "step-00000002 at step 2" in capsys.readouterr().out
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_starts_fresh(run, copied):
-    whole = steps_of(copied)
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_removed(run, refused, copied):
     for folder in (copied / "checkpoints").iterdir():
         flip(folder / "__0_0.distcp")
-    assert run("r", "--resume", "auto") == 0
-    assert steps_of(copied) == whole
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    message = refused("r", "--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
+    assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
+    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+
+def test_a_stream_of_many_lanes_goes_on_from_its_checkpoint(run, tmp_path, capsys):
+    """A lane for each sequence of a step: from 11 on their numbers sort otherwise as text."""
+    stream = words("--streaming --batch-size 16 --checkpoint-interval 2 --resume auto")
+    stream += ["--dataset", ROOT / "assets" / "demo" / "stories"]
+    assert run("s", *stream, "--num-steps", 4) == 0
+    assert run("s", *stream, "--num-steps", 6) == 0
+    output = capsys.readouterr().out
+    assert "damaged" not in output and "step-00000004 at step 4" in output
+    assert [line[0] for line in steps_of(tmp_path / "s")] == [1, 2, 3, 4, 5, 6]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
