@@ -61,12 +61,13 @@ from harness.data.loading import as_recorded, load_data, mask_conversations
 from harness.data.show_samples import describe_step
 from harness.data.training_data import TrainingData
 from harness.flags.commands import as_flags
+from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.flags.sources import same_dataset
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
-from harness.job.schedule import Due, Schedule
+from harness.job.schedule import Due, Schedule, count_steps
 from harness.job.signals import StopRequest
 from harness.job.terminal import command, progress
 from harness.job.world import end_process, fail, limit_waiting, open_store, start_processes, stop_processes
@@ -74,10 +75,12 @@ from harness.model.attention import choose_attention, skip_packing_detection
 from harness.model.averages import WeightAverage
 from harness.model.collectives import alias_reduce_scatter_buffers, make_replicas_equal
 from harness.model.configs import choose_sequence_length, find_source, load_config
+from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, fp8_converter
 from harness.model.flops import known_document_flops, known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
+from harness.model.precision import choose_precision
 from harness.model.sampling import evaluating, sample
 from harness.model.skipping import RecentNorms, decide_skip, step_or_skip
 from harness.model.tokenizer import load_tokenizer, read_prompts
@@ -89,11 +92,11 @@ from harness.report import trackers
 from harness.report.figures import check_gates, check_that_figures_will_exist, figures_of_all_ranks
 from harness.report.header import describe_setup
 from harness.report.log import Report, write_page
-from harness.report.not_finite import NotFinite, first_not_finite, give_up
+from harness.report.not_finite import NotFinite, broken_update, find_divergence, first_not_finite, give_up
 from harness.report.profiling import Profiler, dump_memory, record_memory
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_origin, record_start
-from harness.report.skipped_steps import StepResult, count_skipped, last_update, read_results
+from harness.report.skipped_steps import StepResult, count_skipped, read_results
 from harness.report.slow_ranks import SlowRanks
 from harness.report.summary import (
     describe_stories,
@@ -124,6 +127,7 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
 
     `manifest` is that of the checkpoint that the run goes on from, if there is one.
     """
+    asked, settings = settings, choose_precision(settings, manifest)
     if settings.compile is None:
         settings = dataclasses.replace(settings, compile=torch.cuda.is_available() or settings.plan)
     if settings.activation_memory_budget is not None and not settings.compile:
@@ -140,8 +144,13 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
         batch_size = on_main_rank(lambda: own_plan.choose_batch_size(settings))
         settings = dataclasses.replace(settings, batch_size=batch_size)
     if manifest:
-        accumulation = keep_global_batch(settings, manifest)
-        settings = dataclasses.replace(settings, gradient_accumulation_steps=accumulation)
+        settings = keep_global_batch(settings, manifest)
+    if not (settings.plan or settings.measure):
+        settings = count_steps(settings, manifest)
+    decided = {name: getattr(settings, name) for name in ("precision", "fp8_recipe", "fp8_emulate", "num_steps")}
+    problem = contradiction(dataclasses.replace(asked, **decided))
+    if problem:
+        raise UserError(problem)
     return settings
 
 
@@ -448,8 +457,10 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         tracker.document_flops = known_document_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     state = TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
     if checkpoint:
-        load_state(state, checkpoint, manifest, folder)
-    say(describe_setup(settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average))
+        origin = on_main_rank(lambda: saved.find_origin(folder, checkpoint, manifest))
+        state.load(checkpoint, manifest, *origin)
+    refuse_broken(settings, state, checkpoint)
+    say(describe_setup(settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average, manifest))
     if checkpoint:
         say(columns({"resumed": f"{checkpoint} at step {state.step:,}"}))
         if changed:
@@ -475,13 +486,14 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     )
 
 
-def load_state(state: TrainState, checkpoint: pathlib.Path, manifest: dict, folder: pathlib.Path) -> None:
-    """Loads a checkpoint for the run in `folder`; a UserError where it holds a value that is infinite or NaN."""
-    origin = on_main_rank(lambda: saved.find_origin(folder, checkpoint, manifest))
-    state.load(checkpoint, manifest, *origin)
-    if not state.finite():
+def refuse_broken(settings: Settings, state: TrainState, checkpoint: pathlib.Path | None) -> None:
+    """A UserError where the weights that a run begins with, or what is loaded with them, are good for nothing."""
+    problem = state.what_is_broken()
+    if problem and checkpoint:
         advice = "remove that folder, and --resume auto goes on from the one before"
-        raise UserError(f"--resume {checkpoint}: it holds values that are infinite or NaN; {advice}", exit_code=1)
+        raise UserError(f"--resume {checkpoint}: it {problem}; {advice}", exit_code=1)
+    if problem:
+        raise UserError(f"--model {settings.model}: it {problem}; try other weights or --precision fp32", exit_code=1)
 
 
 # ---- Loop ------------------------------------------------------------------------------------------------------------
@@ -493,14 +505,22 @@ def freeze_objects() -> None:
     gc.freeze()
 
 
+def keep_last(batches: Iterator[dict], kept: list[dict]) -> Iterator[dict]:
+    """Hands the batches on; `kept` holds the last one, from which a step takes what the model does not get."""
+    for batch in batches:
+        kept[:] = [batch]
+        yield batch
+
+
 def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
     """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
-    batches = training_batches(settings, job.data, state, job.device)
+    last_batch: list[dict] = []
+    batches = keep_last(training_batches(settings, job.data, state, job.device), last_batch)
     schedule = Schedule(settings, job.first_step, has_held_out=job.held_out is not None)
     profiler, waiting, slow_ranks = Profiler(job.folder, state), Waiting(state.model), SlowRanks(job.device.type)
     recent_norms = RecentNorms(settings.skip_spikes, state.recent_norms) if settings.skip_spikes else None
-    results, metrics, stopped, held_back = [], {}, False, False
+    results, metrics, stopped, good_batch = [], {}, False, None
     while state.step < settings.num_steps and not stopped:
         due = schedule.at(state.step + 1)
         heartbeats.enter_phase("data", due.step)
@@ -521,9 +541,13 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
         speed = {} if due.profiled else tracker.step(tokens, job.flops_per_token, synchronize=due.log)
         stop.can_save = True
         stopped = stop.agreed_by_all_ranks() and not due.last
-        save = due.save or stopped or held_back
+        save = due.save or stopped
         if due.log or save:
-            metrics, problem = read_metrics(job, reporter, results, learning_rate, check_state=save or due.last)
+            metrics, problem = read_metrics(job, reporter, results, learning_rate)
+            if "loss" in metrics or not good_batch:  # that of a skipped step may be a bad one
+                good_batch = last_batch[0]
+            if (save or due.last) and not problem:
+                problem = check_pass(job, good_batch)
             if due.log or problem:
                 gc.collect()
                 metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), slow_ranks)
@@ -531,10 +555,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
                 problem = evaluate_and_log(job, reporter, due, metrics, problem)
             if problem:
                 saver.finish()
-                give_up(job.folder, problem, job.first_step, job.resumed)
-        # A skipped step may be the first sign of a model that the update before broke: a save waits for the next.
-        held_back = save and "loss" not in metrics and not (stopped or due.last)
-        save = save and not held_back
+                give_up(job.folder, problem, job.resumed)
         if due.first and not save:
             saver.prepare(state)
         if save:
@@ -549,13 +570,12 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
 
 
 def read_metrics(
-    job: Job, reporter: Report, results: list[StepResult], learning_rate: float, check_state: bool
+    job: Job, reporter: Report, results: list[StepResult], learning_rate: float
 ) -> tuple[dict, NotFinite | None]:
     """The figures of the step that was just taken, and what ends the run: what is NaN or infinite in them, or too many
     skipped steps. A skipped step has no loss and no gradient norm.
 
-    `results` are this rank's since the last call, emptied here. With `check_state` weights and optimizer states are
-    checked too, as they are before they are saved.
+    `results` are this rank's since the last call, emptied here.
     """
     state, steps = job.state, read_results(results)
     skipped, too_many = count_skipped(state, steps, job.settings.max_skipped)
@@ -565,10 +585,25 @@ def read_metrics(
         metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm}  # of this step alone
     metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens, "skipped_steps": state.skipped_steps}
     problem = first_not_finite(metrics, [None if step.skipped else step.loss for step in steps])
-    if (check_state or too_many) and not problem and not state.finite():
-        words = "update made weights or optimizer states infinite or NaN"
-        problem = NotFinite(last_update(state.step, state.recent_skipped), words)
+    if too_many and not problem:
+        problem = broken_update(state)
     return metrics, problem or too_many
+
+
+def check_pass(job: Job, batch: dict) -> NotFinite | None:
+    """Why this state must not be saved or called done, None where nothing is wrong: weights and optimizer states are
+    finite, and so are the loss and the gradient norm of `batch`, and a loss of the average of the weights."""
+    state = job.state
+    with state.tracker.excluded():
+        problem = broken_update(state)
+        if not problem:
+            loss, norm = loss_and_norm(state.model, state.optimizer, batch)
+            problem = find_divergence(state, job.first_step, loss, norm)
+        if state.average and not problem:
+            with state.average.as_weights():
+                loss = loss_without_data(state.model)
+            problem = find_divergence(state, job.first_step, loss, of="the weights' average")
+    return problem
 
 
 def evaluate_and_log(
@@ -685,8 +720,12 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     if checkpoint:
         state.load(checkpoint, manifest)
         say(f"loaded     {checkpoint}, step {manifest['step']:,}")
+    refuse_broken(settings, state, checkpoint)
     if settings.eval_interval:
         losses, tokens = evaluate_with_average(settings, state, held_out, device)
+        problem = first_not_finite({"step": state.step} | losses, [])
+        if problem:
+            raise UserError(f"--eval-interval: the {problem.words} by {checkpoint or settings.model}", exit_code=1)
         say_evaluation(settings, held_out, losses, tokens, manifest["step"] if manifest else None, stdout)
     for prompt in prompts:
         say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))

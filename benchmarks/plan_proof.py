@@ -32,19 +32,19 @@ CALIBRATIONS = [
         "demo, fp32, 8 x 256 in 2 microbatches": "--batch-size 8 --gradient-accumulation-steps 2",
         "demo, fp32, 4 x 256, full checkpointing": "--activation-checkpointing full",
     }),
-    (1, f"{DEMO} --batch-size 4 --compile", {
+    (1, f"{DEMO} --batch-size 4 --precision bf16 --compile", {
         "demo, bf16, compiled, 4 x 256": "",
         "demo, bf16, compiled, 8 x 256": "--batch-size 8",
     }),
-    (1, "--model WORK/small --sequence-length 256 --batch-size 2", {
+    (1, "--model WORK/small --sequence-length 256 --batch-size 2 --precision bf16", {
         "93M, bf16, 2 x 256": "",
         "93M, bf16, 2 x 256, selective checkpointing": "--activation-checkpointing selective",
     }),
-    (2, f"{DEMO} --batch-size 4", {
+    (2, f"{DEMO} --batch-size 4 --precision bf16", {
         "demo, bf16, 4 x 256, 2 ranks": "",
         "demo, bf16, 4 x 256 in 4 microbatches, ZeRO-2, 2 ranks": "--gradient-accumulation-steps 4 --zero-stage 2",
     }),
-    (4, f"{DEMO} --batch-size 2", {"demo, bf16, 2 x 256, 4 ranks": ""}),
+    (4, f"{DEMO} --batch-size 2 --precision bf16", {"demo, bf16, 2 x 256, 4 ranks": ""}),
     (1, "--model llama3.2-1b --precision bf16-pure --sequence-length 128 --batch-size 1", {
         "1.2B, bf16-pure, 1 x 128": "",
     }),

@@ -16,7 +16,8 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FIGURES = ("loss", "grad_norm", "eval_loss")
-SMALL = "--demo --sequence-length 64 --batch-size 2 --log-interval 1 --perf-warmup-steps 1 --sample-tokens 2"
+SMALL = "--demo --precision bf16 --sequence-length 64 --batch-size 2 --log-interval 1 --perf-warmup-steps 1 \
+--sample-tokens 2"
 
 # Name: for each start of the run its number of ranks and its flags.
 RUNS = {

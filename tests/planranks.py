@@ -61,7 +61,8 @@ def cases(ranks: int) -> dict[str, str]:
 
 
 def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[str]:
-    return ["--model", str(workspace / "models" / model), "--sequence-length", "256", "--no-compile", *flags.split()]
+    plain = ["--sequence-length", "256", "--no-compile", "--precision", "bf16"]  # the last --precision counts
+    return ["--model", str(workspace / "models" / model), *plain, *flags.split()]
 
 
 def measure(argv, device) -> dict:

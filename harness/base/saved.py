@@ -75,8 +75,9 @@ def step_of(path: pathlib.Path) -> int | None:
 
 
 def manifest_checksum(manifest: dict) -> str:
-    """Checksum of a manifest by its own content."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    """Checksum of a manifest as JSON holds it: integer keys are strings there, which sort in another order."""
+    written = json.loads(json.dumps(manifest))
+    return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(checkpoint: pathlib.Path) -> dict:

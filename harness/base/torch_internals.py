@@ -31,6 +31,7 @@ NAMES = {
     "torch:ScriptObject": ("_type",),
     "torch:Tensor": ("_version",),
     "torch:ops.aten": ("_unsafe_view",),
+    "torch:ops.mkldnn": ("_is_mkldnn_bf16_supported",),
     "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id", "_distributed_c10d"),
     "torch._dynamo.backends.common": ("aot_autograd",),
     "torch._dynamo.config": ("automatic_dynamic_shapes", "recompile_limit"),
@@ -45,7 +46,7 @@ NAMES = {
         "FakeTensor",
         "FakeTensorMode",
     ),
-    "torch.cpu": ("_default_cpu_stream", "_is_amx_tile_supported", "_is_avx512_bf16_supported"),
+    "torch.cpu": ("_default_cpu_stream",),
     "torch.cuda": ("_sleep",),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
     "torch.distributed.distributed_c10d": ("_resolve_process_group", "_set_pg_timeout", "_timeout"),
@@ -154,8 +155,9 @@ def chosen_attention_kernel(query, key, value, mask, is_causal: bool, enable_gqa
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for products of bf16: `torch.backends.cpu.get_cpu_capability` does not say."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    """Whether the CPU has instructions that oneDNN takes for products of bf16. `torch.backends.cpu.get_cpu_capability`
+    does not say, and torch.cpu's functions do not follow ONEDNN_MAX_CPU_ISA."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def unlimited_recompiles():

@@ -2,8 +2,6 @@
 by `parser`. Independent of what a flag means."""
 
 import argparse
-import contextlib
-import dataclasses
 import difflib
 import json
 import pathlib
@@ -70,7 +68,7 @@ def describe_unknown(flag: str, known: Iterable[str]) -> str:
     return describe_removal(flag) or f"no such flag{suggest(flag, known)}"
 
 
-def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dataclasses.Field, ...]) -> list[str]:
+def read_flags(file: str, actions: dict[str, argparse.Action]) -> list[str]:
     """The flags in a file as words of a command line: TOML, with tables or without, or a run's config.json.
 
     Raises:
@@ -84,7 +82,7 @@ def read_flags(file: str, actions: dict[str, argparse.Action], fields: tuple[dat
         content = json.loads(text, object_pairs_hook=each_once) if is_json else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no {'JSON' if is_json else 'TOML'} ({error})") from error
-    pairs = flags_of_run(content, fields) if is_json else flattened(content, actions)
+    pairs = flags_of_run(content) if is_json else flattened(content, actions)
     words = {}
     for key, value in pairs:
         flag = f"--{key.replace('_', '-')}"
@@ -128,28 +126,14 @@ def has_flags(table: dict, known: Iterable[str]) -> bool:
     return any(f"--{key.replace('_', '-')}" in known for key in table)
 
 
-def flags_of_run(config: dict, fields: tuple[dataclasses.Field, ...]) -> list[tuple[str, Any]]:
-    """The flags that the config.json of a run gives to another run. Left out is what was that run's alone: its name,
-    --resume and --export; and what the other run decides by itself: defaults, and what followed from them."""
-    flags = config.get("flags") if isinstance(config, dict) else None
+def flags_of_run(config: dict) -> list[tuple[str, Any]]:
+    """The flags that the config.json of a run gives to another run: those that it was given itself, without what was
+    that run's alone: its name, --resume and --export."""
+    flags = config.get("given") if isinstance(config, dict) else None
     if not isinstance(flags, dict):
-        raise ValueError("it is not the config.json of a run: it has no flags (a model's config.json goes to --model)")
-    left_out = {"demo", "config", "run_name", "resume", "export"}
-    left_out |= {field.name for field in fields if "help" not in field.metadata}  # are no flags
-    defaults = {}
-    for field in fields:  # JSON has lists for tuples
-        defaults[field.name] = list(field.default) if isinstance(field.default, tuple) else field.default
-    with contextlib.suppress(KeyError, TypeError):
-        defaults |= {"fp8_recipe": "tensorwise", "sequence_length": 8192, "warmup_steps": flags["num_steps"] // 20}
-        flags = flags | {"gradient_accumulation_steps": flags["given_accumulation"]}
-    if any(str(word).startswith("--text-field") for word in flags.get("argv") or ()):
-        del defaults["text_field"]  # where it was given it wins over a column input_ids, at its default too
-    given = []
-    for name, value in flags.items():
-        is_default = name in defaults and value == defaults[name]
-        if name not in left_out and value is not None and not is_default:
-            given.append((name, value))
-    return given
+        problem = "it is not the config.json of a run: it has no flags that were given"
+        raise ValueError(f"{problem} (a model's config.json goes to --model)")
+    return [(name, value) for name, value in flags.items() if name not in ("run_name", "resume", "export")]
 
 
 def as_words(key: str, flag: str, value: Any, actions: dict[str, argparse.Action]) -> list[str]:

@@ -29,6 +29,14 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
     return parse
 
 
+def token_count(text: str) -> int:
+    """An argparse type: a whole number of tokens, such as 20e9."""
+    value = number(float, 1, 1e18)(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    return int(value)
+
+
 def text(value: str) -> str:
     """An argparse type: a text that is not blank, and that files and other programs can take."""
     if not value.strip():

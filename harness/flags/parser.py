@@ -20,8 +20,9 @@ from harness.flags.flag_files import describe_unknown, read_flags
 from harness.flags.flag_types import number, path, text
 from harness.flags.resume import flags_of_checkpoint
 from harness.flags.rules import contradiction, not_followed, without_effect
-from harness.flags.settings import ASSETS, Settings, is_local
+from harness.flags.settings import ASSETS, Settings, default_warmup, is_local
 
+LENGTHS = ("num_steps", "num_tokens")  # of which a run has one
 EXAMPLES = """examples:
   train_fsdp.py --demo                                                                # all embedded, a minute
   train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                       # the same on a text of yours
@@ -121,22 +122,28 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     parser.as_json = "--json" in argv
     argv = [parser.hyphenated(word) for word in argv]
     early = Parser(parser.prog, add_help=False, allow_abbrev=False)
+    early.as_json = parser.as_json
     early.add_argument("--config", type=path)
     named, argv = early.parse_known_args(argv)
     if named.config:
         parser.origin = f"--config {named.config}: "
         try:
-            words = read_flags(named.config, parser.flags(), dataclasses.fields(Settings))
+            words = read_flags(named.config, parser.flags())
         except OSError as error:
             parser.error(error.strerror)
         except ValueError as error:
             parser.error(str(error))
         parser.parse_args(words)  # its errors name the file
         fields_given = {name for name in given(argv) if name != "demo"}
+        if fields_given & {*LENGTHS}:
+            fields_given |= {*LENGTHS}
         parser.origin, argv = "", [*without(words, *fields_given), *argv]
     if "--demo" in argv:
         parser.set_defaults(**json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8")))
     args = parser.parse_args(argv)
+    if given(argv) >= {*LENGTHS}:
+        where = f" (with the flags of {named.config})" if named.config else ""
+        parser.error(f"--num-tokens: --num-steps is given too; leave out one of them{where}")
     if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
         # the checkpoint has the flags of its model
         of_data = "--dataset" not in {word.partition("=")[0] for word in argv}
@@ -145,12 +152,14 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         flags = flags_of_checkpoint(args.resume, evaluates, of_data, bool(args.show_samples), averages)
         parser.set_defaults(**flags, compile=False)
         args = parser.parse_args(argv)
+    if args.num_tokens:
+        args.num_steps = args.num_tokens  # an upper bound, until `resolve` knows how many tokens a step has
     if args.dataset_split is None and isinstance(args.dataset, str):  # each of several has its own default
         args.dataset_split = "train" if is_local(args.dataset) or args.streaming else "train[:5%]"
     if args.fp8_recipe is None and args.precision == "fp8":
         args.fp8_recipe = "tensorwise"
     if args.warmup_steps is None:
-        args.warmup_steps = 0 if args.lr_scheduler == "constant" else args.num_steps // 20
+        args.warmup_steps = default_warmup(args.lr_scheduler, args.num_steps)
     if args.demo and args.dataset != "demo" and "sample_prompt" not in given(argv):
         args.sample_prompt = None  # the demo's prompt is that of its stories; a text of the user's own has its own
     args.sample_prompt = tuple(args.sample_prompt) if args.sample_prompt else None
@@ -164,6 +173,16 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     if problem:
         parser.error(problem)
     return settings
+
+
+def record_flags(settings: Settings) -> dict[str, dict]:
+    """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
+    gave, with the values that they had there; `flags`, all of them as `settings` has them."""
+    values = vars(make_parser().parse_args([*settings.argv]))
+    names = given(settings.argv)
+    flags = dataclasses.asdict(settings)
+    del flags["argv"]
+    return {"given": {name: value for name, value in values.items() if name in names}, "flags": flags}
 
 
 def given_twice(argv: list[str]) -> Iterator[str]:

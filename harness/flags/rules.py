@@ -92,8 +92,10 @@ def without_effect(s: Settings) -> Iterator[str]:
 def not_followed(s: Settings) -> Iterator[str]:
     """Takes settings of accelerate out of the environment; a warning for each that contradicts this program's flags."""
     for name, field in OF_ACCELERATE.items():
-        value = os.environ.pop(name, "").lower()
-        if value not in ("", "no", "false", "0", str(getattr(s, field))):
+        value, own = os.environ.pop(name, "").lower(), getattr(s, field)
+        if field == "precision" and own is None:
+            own = "bf16"  # on a GPU; the header says what it is on a CPU
+        if value not in ("", "no", "false", "0", str(own)):
             flag = f"--{field.replace('_', '-')}"
             yield f"{name}={value} (of accelerate launch or its config) is not followed: this program goes by {flag}"
 

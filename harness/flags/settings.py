@@ -6,13 +6,14 @@ import glob
 import math
 import os
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal
 
 from harness.base import versions
 from harness.base.text import counted, is_url, one_or_more
 from harness.flags.choices import choices_in, constants_of, modules_in
 from harness.flags.flag_files import Collect
-from harness.flags.flag_types import batch_size, gpu_counts, number, path, text
+from harness.flags.flag_types import batch_size, gpu_counts, number, path, text, token_count
 from harness.flags.sources import DatasetWords, Source, sources_of, stage
 
 ROOT = versions.ROOT
@@ -78,7 +79,7 @@ class Settings:
     defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stage 1 implies it)")
     cpu_offload: bool = flag(False, "parameters, gradients and optimizer on the host")
 
-    precision: Literal["bf16", "fp8", "fp32", "bf16-pure"] = flag("bf16", "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16]", group="precision and techniques")
+    precision: Literal["bf16", "fp8", "fp32", "bf16-pure"] | None = flag(None, "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16 on a GPU and in a plan for one, fp32 on a CPU; a checkpoint's on a resume]", group="precision and techniques")
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = flag(None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]")
     fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed")
     activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]")
@@ -88,6 +89,7 @@ class Settings:
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
     num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization")
+    num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9; the global batch decides how many steps these are [--num-steps]", type=token_count)
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]")  # type: ignore[valid-type]  # the files of a folder
     lr: float = flag(3e-4, "peak learning rate [3e-4]")
     adamw_lr: float | None = flag(None, "peak learning rate of what muon and normuon leave to adamw: embedding, head, norms, biases [--lr]")
@@ -154,7 +156,7 @@ class Settings:
     given_accumulation: int = 1  # no flag: the accumulation as given; a resume on other ranks may need another
     lacks_disk: bool = False  # no flag: there is no room for the last state, which no flag asked for
     lacks_memory: bool = False  # no flag: a host cannot hold copies of what its ranks save
-    argv: tuple[str, ...] = ()  # no flag: the command line, for a plan of the run in a process of its own
+    argv: tuple[str, ...] = ()  # no flag: the flags that were given, as words: those of --config, then the command line
     # fmt: on
 
     def sources(self) -> list[Source]:
@@ -179,6 +181,16 @@ class Settings:
         """Tokens of one optimizer step: every rank, every microbatch."""
         return world * self.gradient_accumulation_steps * int(self.batch_size) * self.sequence_length
 
+    def steps_for(self, tokens: int, world: int) -> int:
+        """The optimizer steps that train on at least so many tokens."""
+        return math.ceil(Fraction(tokens, self.tokens_per_step(world)))
+
+    def describe_length(self) -> str:
+        """How long the run is, as it was asked for: `1,000 steps`."""
+        if self.num_tokens:
+            return f"{self.num_tokens:,} tokens"
+        return f"{self.num_steps:,} steps"
+
     def batch_step(self) -> int:
         """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
         multiples of 16 tokens of a microbatch; rowwise_with_gw_hp computes it in bf16."""
@@ -191,6 +203,11 @@ class Settings:
         counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
         sequences = " x ".join(counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
+
+
+def default_warmup(lr_scheduler: str, num_steps: int) -> int:
+    """--warmup-steps where it was not given."""
+    return 0 if lr_scheduler == "constant" else num_steps // 20
 
 
 def all_local(dataset: str | tuple[str, ...]) -> bool:

@@ -1,9 +1,29 @@
 """Schedule: what is due at which optimizer step. Called by the training loop."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
-from harness.flags.settings import PROFILED_STEPS, Settings
+import torch.distributed as dist
+
+from harness.flags.commands import given
+from harness.flags.settings import PROFILED_STEPS, Settings, default_warmup
+
+
+def count_steps(settings: Settings, manifest: dict | None) -> Settings:
+    """The settings with the steps that give --num-tokens, and with the warmup where none was given: 5 % of the steps.
+    A run that goes on from the checkpoint of `manifest` counts its tokens and keeps its warmup."""
+    steps, warmup = settings.num_steps, settings.warmup_steps
+    if settings.num_tokens:
+        steps, done = 0, 0
+        if manifest:
+            steps, done = manifest["step"], manifest["samples"] * settings.sequence_length
+        steps += settings.steps_for(max(0, settings.num_tokens - done), dist.get_world_size())
+    if "warmup_steps" not in given(settings.argv):
+        warmup = default_warmup(settings.lr_scheduler, steps)
+        if manifest and manifest["flags"]["lr_scheduler"] == settings.lr_scheduler:
+            warmup = manifest["flags"]["warmup_steps"]
+    return dataclasses.replace(settings, num_steps=steps, warmup_steps=warmup)
 
 
 @dataclass(frozen=True)

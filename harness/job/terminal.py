@@ -63,7 +63,7 @@ def begin(settings) -> None:
     signal.signal(signal.SIGINT, interrupt)
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
-    what = f"{settings.model} on {settings.describe_dataset()}, {settings.num_steps:,} steps"
+    what = f"{settings.model} on {settings.describe_dataset()}, {settings.describe_length()}"
     if settings.plan or settings.measure:
         what = f"{'plan of' if settings.plan else 'measuring with'} {settings.model}"
     elif settings.show_samples:
@@ -122,7 +122,8 @@ def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | N
     """The last lines after Ctrl-C: where the run was, what is saved, and the command that goes on."""
     if settings.plan or settings.measure or not settings.num_steps:
         return "stopped    by Ctrl-C"
-    where = f"in {phase} of step {step:,} of {settings.num_steps:,}" if step else "before the first step"
+    length = f"{settings.num_tokens:,} tokens" if settings.num_tokens else f"{settings.num_steps:,}"
+    where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
     lines = [f"stopped    by Ctrl-C {where}"]
     newest, interval = saved.newest(folder), settings.checkpoint_interval
     if newest:

@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 
 from harness.base.errors import UserError
 from harness.base.hub import answer_from_cache_without_network
+from harness.base.saved import MANIFEST
 from harness.base.text import first_line
 from harness.flags.settings import PRESETS, Settings
 
@@ -25,6 +26,9 @@ def find_source(model: str) -> tuple[str, str]:
         return str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent))
     path = pathlib.Path(model).expanduser()
     if path.is_dir():
+        if (path / "metrics.jsonl").is_file() or (path / MANIFEST).is_file():
+            advice = f"--num-steps 0 --resume {model} --export DIR writes its model to a folder for --model"
+            raise UserError(f"--model {model}: a folder of a run, not of a model; {advice}")
         if not (path / "config.json").is_file():
             raise UserError(f"--model {model}: the folder has no config.json")
         return str(path), str(path)

@@ -33,6 +33,7 @@ def load_tokenizer(settings: Settings, config, needed: bool = True):
     if not needed:
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
+    can_be_hub_id = source.count("/") <= 1 and not source.startswith(("/", ".", "~"))
     answer_from_cache_without_network(source)
     transformers_internals.set_tokenizer_class_from_name(tokenizer_class_from_name)
     try:
@@ -45,6 +46,8 @@ def load_tokenizer(settings: Settings, config, needed: bool = True):
         advice = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or {without}"
         if os.path.isdir(source):
             problem = "the folder has no usable tokenizer"
+        elif not can_be_hub_id:
+            raise UserError(f"--tokenizer {source}: no such folder; {advice}") from error
         else:
             problem = "not a folder, and not to be had from the hub"
             advice = f"`hf auth login` where {source} is gated, or a network; else {advice}"

@@ -38,6 +38,7 @@ def start_plan(settings: Settings) -> subprocess.Popen:
     resolved = {
         "--plan-gpus": dist.get_world_size(),
         "--plan-gpu": settings.plan_gpu or torch.cuda.get_device_name(),
+        "--precision": settings.precision,
         "--batch-size": settings.batch_size,
         "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
     }

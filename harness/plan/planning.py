@@ -26,8 +26,11 @@ from harness.report import plan_page
 
 def price_of_run(settings: Settings, result: dict) -> dict:
     """Hours and, with --gpu-hour-usd, dollars of all the steps of a run."""
-    hours = settings.num_steps * result["step_time_ms"] / 1000 / 3600
-    run = {"steps": settings.num_steps, "hours": hours}
+    steps = settings.num_steps
+    if settings.num_tokens:
+        steps = settings.steps_for(settings.num_tokens, result["gpus"])
+    hours = steps * result["step_time_ms"] / 1000 / 3600
+    run = {"steps": steps, "hours": hours}
     if settings.gpu_hour_usd:
         run["gpu_hour_usd"] = settings.gpu_hour_usd
         run["cost"] = hours * result["gpus"] * settings.gpu_hour_usd
@@ -92,7 +95,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
             "seconds_allowed": seconds * (1 + (len(worlds) - 1) / 3),
             "plan_seconds": seconds,
         }
-    if result["fits"] and settings.num_steps and "num_steps" in given(settings.argv):
+    if result["fits"] and settings.num_steps and given(settings.argv) & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, result)
     assumed = not rates.sections and find_gpu(rates.device)
     result["published_share"] = PUBLISHED_SHARE if assumed else None

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from harness.base.text import counted
+from harness.flags.commands import given
 from harness.flags.settings import Settings
 from harness.job.printing import columns
 from harness.model.attention import describe_attention
@@ -14,7 +15,16 @@ from harness.model.skipping import skips_on_device
 
 
 def describe_setup(
-    settings, model, optimizer, mesh, train_set, flops: str, peak: float | None, verified: str, average=None
+    settings,
+    model,
+    optimizer,
+    mesh,
+    train_set,
+    flops: str,
+    peak: float | None,
+    verified: str,
+    average=None,
+    manifest: dict | None = None,
 ) -> str:
     """The header's lines.
 
@@ -23,6 +33,7 @@ def describe_setup(
         peak: TFLOPS of the device, None where it is not known.
         verified: what was verified of the sharding, in words.
         average: the `WeightAverage` of --ema, None without.
+        manifest: that of the checkpoint that the run goes on from, if there is one.
     """
     world_size, shards = dist.get_world_size(), mesh["shard"].size()
     device = device_name(mesh.device_type)
@@ -41,7 +52,12 @@ def describe_setup(
     )
     lines["sharding"] = sharding
     lines["verified"] = verified
-    lines["precision"] = describe_precision(settings)
+    why = f"the default on a {'GPU' if mesh.device_type == 'cuda' else 'CPU'}"
+    if "precision" in given(settings.argv):
+        why = "by --precision"
+    elif manifest:
+        why = "as in the checkpoint"
+    lines["precision"] = f"{describe_precision(settings)}; {why}"
     lines["technique"] = ", ".join(techniques(settings, model, mesh.device_type))
     kind = find_optimizer(settings.optimizer)
     if kind.describe:

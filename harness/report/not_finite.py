@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from harness.base import saved
 from harness.base.errors import UserError
+from harness.state.train_state import TrainState
 
 
 class NotFinite(NamedTuple):
@@ -30,18 +31,44 @@ def first_not_finite(metrics: dict, losses: list[float | None]) -> NotFinite | N
     return None
 
 
-def give_up(folder: pathlib.Path, problem: NotFinite, first_step: int, resumed: pathlib.Path | None) -> None:
-    """Ends the run in `folder` because of `problem`; what was saved before stays. `first_step` is the first one since
-    this start, `resumed` the checkpoint that it went on from."""
+def last_update(step: int, skipped: list[int]) -> int:
+    """The last step up to this one that was not skipped."""
+    while step in skipped:
+        step -= 1
+    return step
+
+
+def broken_update(state: TrainState) -> NotFinite | None:
+    """The last update, where weights or optimizer states are NaN or infinite after it; every rank calls this."""
+    if state.finite():
+        return None
+    words = "update made weights or optimizer states infinite or NaN"
+    return NotFinite(last_update(state.step, state.recent_skipped), words)
+
+
+def find_divergence(
+    state: TrainState, first_step: int, loss: float, norm: float = 0.0, of: str = "the weights"
+) -> NotFinite | None:
+    """The last update, where the loss or the gradient norm that `of` gave after it is NaN or infinite. `first_step` is
+    the first one since this start: without an update since then it is that step's loss or norm."""
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            step = last_update(state.step, state.recent_skipped)
+            if step < first_step:
+                return NotFinite(first_step, f"{name} of {of} was {value} from the start")
+            return NotFinite(step, f"update left {of} with a {name} of {value}")
+    return None
+
+
+def give_up(folder: pathlib.Path, problem: NotFinite, resumed: pathlib.Path | None) -> None:
+    """Ends the run in `folder` because of `problem`; what was saved before stays. `resumed` is the checkpoint that it
+    went on from. Each checkpoint has given a finite loss before it was saved."""
     newest = saved.newest(folder)
-    if newest and saved.step_saved(newest) >= problem.step:
-        kept = f"{newest.name} was saved after it: without that folder --resume auto goes on from the one before"
-    elif resumed and problem.step == first_step:
-        kept = f"the run went on from {resumed}: remove that folder, and --resume auto goes on from the one before"
-    elif newest:
-        kept = f"the newest checkpoint is {newest.name}, from before"
-    else:
-        kept = "nothing was saved"
+    kept = "nothing was saved"
+    if newest:
+        kept = f"the last good checkpoint is {newest.name}"
+    elif resumed:
+        kept = f"the last good checkpoint is {resumed}"
     parts = [f"the {problem.words} at step {problem.step}", problem.consequence, kept]
     parts.append("a lower --lr, more --warmup-steps or --max-grad-norm 1 may help")
     raise UserError("; ".join(part for part in parts if part), exit_code=1)

@@ -1,7 +1,6 @@
 """config.json: what it takes to repeat a run, and each of its starts."""
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 import time
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from harness.base.saved import read_config
 from harness.base.versions import commit, versions
+from harness.flags.parser import record_flags
 from harness.flags.settings import Settings
 from harness.job import endings
 from harness.job.folders import replace_file
@@ -76,6 +76,6 @@ def write_config(folder: pathlib.Path, run: dict, **ending) -> None:
 
 def describe_run(settings: Settings) -> dict:
     """What it takes to repeat a run: flags, versions, commit, world size, GPU."""
-    run = {"flags": dataclasses.asdict(settings), "versions": versions(), "commit": commit()}
+    run = record_flags(settings) | {"versions": versions(), "commit": commit()}
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return run | {"world_size": dist.get_world_size()}

@@ -15,7 +15,7 @@ from harness.flags.commands import to_paste
 from harness.job import terminal
 from harness.job.printing import columns
 from harness.model.skipping import WINDOW, robust_z_score
-from harness.report.not_finite import NotFinite
+from harness.report.not_finite import NotFinite, last_update
 from harness.state.train_state import TrainState
 
 RECENT = 1000  # steps of which at most MAX_SHARE may be skipped, once MIN_SKIPPED were
@@ -69,13 +69,6 @@ def count_skipped(
         state.recent_skipped = [*recent, step]
         problem = problem or too_many(state.recent_skipped, max_skipped, skipped[-1].reason)
     return skipped, problem
-
-
-def last_update(step: int, skipped: list[int]) -> int:
-    """The last step up to this one that was not skipped."""
-    while step in skipped:
-        step -= 1
-    return step
 
 
 def reason_of(norm: float, norms: list[float]) -> str:

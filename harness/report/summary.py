@@ -14,6 +14,7 @@ from harness.base.errors import UserError
 from harness.base.saved import newest, read_config
 from harness.base.text import counted
 from harness.flags.commands import flags_of_run, to_paste
+from harness.flags.parser import LENGTHS
 from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.folders import replace_file
@@ -26,7 +27,7 @@ from harness.report.trackers import Trackers
 from harness.state.train_state import TrainState
 
 SAVE_MINUTES = 15  # between two checkpoints, as advised to a run that saves none
-MAX_EXPONENT = 700  # the exponential of more than 709 overflows a float
+MAX_EXPONENT = 709  # the exponential of more overflows a float
 
 
 @contextlib.contextmanager
@@ -63,7 +64,13 @@ def describe_stories(stories: list[dict[str, str]]) -> str:
 
 
 def perplexity(loss: float) -> float:
-    return math.exp(min(loss, MAX_EXPONENT))
+    """Infinite where a float does not hold it."""
+    return math.exp(loss) if loss < MAX_EXPONENT else math.inf
+
+
+def describe_perplexity(loss: float) -> str:
+    value = perplexity(loss)
+    return f"perplexity {value:,.2f}" if value < 1e9 else f"perplexity {value:.2g}"
 
 
 def describe_held_out(metrics: dict) -> str:
@@ -71,7 +78,7 @@ def describe_held_out(metrics: dict) -> str:
     loss = metrics.get("eval_loss")
     if loss is None:
         return ""
-    return f"held-out loss {loss:.4f} (perplexity {perplexity(loss):,.2f})"
+    return f"held-out loss {loss:.4f} ({describe_perplexity(loss)})"
 
 
 def describe_held_out_average(metrics: dict) -> list[str]:
@@ -79,7 +86,7 @@ def describe_held_out_average(metrics: dict) -> list[str]:
     if metrics.get("eval_loss_ema") is None:
         return []
     loss = metrics["eval_loss_ema"]
-    return [f"of the average {loss:.4f} (perplexity {perplexity(loss):,.2f})"]
+    return [f"of the average {loss:.4f} ({describe_perplexity(loss)})"]
 
 
 def describe_held_out_sources(metrics: dict) -> list[str]:
@@ -111,7 +118,11 @@ def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) 
 
 def summarize(metrics: dict, folder: pathlib.Path, state: TrainState) -> str:
     """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them."""
-    lines = {"done": describe_training(metrics, state), "speed": describe_speed(metrics)}
+    lines = {"done": describe_training(metrics, state)}
+    worse = describe_worse_end(folder)
+    if worse:
+        lines["worse"] = worse
+    lines["speed"] = describe_speed(metrics)
     sources = describe_sources(metrics)
     if sources:
         lines["sources"] = sources
@@ -147,6 +158,16 @@ def describe_training(metrics: dict, state: TrainState) -> str:
     if held_out:
         words = ", ".join([words, held_out, *describe_held_out_average(metrics), *describe_held_out_sources(metrics)])
     return words
+
+
+def describe_worse_end(folder: pathlib.Path) -> str:
+    """A warning where the last loss of a run is above its first one; empty where it is not. As long as metrics.jsonl is
+    there, which rank 0 writes."""
+    losses = [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line.get("loss") is not None]
+    if not losses or losses[-1] <= losses[0]:
+        return ""
+    words = f"the loss ended at {losses[-1]:,.4f}, above its first, {losses[0]:,.4f}"
+    return f"{words}: a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
 
 
 def describe_sources(metrics: dict) -> str:
@@ -194,8 +215,11 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
     elif saved:
         lines["export"] = to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
     if saved:
-        given = flags_of_run(settings, folder, "num_steps", "output_dir", "export", "export_weights")
-        lines["go on"] = to_paste(launcher, given, **source, num_steps=2 * settings.num_steps)
+        given = flags_of_run(settings, folder, *LENGTHS, "output_dir", "export", "export_weights")
+        longer = {"num_steps": 2 * settings.num_steps}
+        if settings.num_tokens:
+            longer = {"num_tokens": 2 * settings.num_tokens}
+        lines["go on"] = to_paste(launcher, given, **source, **longer)
         if settings.lr_scheduler == "warmup_stable_decay" and settings.decay_steps == 0:
             lines["decay"] = decay_command(settings, folder)
     elif not settings.export:
@@ -208,7 +232,7 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
 def decay_command(settings: Settings, folder: pathlib.Path) -> str:
     """The command of a branch that decays the learning rate of a run that ended in the stable phase, in a fifth of all
     its steps."""
-    given = flags_of_run(settings, folder, "num_steps", "decay_steps", "export", "export_weights")
+    given = flags_of_run(settings, folder, *LENGTHS, "decay_steps", "export", "export_weights")
     steps = max(1, settings.num_steps // 4)
     branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
     return to_paste(terminal.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)

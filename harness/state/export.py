@@ -33,7 +33,7 @@ EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Flags that a run may be given anew without other weights; any other one, a new one too, shapes them.
 SHAPES_NO_WEIGHT = (
-    "demo config cache_dir num_workers num_steps eval_steps sample_prompt sample_prompts sample_tokens "
+    "demo config cache_dir num_workers num_steps num_tokens eval_steps sample_prompt sample_prompts sample_tokens "
     "checkpoint_interval keep_checkpoints async_checkpoint final_checkpoint resume export timeout_minutes max_skipped "
     "output_dir run_name log_with project_name log_interval metrics_port metrics_host perf_warmup_steps peak_tflops "
     "min_mfu max_memory_gib profile memory_snapshot show_samples max_epochs "
@@ -42,7 +42,7 @@ SHAPES_NO_WEIGHT = (
     "gradient_accumulation_steps"  # which follows from given_accumulation and ranks
 )
 # where they are not given
-DECIDED_LATER = "sequence_length batch_size attention compile fused_loss warmup_steps document_mask"
+DECIDED_LATER = "precision sequence_length batch_size attention compile fused_loss warmup_steps document_mask"
 FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
 
 
@@ -197,10 +197,11 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     run id and step. Every rank calls this; where it cannot be written, a UserError says so and nothing is left of it.
     """
     path, final = settings.export, pathlib.Path(settings.export).expanduser()
-    if not state.finite():
-        raise UserError(f"--export {path}: the weights are infinite or NaN; nothing is exported", exit_code=1)
     is_average = settings.export_weights == "ema"
     with state.average.as_weights() if is_average else contextlib.nullcontext():
+        problem = state.what_is_broken()
+        if problem:
+            raise UserError(f"--export {path}: the model {problem}; nothing is exported", exit_code=1)
         unreadable, error = write_export(settings, state, tokenizer, final)
     if error:
         raise UserError(f"--export {path}: cannot be written ({error})", exit_code=1)

@@ -50,7 +50,8 @@ def damage_of_files(path: pathlib.Path, files: list) -> str:
 def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | tuple[None, None]:
     """The checkpoint to resume from and its manifest, checked; (None, None) to start fresh.
 
-    A UserError where the path that --resume names is no complete checkpoint.
+    A UserError where the path that --resume names is no complete checkpoint, and where auto finds checkpoints of the
+    run and can use none of them: a fresh start would train over them.
     """
     if resume == "none":
         return None, None
@@ -70,6 +71,11 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, di
         if not auto:
             raise UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
         say(f"skipped    {path.name} is damaged: {problem}")
+    if paths_of_main:
+        advice = "repair or copy back one of them, or choose another --run-name to start fresh"
+        raise UserError(
+            f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", exit_code=1
+        )
     origin = of_all_ranks(saved.read_origin(folder))[0]
     return find_branch_point(folder, origin) if origin else (None, None)
 

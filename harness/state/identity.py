@@ -10,6 +10,7 @@ from harness.base.errors import UserError
 from harness.base.text import counted
 from harness.data.data_record import DataRecord, describe_changes, read_record, renamed
 from harness.data.documents import vocabulary_of
+from harness.flags.commands import as_flags, given
 from harness.flags.settings import Settings
 
 # Fields of a model's config that do not make it another model.
@@ -110,6 +111,8 @@ def check_resume_compatible(settings: Settings, identity: dict, manifest: dict) 
     for key in REPORTED:
         if saved.get(key) != now[key]:
             changed.append(f"{key.replace('_', ' ')} {saved[key]} -> {now[key]}")
+            if key == "batch_size" and global_batch(saved) == global_batch(now):
+                changed[-1] += " (keeps the global batch)"
             if key == "ema" and not saved[key]:
                 changed[-1] += " (the average begins as a copy of the loaded weights)"
             if key == "ema" and not now[key]:
@@ -161,32 +164,43 @@ def refuse_changed_checksum(key: str, settings: Settings, saved_flags: dict) -> 
     raise UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
 
 
-def keep_global_batch(settings: Settings, manifest: dict) -> int:
-    """The gradient accumulation with which this number of ranks has the run's global batch; a UserError where they
-    cannot share it. Where the batch flags are not the checkpoint's, the user asks for another batch:
-    `check_resume_compatible` reports it."""
-    flags, size, world = manifest["flags"], settings.batch_size, dist.get_world_size()
-    if (size, settings.given_accumulation) != (flags["batch_size"], flags["given_accumulation"]):
-        return settings.gradient_accumulation_steps
-    sequences = manifest["world_size"] * flags["batch_size"] * flags["gradient_accumulation_steps"]
-    accumulation, left_over = divmod(sequences, world * size)
-    if left_over:
-        problem = f"{world} ranks cannot share the run's global batch of {counted(sequences, 'sequence')}"
-        advice = advise_batch(sequences, world, size, settings.gradient_accumulation_steps)
-        raise UserError(f"--batch-size {size}: {problem}; {advice}")
-    return accumulation
+def global_batch(flags: dict) -> int:
+    """Sequences of a step, of resolved flags with their `world_size`."""
+    return flags["world_size"] * flags["batch_size"] * flags["gradient_accumulation_steps"]
 
 
-def advise_batch(sequences: int, world: int, size: int, accumulation: int) -> str:
-    """The flags with which so many ranks have a global batch of `sequences`, at the largest batch size that is not
-    above `size`; where none does, the numbers of ranks that can share it. `accumulation` is what the flags say now."""
+def keep_global_batch(settings: Settings, manifest: dict) -> Settings:
+    """The settings with the batch of a run that goes on from the checkpoint of `manifest`: its global batch, where the
+    batch flags are those of that run or none is given. Then the accumulation may become another, and the batch size
+    where the command line does not give it. Other batch flags ask for another batch, which `check_resume_compatible`
+    reports.
+
+    Raises:
+        UserError: these ranks cannot share the global batch, or not at the batch size that was given.
+    """
+    flags, world = manifest["flags"], dist.get_world_size()
+    size, accumulation = flags["batch_size"], flags["given_accumulation"]
+    is_given = bool(given(settings.argv) & {"batch_size", "gradient_accumulation_steps"})
+    if is_given and (settings.batch_size, settings.given_accumulation) != (size, accumulation):
+        return settings
+    sequences = global_batch(flags | {"world_size": manifest["world_size"]})
     if sequences % world:
         worlds = [ranks for ranks in range(1, sequences + 1) if sequences % ranks == 0]
-        nearest = sorted(worlds, key=lambda ranks: abs(ranks - world))[:4]
-        return f"use another number of ranks, such as {', '.join(map(str, sorted(nearest)))}"
+        nearest = sorted(sorted(worlds, key=lambda ranks: abs(ranks - world))[:4])
+        problem = f"{counted(world, 'rank')} cannot share the run's global batch of {counted(sequences, 'sequence')}"
+        advice = f"use another number of ranks, such as {', '.join(map(str, nearest))}"
+        other = f"another --batch-size N for a global batch of {world} x N"
+        raise UserError(f"--batch-size {size}: {problem}; {advice}, or give {other}")
     of_rank = sequences // world
-    batch_size = max(divisor for divisor in range(1, size + 1) if of_rank % divisor == 0)
-    advice = f"give --batch-size {batch_size}"
-    if of_rank // batch_size != accumulation:
-        advice += f" --gradient-accumulation-steps {of_rank // batch_size}"
-    return advice
+    fitting = max(divisor for divisor in range(1, size + 1) if of_rank % divisor == 0)
+    if is_given and fitting != size and not settings.config:  # a file may be the run's own config.json
+        asked = world * size * accumulation
+        keeping = {"batch_size": fitting}
+        if of_rank // fitting != accumulation:
+            keeping["gradient_accumulation_steps"] = of_rank // fitting
+        factor = min(factor for factor in range(2, size + 1) if size % factor == 0)
+        asking = {"batch_size": size // factor, "gradient_accumulation_steps": accumulation * factor}
+        problem = f"with {world} ranks a global batch of {counted(asked, 'sequence')}, and the run has {sequences}"
+        advice = f"give {as_flags(keeping)} to keep the run's, or {as_flags(asking)} for one of {asked}"
+        raise UserError(f"--batch-size {size}: {problem}; {advice}")
+    return dataclasses.replace(settings, batch_size=fitting, gradient_accumulation_steps=of_rank // fitting)

@@ -1,7 +1,6 @@
 """Checkpoints: how all ranks save a state together, and never leave half of one."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -20,6 +19,7 @@ from harness.base.devices import wait_for_device
 from harness.base.ranks import of_all_ranks
 from harness.base.saved import MANIFEST, manifest_checksum, place_of
 from harness.base.text import first_line
+from harness.flags.parser import record_flags
 from harness.flags.settings import Settings
 from harness.job import heartbeats
 from harness.job.printing import say
@@ -47,7 +47,7 @@ class Checkpoints:
         self.place = place_of(folder)
         self.of_run = identity | {  # the part of every manifest that does not change during the run
             "world_size": dist.get_world_size(),
-            "flags": dataclasses.asdict(settings),
+            **record_flags(settings),
             "folder": str(folder.resolve()),
         }
         self.group = dist.new_group(backend="gloo")  # the writing threads' own

@@ -19,6 +19,7 @@ from harness.base.errors import UserError
 from harness.base.package_internals import wrapped_weight
 from harness.base.ranks import of_all_ranks
 from harness.model.averages import WeightAverage
+from harness.model.finite import loss_without_data
 from harness.state.shards import SafeReader, checkpoint_error
 from harness.state.staging import like, local_part
 
@@ -182,6 +183,14 @@ class TrainState:
         broken = largest.isfinite().logical_not().int().to(tensors[0].device)
         dist.all_reduce(broken)
         return not broken.item()
+
+    def what_is_broken(self) -> str:
+        """What is wrong with a state that was loaded, or is to be exported, in words that follow its name; empty where
+        nothing is. Every rank calls this."""
+        if not self.finite():
+            return "holds values that are infinite or NaN"
+        loss = loss_without_data(self.model)
+        return "" if math.isfinite(loss) else f"gives a loss of {loss}"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What goes into the shards, by names that are the same on any number of ranks; loading writes into them.

@@ -1,7 +1,6 @@
 """Text becomes windows of tokens: nothing is lost, nothing comes twice, and no start tokenizes what one did before."""
 
 import bz2
-import dataclasses
 import errno
 import gc
 import gzip
@@ -40,6 +39,7 @@ from harness.data.records import DOCUMENT_MARK
 from harness.data.token_cache import check_cache, pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn
 from harness.flags import commands
+from harness.flags.parser import record_flags
 from harness.flags.settings import is_local
 
 END = 0  # end-of-text of the demo tokenizer
@@ -593,8 +593,7 @@ def test_the_flag_for_the_text_field_is_asking_and_a_checkpoint_keeps_its_rule(
 
 def test_a_config_of_a_run_keeps_that_the_text_field_was_asked_for(tmp_path):
     for asked in (["--text-field", "text"], []):
-        flags = dataclasses.asdict(parse(["--dataset", "x", *asked]))
-        (tmp_path / "config.json").write_text(json.dumps({"flags": flags}))
+        (tmp_path / "config.json").write_text(json.dumps(record_flags(parse(["--dataset", "x", *asked]))))
         again = parse(["--config", tmp_path / "config.json"])
         assert ("text_field" in commands.given(again.argv)) == bool(asked)
 

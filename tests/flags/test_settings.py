@@ -19,7 +19,7 @@ from harness.base.errors import UserError
 from harness.flags import flag_types
 from harness.flags.flag_files import ELSEWHERE
 from harness.flags.flag_types import path
-from harness.flags.parser import EXAMPLES, given_twice, make_parser, warn
+from harness.flags.parser import EXAMPLES, given_twice, make_parser, record_flags, warn
 from harness.flags.removed import REMOVED_FLAGS
 from harness.flags.rules import without_effect
 from harness.flags.settings import Settings
@@ -191,7 +191,7 @@ def test_flags_may_be_written_with_underscores():
 def test_every_example_of_the_help_is_a_command_that_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs" / "tales").mkdir(parents=True)
-    (tmp_path / "outputs" / "tales" / "config.json").write_text('{"flags": {}}')
+    (tmp_path / "outputs" / "tales" / "config.json").write_text('{"given": {}}')
     examples = [line for line in EXAMPLES.splitlines() if "train_fsdp.py" in line]
     assert all("  #" in line for line in examples)
     assert len(examples) >= 5 and all(len(line) <= 118 for line in examples)
@@ -288,7 +288,7 @@ def test_a_mistake_in_a_file_is_told_as_on_the_command_line_and_names_the_file(t
 def test_a_file_of_windows_is_read_and_a_key_that_json_has_twice_is_named(tmp_path):
     (tmp_path / "f.toml").write_bytes(b"\xef\xbb\xbfseed = 3\r\nlr = 1.0\r\n")
     assert (parse(["--config", tmp_path / "f.toml"]).seed, parse(["--config", tmp_path / "f.toml"]).lr) == (3, 1.0)
-    (tmp_path / "config.json").write_text('{"flags": {"lr": 1, "seed": 2, "lr": 3}}')
+    (tmp_path / "config.json").write_text('{"given": {"lr": 1, "seed": 2, "lr": 3}}')
     with pytest.raises(UserError, match=r"config.json: it is no JSON .lr stands there twice"):
         parse(["--config", tmp_path / "config.json"])
 
@@ -306,7 +306,7 @@ def test_a_file_that_is_missing_or_holds_no_flags_is_named(file):
 
 def config_of(folder, *flags) -> list:
     """--config with a file as a run with these flags leaves it."""
-    (folder / "config.json").write_text(json.dumps({"flags": vars(parse(flags)), "versions": {}}))
+    (folder / "config.json").write_text(json.dumps(record_flags(parse(flags))))
     return ["--config", folder / "config.json"]
 
 
@@ -315,11 +315,11 @@ def test_a_runs_config_gives_its_flags_but_not_its_name_or_what_it_derived(tmp_p
     read = parse([*config_of(tmp_path, *words(flags)), "--num-steps", 400])
     same = parse(words("--demo --lr 1e-3 --gradient-accumulation-steps 2 --seed 1 --num-steps 400"))
     differ = {name for name, value in vars(read).items() if value != getattr(same, name)}
-    assert differ == {"config", "argv", "demo"}  # the demo's own flags stand there one by one
+    assert differ == {"config", "argv"}
     assert (read.warmup_steps, read.run_name, read.resume, read.export) == (20, None, "none", None)
     assert not [*without_effect(read)]
     old = json.loads((tmp_path / "config.json").read_text())
-    old["flags"]["batch_sise"] = 3  # as of another version
+    old["given"]["batch_sise"] = 3  # as of another version
     (tmp_path / "config.json").write_text(json.dumps(old))
     with pytest.raises(UserError, match=r"config.json: batch_sise: no such flag; did you mean --batch-size\?"):
         parse(["--config", tmp_path / "config.json"])
@@ -341,10 +341,10 @@ def test_an_evaluation_has_the_flags_of_its_checkpoint_that_shape_the_loss(tmp_p
 def test_a_removed_flag_is_ignored_at_its_old_default_and_otherwise_names_what_to_do(tmp_path, toml, flag):
     removed, key = REMOVED_FLAGS[flag], flag[2:].replace("-", "_")
     config = json.loads(config_of(tmp_path, "--lr", "1e-3")[1].read_text())
-    config["flags"][key] = removed.old_default
+    config["given"][key] = removed.old_default
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert parse(["--config", tmp_path / "config.json"]).lr == 1e-3
-    config["flags"][key] = "other"
+    config["given"][key] = "other"
     (tmp_path / "config.json").write_text(json.dumps(config))
     for argv in ([flag], ["--config", tmp_path / "config.json"], toml(f'{key} = "other"')):
         with pytest.raises(UserError) as raised:

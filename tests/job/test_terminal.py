@@ -30,6 +30,7 @@ from multirank import SIZES, resolved
 
 from harness.base import console, saved
 from harness.base.errors import UserError
+from harness.flags.parser import record_flags
 from harness.job import host, terminal
 from harness.job.printing import say_story
 from harness.job.signals import StopRequest
@@ -435,9 +436,9 @@ def test_a_run_of_many_flags_goes_on_by_its_own_config_and_keeps_its_export(monk
     folder = tmp_path / "o" / "r"
     folder.mkdir(parents=True)
     assert terminal.command(settings, pathlib.Path("o/r")).count("--") > 10  # no config.json
-    (folder / "config.json").write_text(json.dumps({"flags": dataclasses.asdict(settings)}))
+    (folder / "config.json").write_text(json.dumps(record_flags(settings)))
     command = terminal.command(settings, pathlib.Path("o/r"))
     assert command.endswith("--config o/r/config.json --export e --resume auto --run-name r")
     again = dataclasses.asdict(parse(flags_of(command)))
     differ = {name for name, value in again.items() if value != dataclasses.asdict(settings)[name]}
-    assert differ == {"argv", "config", "demo", "resume", "run_name"}
+    assert differ == {"argv", "config", "resume", "run_name"}

@@ -234,7 +234,7 @@ def test_the_header_asks_torch_for_the_kernel_as_transformers_will(header):
     assert header() == ("sdpa attention (cudnn_attention)", (2, False, True))
     assert header("--document-mask")[1] == (4, True, False)  # transformers repeats the keys then
     with pytest.raises(UserError, match="--attention flash: torch's kernel does not take this model's heads; use sdpa"):
-        header("--attention", "flash", kernel=SDPBackend.ERROR)
+        header("--attention", "flash", "--precision", "bf16", kernel=SDPBackend.ERROR)
 
 
 @pytest.fixture
@@ -301,7 +301,8 @@ class NoSharedKeys(TorchDispatchMode):
 def test_flash_is_torchs_flash_kernel_and_no_other():
     query, bias = torch.randn(1, 2, 8, 16), torch.zeros(1, 2, 8, 8, requires_grad=True)  # which flash does not take
     for attention, kernels in (("flash", {"flash"}), ("sdpa", {"flash", "mem_efficient", "cudnn", "math"})):
-        settings, _ = resolved(["--model", "demo", "--sequence-length", "64", "--attention", attention])
+        flags = words(f"--model demo --sequence-length 64 --precision bf16 --attention {attention}")
+        settings, _ = resolved(flags)
         assert settings.attention == attention
         names = ("flash", "mem_efficient", "cudnn", "math")
         assert {name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()} == kernels

@@ -161,6 +161,25 @@ def test_a_model_that_no_one_has_is_one_line_and_exit_2(arguments):
     assert message.startswith("--model no-such-company/no-such-model: ")
 
 
+def test_a_tokenizer_folder_that_is_not_there_is_not_the_hubs_fault(arguments):
+    message = only_line(python(*arguments, "--tokenizer", "/absent/path"))
+    assert message.startswith("--tokenizer /absent/path: no such folder; ") and "hub" not in message
+
+
+def test_the_folder_of_a_run_as_the_model_points_to_its_export(device, arguments, tmp_path):
+    train(arguments, device)
+    run = tmp_path / "out" / "r"
+    for folder in (run, *(run / "checkpoints").glob("step-*")):
+        message = only_line(python("--model", folder, "--dataset", "synthetic"))
+        assert message.startswith(f"--model {folder}: a folder of a run, not of a model; ")
+        assert f"--num-steps 0 --resume {folder} --export DIR" in message
+
+
+def test_json_has_its_error_as_json_where_config_has_no_value():
+    process = python("--json", "--config")
+    assert only_line(process) == json.loads(process.stdout)["error"] == "--config: expected one argument"
+
+
 @pytest.mark.slow
 def test_data_that_no_one_has_is_one_line_and_exit_2(arguments):
     flags = [*arguments, "--dataset", "no-such-company/no-such-stories"]

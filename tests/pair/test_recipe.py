@@ -40,6 +40,7 @@ def trainer(device, tmp_path):
     def make(name: str, *flags):
         source = name if name == "demo" else write_model(tmp_path / name, name, **MODELS[name])
         sizes = ["--sequence-length", "32", "--batch-size", "2", "--num-workers", "0", "--num-steps", "9"]
+        sizes += ["--precision", "bf16"]  # the last one counts
         args, config = resolved(["--model", source, "--dataset", "demo", *sizes, *flags])
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)

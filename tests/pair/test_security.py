@@ -184,8 +184,8 @@ def test_a_kernel_that_a_config_names_is_not_fetched_from_the_hub(tmp_path, argu
 TEMPLATE = "{{ cycler.__init__.__globals__.os.mkdir('MARK') }}"
 
 
-def test_a_chat_template_is_not_rendered_and_in_transformers_sandbox_breaks(
-    device, arguments, mark, tokenizer, tmp_path
+def test_a_chat_template_that_calls_the_operating_system_is_refused_in_the_sandbox(
+    device, arguments, mistake, mark, tokenizer, tmp_path
 ):
     template = TEMPLATE.replace("MARK", str(mark))
     (tokenizer / "chat_template.jinja").write_text(template)
@@ -195,6 +195,11 @@ def test_a_chat_template_is_not_rendered_and_in_transformers_sandbox_breaks(
     assert loaded.chat_template == template
     with pytest.raises(jinja2.exceptions.SecurityError):
         loaded.apply_chat_template([{"role": "user", "content": "x"}])
+    assert not mark.exists()
+    said = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    flags = ["--tokenizer", tokenizer, "--dataset", tmp_path / "chat.jsonl", "--chat-loss", "all"]
+    assert "the chat template fails, " in mistake(*flags, "--run-name", "chat")
     assert not mark.exists()
     jinja2.Template(template).render()
     assert mark.exists()

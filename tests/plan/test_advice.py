@@ -285,7 +285,7 @@ def small(tmp_path_factory):
     rates.write_text(json.dumps({"memory_gib": 1.3}))
     flags = DEMO + f"--json --plan-gpus 2,16 --batch-size 8 --plan-seconds 12 --plan-rates {rates}"
     found = json.loads(plan(flags))
-    return found, text.describe_plan(parse(words(flags)), found)
+    return found, text.describe_plan(parse(words(f"{flags} --precision bf16")), found)
 
 
 @pytest.mark.slow
@@ -318,7 +318,7 @@ def test_a_plan_that_is_not_to_search_plans_once(monkeypatch):
     assert found["verdict"] == "fits" and not {"fastest", "largest_batch_size"} & found.keys()
     monkeypatch.setattr(own_plan.subprocess, "Popen", lambda command, **_: command)
     monkeypatch.setattr(own_plan.dist, "get_world_size", lambda: 2)
-    assert parse_args(own_plan.start_plan(parse(["--plan-gpu", "B200"]))[5:]).plan_seconds == 0
+    assert parse_args(own_plan.start_plan(parse(["--plan-gpu", "B200", "--precision", "bf16"]))[5:]).plan_seconds == 0
 
 
 def test_a_plan_opens_with_the_answer_and_is_read_without_a_manual(small):

@@ -9,8 +9,6 @@ import sys
 import pytest
 from conftest import PROGRAM, ROOT, start
 
-from tools import house
-
 # Each may import those after it. The two files on top, then the wings: data and model are neighbours, of which neither
 # imports the other.
 LAYERS = (
@@ -191,7 +189,3 @@ def test_a_run_on_synthetic_tokens_imports_no_optional_package(tmp_path):
     assert said == ["report     not written: needs the package plotly (pip install plotly)"]
     process = start([sys.executable, "-c", WITHOUT, ",".join(OPTIONAL), PROGRAM, *flags.split(), "--log-with", "wandb"])
     assert process.stderr.startswith("train_fsdp.py: error: --log-with wandb: needs the package wandb"), process.stderr
-
-
-def test_the_picture_of_the_house_is_that_of_the_imports():
-    assert (ROOT / "docs" / "images" / "house.svg").read_text() == house.picture()

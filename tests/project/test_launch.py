@@ -1,17 +1,15 @@
 """What starts the program on clusters: the clusters' own schemas take the files, the program takes the flags, and what
 must agree, in a file and from file to file, does.
 
-Not among the requirements, and skipped where they are missing: `pip install kubernetes-validate` (all schemas of
-Kubernetes, 108 MB), `pip install skypilot` (best in an environment of its own), and the CRDs of Kubeflow Trainer and
-Volcano, which are read from the folder CRDS of the environment (`*.yaml`, from manifests/base/crds of kubeflow/trainer
-and config/crd/volcano/bases of volcano-sh/volcano).
+Skipped where they are missing: `pip install kubernetes-validate` (all schemas of Kubernetes, 108 MB) and the CRDs of
+Volcano, which are read from the folder CRDS of the environment (`*.yaml`, from config/crd/volcano/bases of
+volcano-sh/volcano).
 """
 
 import copy
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import sys
 
@@ -21,8 +19,7 @@ from conftest import ROOT, parse, start
 from torch.distributed.run import get_args_parser
 
 LAUNCH = ROOT / "launch"
-FILES = ("kubernetes.yaml", "kubeflow.yaml", "volcano.yaml", "skypilot.yaml")
-MANIFESTS = FILES[:3]
+MANIFESTS = ("kubernetes.yaml", "volcano.yaml")
 
 
 def documents(file: str) -> list[dict]:
@@ -35,30 +32,14 @@ def document(file: str, kind: str) -> dict:
 
 
 def pod_of(file: str) -> dict:
-    """The pod's spec; Kubeflow's with what the TrainJob adds to it."""
+    """The pod's spec."""
     if file == "kubernetes.yaml":
         return document(file, "Job")["spec"]["template"]["spec"]
-    if file == "volcano.yaml":
-        return document(file, "Job")["spec"]["tasks"][0]["template"]["spec"]
-    pod = copy.deepcopy(child_job()["template"]["spec"])
-    trainer = document(file, "TrainJob")["spec"]["trainer"]
-    pod["containers"][0] |= {"command": trainer["command"], "args": trainer["args"]}
-    pod["containers"][0]["resources"] = trainer["resourcesPerNode"]
-    return pod
-
-
-def child_job() -> dict:
-    """The Job that Kubeflow's runtime makes, one pod of it for each node."""
-    template = document("kubeflow.yaml", "TrainingRuntime")["spec"]["template"]
-    return template["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return document(file, "Job")["spec"]["tasks"][0]["template"]["spec"]
 
 
 def words_of(file: str) -> list[str]:
-    """The command that runs on each node; variables of the shell have the value 8."""
-    if file == "skypilot.yaml":
-        (task,) = documents(file)
-        command = re.sub(r"\\\n\s*", " ", task["run"]).strip().splitlines()[-1]
-        return shlex.split(re.sub(r"\$(\w+|\([^)]*\))", "8", command).removeprefix("exec "))
+    """The command that runs on each node."""
     (container,) = pod_of(file)["containers"]
     return [*container["command"], *container["args"]]
 
@@ -76,12 +57,7 @@ def settings_of(file: str):
 
 def size_of(file: str) -> tuple[int, int]:
     """(nodes, GPUs of a node), as the scheduler is asked for them."""
-    if file == "skypilot.yaml":
-        (task,) = documents(file)
-        return task["num_nodes"], int(task["resources"]["accelerators"].rpartition(":")[2])
     gpus = pod_of(file)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    if file == "kubeflow.yaml":
-        return document(file, "TrainJob")["spec"]["trainer"]["numNodes"], gpus
     spec = document(file, "Job")["spec"]
     return spec["tasks"][0]["replicas"] if "tasks" in spec else spec["completions"], gpus
 
@@ -104,7 +80,6 @@ def checked_by_kubernetes() -> list:
     """Whole manifests, and the pods and Jobs inside those of other makers."""
     parts = {f"{part['kind']} of {file}": part for file in MANIFESTS for part in documents(file) if is_own(part)}
     parts |= {f"pod of {file}": {"apiVersion": "v1", "kind": "Pod", "spec": pod_of(file)} for file in MANIFESTS}
-    parts["job of kubeflow.yaml"] = {"apiVersion": "batch/v1", "kind": "Job", "spec": child_job()}
     return [pytest.param(part, id=name) for name, part in parts.items()]
 
 
@@ -161,40 +136,20 @@ def test_a_custom_resource_is_one_of_its_definition(manifest):
         jsonschema.validate(wrong, definition)
 
 
-@pytest.mark.slow
-def test_skypilot_takes_its_file():
-    sky = pytest.importorskip("sky", reason="needs the package skypilot")
-    (config,) = documents("skypilot.yaml")
-    task = sky.Task.from_yaml_config(copy.deepcopy(config), {"NFS": "10.0.0.2:/outputs"})
-    (resources,) = task.resources
-    assert (task.num_nodes, resources.accelerators, resources.use_spot) == (2, {"H100": 8}, True)
-    with pytest.raises(ValueError, match="NFS"):
-        sky.Task.from_yaml_config(copy.deepcopy(config))
-    with pytest.raises(sky.exceptions.InvalidSkyPilotConfigError, match="nodes"):
-        sky.Task.from_yaml_config(config | {"nodes": 2}, {"NFS": ""})
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What must agree
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", MANIFESTS)
 def test_every_file_starts_the_same_run(file):
     here, kubernetes = settings_of(file).__dict__, settings_of("kubernetes.yaml").__dict__
-    different = {name for name in here if here[name] != kubernetes[name]} - {"argv"}
-    assert different <= ({"metrics_host"} if file == "skypilot.yaml" else set())
+    assert {name for name in here if here[name] != kubernetes[name]} <= {"argv"}
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", MANIFESTS)
 def test_there_is_a_process_for_each_gpu_and_replicas_are_nodes(file):
     (nodes, gpus), launcher = size_of(file), launcher_of(file)
-    if file == "kubeflow.yaml":  # PET_NNODES and PET_NPROC_PER_NODE are made of these
-        assert document(file, "TrainJob")["spec"]["trainer"]["numProcPerNode"] == gpus
-        assert document(file, "TrainingRuntime")["spec"]["mlPolicy"]["numNodes"] == nodes
-    elif file == "skypilot.yaml":
-        assert "--nproc_per_node=8" in words_of(file)  # of SKYPILOT_NUM_GPUS_PER_NODE, see words_of
-    else:
-        assert (launcher.nnodes, launcher.nproc_per_node) == (str(nodes), str(gpus))
+    assert (launcher.nnodes, launcher.nproc_per_node) == (str(nodes), str(gpus))
     assert nodes * gpus % settings_of(file).dp_replicate_size == 0
     assert nodes % settings_of(file).dp_replicate_size == 0  # a shard group stays inside its node
 
@@ -251,24 +206,13 @@ def test_prometheus_reads_the_port_that_is_served():
         assert [each["containerPort"] for each in pod_of(file)["containers"][0]["ports"]] == [port]
         assert settings_of(file).metrics_host == "0.0.0.0"
     assert f":{port}" in (LAUNCH / "prometheus.yml").read_text()
-    (monitor,) = documents("podmonitor.yaml")
-    assert (
-        monitor["spec"]["selector"]["matchLabels"]["job-name"] == document("kubernetes.yaml", "Job")["metadata"]["name"]
-    )
-    names = [each["name"] for each in pod_of("kubernetes.yaml")["containers"][0]["ports"]]
-    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == names
 
 
 def test_an_eviction_is_no_failure_and_no_pod_joins_a_world_that_is_ending():
-    job, child = document("kubernetes.yaml", "Job")["spec"], child_job()
+    job = document("kubernetes.yaml", "Job")["spec"]
     evicted = [{"type": "DisruptionTarget", "status": "True"}]
     assert job["podFailurePolicy"]["rules"][0] == {"action": "Ignore", "onPodConditions": evicted}
-    assert job["podReplacementPolicy"] == child["podReplacementPolicy"] == "Failed"
-    # JobSet knows an evicted Job by this reason, which only FailJob gives
-    assert child["podFailurePolicy"]["rules"][0] == {"action": "FailJob", "onPodConditions": evicted}
-    policy = document("kubeflow.yaml", "TrainingRuntime")["spec"]["template"]["spec"]["failurePolicy"]
-    assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert policy["restartStrategy"] == "BlockingRecreate" and child["backoffLimit"] == 0
+    assert job["podReplacementPolicy"] == "Failed"
     volcano = document("volcano.yaml", "Job")["spec"]
     assert volcano["policies"] == [{"events": ["PodEvicted", "PodFailed"], "action": "RestartJob"}]
     assert volcano["minAvailable"] == volcano["tasks"][0]["replicas"]

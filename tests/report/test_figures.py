@@ -4,7 +4,6 @@ import random
 import shutil
 import subprocess
 import sys
-import types
 
 import pytest
 from conftest import ROOT, metrics_of, parse, start, words
@@ -16,7 +15,7 @@ from test_program import read_events
 from harness.report.figure_list import FIGURES, SOURCE, sources_in, tracker_name
 from harness.report.figures import RankFigures, gather, worst_of_ranks
 from harness.report.prometheus import Endpoint
-from tools import figure_table, wandb_view
+from tools import figure_table
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Of a list of ranks
@@ -159,35 +158,6 @@ def test_prometheus_has_the_figure_of_a_source_behind_a_label_in_the_family_of_t
         checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
         ours = [line for line in checked.stderr.splitlines() if "training_" in line]
         assert checked.returncode in (0, 3) and ours == []
-
-
-def test_the_view_of_wandb_has_every_chart_in_its_section(monkeypatch):
-    def remember(**given):
-        return types.SimpleNamespace(**given)
-
-    reports = types.SimpleNamespace(LinePlot=remember, WeavePanelSummaryTable=remember, RunComparer=remember)
-    workspaces = types.SimpleNamespace(Workspace=remember, Section=remember, RunsetSettings=remember)
-    package = types.ModuleType("wandb_workspaces")
-    package.workspaces = workspaces
-    nested = types.ModuleType("wandb_workspaces.reports")
-    nested.v2 = reports
-    stand_ins = {"": package, ".workspaces": workspaces, ".reports": nested, ".reports.v2": reports}
-    for name, module in stand_ins.items():
-        monkeypatch.setitem(sys.modules, f"wandb_workspaces{name}", module)
-    view = wandb_view.build("entity", "project")
-    panels = {section.name: section.panels for section in view.sections}
-    assert [*panels] == words("Loss Training Speed Memory Data Stories Differences")
-    over_steps, over_tokens, of_sources, _ = panels["Loss"]
-    assert of_sources.title == "Held-out loss of the sources"
-    assert (over_steps.x, over_steps.y[:2]) == ("Step", ["train/loss", "eval/loss"])
-    assert (over_tokens.x, over_tokens.y) == ("data/tokens_seen", ["train/loss", "eval/loss", "eval/loss_ema"])
-    shown = [name for section in panels.values() for panel in section for name in getattr(panel, "y", ())]
-    assert {*shown} == {figure.name for figure in FIGURES if figure.chart and not figure.by_source}
-    patterns = [getattr(panel, "metric_regex", "") for section in panels.values() for panel in section]
-    patterns = [pattern for pattern in patterns if pattern]
-    assert patterns == ["^(eval/loss/)", "^(eval/loss/)", "^(data/share/)", "^(data/epochs/)"]
-    columns = view.runset_settings.pinned_columns
-    assert columns == ["run:displayName", *(f"summary:{figure.name}" for figure in FIGURES if figure.compared)]
 
 
 def test_a_page_without_the_markers_is_left_as_it_is(tmp_path):

@@ -47,9 +47,7 @@ from harness.base.errors import UserError
 from harness.data import sample_order
 from harness.job import endings, folders, preflight
 from harness.job.signals import StopRequest
-from harness.model.configs import load_config
-from harness.state import export, identity, store
-from harness.state.identity import keep_global_batch
+from harness.state import export, store
 from harness.state.shards import SafeReader
 from harness.state.train_state import TrainState
 from utils import PerformanceTracker
@@ -431,41 +429,6 @@ def test_a_flag_newer_than_the_checkpoint_counts_as_its_default(run, copied, cap
     assert "document mask" not in capsys.readouterr().out
 
 
-def test_a_world_that_cannot_share_the_global_batch_is_refused(monkeypatch, flags):
-    settings = parse(flags)
-    manifest = {"world_size": 3, "flags": vars(settings) | {"given_accumulation": 1}}
-    monkeypatch.setattr(identity.dist, "get_world_size", lambda: 2)
-    with pytest.raises(UserError, match="--batch-size 4: 2 ranks cannot share the run's global batch of 12") as raised:
-        keep_global_batch(settings, manifest)
-    assert str(raised.value).endswith("; give --batch-size 3 --gradient-accumulation-steps 2")
-    monkeypatch.setattr(identity.dist, "get_world_size", lambda: 1)
-    assert keep_global_batch(settings, manifest) == 3
-    resolved = train_fsdp.resolve(settings, load_config(settings.model), manifest)
-    assert resolved.gradient_accumulation_steps == 3
-
-
-@pytest.mark.parametrize(
-    "sequences, world, size, accumulation, flags",
-    [
-        (4, 2, 4, 1, "--batch-size 2"),
-        (4, 4, 4, 1, "--batch-size 1"),
-        (12, 2, 4, 1, "--batch-size 3 --gradient-accumulation-steps 2"),
-        (12, 2, 4, 2, "--batch-size 3"),
-        (22, 2, 8, 1, "--batch-size 1 --gradient-accumulation-steps 11"),
-        (4, 3, 4, 1, ""),
-        (4, 8, 4, 1, ""),
-    ],
-)
-def test_the_advice_for_a_global_batch_on_other_ranks_is_the_same_batch(sequences, world, size, accumulation, flags):
-    advice = identity.advise_batch(sequences, world, size, accumulation)
-    if not flags:
-        assert advice == "use another number of ranks, such as 1, 2, 4"
-        return
-    assert advice == f"give {flags}"
-    given = parse(words(f"--gradient-accumulation-steps {accumulation} {flags}"))
-    assert world * given.batch_size * given.gradient_accumulation_steps == sequences
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # --resume PATH
 
@@ -837,12 +800,24 @@ def test_a_pipe_in_a_checkpoint_is_damage_and_no_wait(run, refused, copied, caps
     assert "step-00000002 at step 2" in capsys.readouterr().out
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_starts_fresh(run, copied):
-    whole = steps_of(copied)
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_removed(run, refused, copied):
     for folder in (copied / "checkpoints").iterdir():
         flip(folder / "__0_0.distcp")
-    assert run("r", "--resume", "auto") == 0
-    assert steps_of(copied) == whole
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    message = refused("r", "--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
+    assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
+    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+
+def test_a_stream_of_many_lanes_goes_on_from_its_checkpoint(run, tmp_path, capsys):
+    """A lane for each sequence of a step: from 11 on their numbers sort otherwise as text."""
+    stream = words("--streaming --batch-size 16 --checkpoint-interval 2 --resume auto")
+    stream += ["--dataset", ROOT / "assets" / "demo" / "stories"]
+    assert run("s", *stream, "--num-steps", 4) == 0
+    assert run("s", *stream, "--num-steps", 6) == 0
+    output = capsys.readouterr().out
+    assert "damaged" not in output and "step-00000004 at step 4" in output
+    assert [line[0] for line in steps_of(tmp_path / "s")] == [1, 2, 3, 4, 5, 6]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -967,10 +942,12 @@ def saved_values(checkpoint) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("divergence", ["", "--lr 1e30 --max-grad-norm 0"])
+@pytest.mark.parametrize(
+    "divergence", ["", "--lr 1e30 --max-grad-norm 0 --lr-scheduler constant_with_warmup --warmup-steps 1"]
+)
 def test_a_broken_model_is_never_saved_and_the_last_good_checkpoint_stays(run, refused, tmp_path, divergence):
     message = refused("r", *DIVERGENT, *words(divergence), "--num-steps", 30, exit_code=1)
-    step = int(re.search(r"at step (\d+); .*the newest checkpoint is step-(\d+), from before", message)[1])
+    step = int(re.search(r"at step (\d+); the last good checkpoint is step-(\d+)", message)[1])
     assert names(tmp_path / "r") == checkpoint_names(step - 1)
     values = saved_values(tmp_path / "r" / "checkpoints" / f"step-{step - 1:08d}")
     assert all(tensor.isfinite().all() for tensor in values.values() if tensor.is_floating_point())
@@ -978,8 +955,7 @@ def test_a_broken_model_is_never_saved_and_the_last_good_checkpoint_stays(run, r
 
     # as every start from there will
     message = refused("r", *DIVERGENT, *words(divergence), "--num-steps", 30, "--resume", "auto", exit_code=1)
-    assert f"at step {step}; " in message and f"the run went on from {tmp_path / 'r'}" in message
-    assert "the one before" in message
+    assert f"at step {step}; the last good checkpoint is step-{step - 1:08d}" in message
 
 
 def test_a_run_whose_last_update_breaks_the_model_is_not_done(refused, tmp_path):
@@ -1008,7 +984,7 @@ def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, re
         optimizer.param_groups[1]["params"][0].to_local().fill_(math.inf)
 
     with monkeypatch.context() as unchecked:  # as a version without the checks saved it
-        unchecked.setattr(TrainState, "finite", lambda self: True)
+        unchecked.setattr(train_fsdp, "check_pass", lambda job, batch: None)
         unchecked.setattr(train_fsdp, "step_or_skip", overflow)
         run("r", "--max-skipped", STEPS)
     path = tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}"
@@ -1018,7 +994,7 @@ def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, re
     )
     export = tmp_path / "export"
     message = refused("r", "--resume", path, "--num-steps", 0, "--export", export, exit_code=1)
-    assert message.startswith(f"--export {export}: the weights are infinite or NaN") and not export.exists()
+    assert message.startswith(f"--resume {path}: it holds values") and not export.exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,46 @@
+"""Finite: passes that change nothing and show whether weights still give a finite loss. Called by the script before it
+saves or ends a run, and wherever weights were loaded. Independent of what is then done."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.job import heartbeats
+from harness.model.optimization import clip_grad_norm
+from harness.model.sampling import evaluating
+
+TOKENS = 16  # of a pass that needs no data
+
+
+def loss_without_data(model: nn.Module) -> float:
+    """The loss on TOKENS tokens from all over the vocabulary, on all ranks; every rank calls this."""
+    heartbeats.enter_phase("check")
+    device = next(model.parameters()).device_mesh.device_type
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = (torch.arange(TOKENS, device=device) * vocabulary // TOKENS)[None]
+    with evaluating(model), torch.compiler.set_stance("force_eager"):  # nothing is compiled for a shape that comes once
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return mean_of_ranks(loss)
+
+
+def loss_and_norm(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict) -> tuple[float, float]:
+    """(loss, gradient norm) of a microbatch of each rank, over all ranks; every rank calls this after a step.
+
+    A forward pass is not enough: where a hidden state overflows, RMSNorm divides it by infinity, so that the logits are
+    all zero and the loss is finite, that of a guess; the gradients are NaN. This pass is the one that training runs, so
+    it takes no more memory, and nothing is compiled for it.
+    """
+    heartbeats.enter_phase("check")
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=cuda):  # of dropout
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+    norm = clip_grad_norm(optimizer, 0).item()
+    optimizer.zero_grad()
+    return mean_of_ranks(loss), norm
+
+
+def mean_of_ranks(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()

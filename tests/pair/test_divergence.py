@@ -1,0 +1,149 @@
+"""A run that diverged has failed: what is saved, exported or called done has given a finite loss after its update."""
+
+import json
+import math
+import re
+
+import multirank
+import pytest
+import torch
+from conftest import ROOT, Stop, losses_of, metrics_of, python, slow_case, torchrun, train, words, write_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.base.errors import UserError
+
+# After its first update the gradients are NaN; the loss stays finite, as RMSNorm turns what overflows into zeros.
+DIVERGES = words("--lr 1e20 --max-grad-norm 0 --warmup-steps 0 --num-steps 6")
+
+
+@pytest.fixture
+def arguments(arguments, tmp_path) -> list:
+    """Those of the smallest run, on a text that is tokenized at once."""
+    (tmp_path / "data.txt").write_text("The fox had a red ball, and the dog wanted it.\n\n" * 300)
+    return [*arguments, "--dataset", str(tmp_path / "data.txt")]
+
+
+def steps_saved(tmp_path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "out" / "r" / "checkpoints").glob("step-*"))
+
+
+def only_error(process) -> str:
+    """The one line of a run that failed."""
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert "Traceback" not in process.stderr and "done  " not in process.stdout
+    (line,) = [line for line in process.stderr.splitlines() if "error: " in line]
+    return line.removeprefix("train_fsdp.py: error: ")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--final-checkpoint",
+        "--no-final-checkpoint",
+        "--max-skipped 100 --checkpoint-interval 2",
+        "--ema 0.5",
+        "--num-steps 1",
+        slow_case("--compile"),
+    ],
+)
+def test_a_run_that_diverged_is_an_error_and_leaves_nothing(arguments, tmp_path, flags):
+    message = only_error(python(*arguments, *DIVERGES, *words(flags), "--export", tmp_path / "export"))
+    assert "at step 1; nothing was saved; a lower --lr" in message
+    assert not steps_saved(tmp_path) and not (tmp_path / "export").exists()
+    assert not any(line.get("final") for line in metrics_of(tmp_path / "out" / "r"))
+    assert "NaN" not in (tmp_path / "out" / "r" / "metrics.jsonl").read_text()
+
+
+def test_the_last_good_checkpoint_is_named_and_stays_and_the_run_goes_on_from_it(arguments, tmp_path):
+    assert python(*arguments, "--checkpoint-interval", 1, "--keep-checkpoints", 1).returncode == 0
+    onward = [*arguments, "--resume", "auto", "--num-steps", 8, "--checkpoint-interval", 2]
+    message = only_error(python(*onward, "--lr", "1e20", "--max-grad-norm", 0))
+    assert "at step 3; the last good checkpoint is step-00000002; a lower --lr" in message
+    assert steps_saved(tmp_path) == ["step-00000002"]
+    assert python(*onward).returncode == 0
+    assert steps_saved(tmp_path)[-1] == "step-00000008"
+
+
+def test_a_signal_does_not_save_a_diverged_state(arguments, device, tmp_path):
+    with pytest.raises(UserError, match="at step 1; nothing was saved") as raised:
+        train([*arguments, *DIVERGES], device, Stop(steps=4))
+    assert raised.value.exit_code == 1 and not steps_saved(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, flags", [(2, f"--zero-stage {stage}") for stage in range(4)] + [(4, "hsdp")])
+def test_all_ranks_agree_that_a_run_diverged(arguments, tmp_path, ranks, flags):
+    flags = words(flags.replace("hsdp", "--dp-replicate-size 2 --gradient-accumulation-steps 2 --document-mask"))
+    assert torchrun(ranks, *arguments, *flags, "--checkpoint-interval", 1).returncode == 0
+    onward = [*arguments, *flags, "--resume", "auto", "--num-steps", 8, "--checkpoint-interval", 2]
+    process = torchrun(ranks, *onward, "--lr", "1e20", "--max-grad-norm", 0)
+    assert process.returncode == 1 and process.stderr.count("train_fsdp.py: error: ") == 2  # ours, and torchrun's copy
+    assert "at step 3; the last good checkpoint is step-00000002" in process.stderr
+    assert steps_saved(tmp_path)[-1] == "step-00000002"
+
+
+def test_checks_before_saves_change_no_loss_with_dropout_and_an_average(device, arguments, tmp_path):
+    dropout = write_model(tmp_path / "dropout", "llama", **multirank.SIZES, attention_dropout=0.3)
+    flags = [*arguments, "--model", dropout, *words("--num-steps 6 --log-interval 1 --ema 0.5 --eval-interval 3")]
+    train([*flags, "--run-name", "saves", "--checkpoint-interval", 1], device)
+    train(flags, device)
+    assert losses_of(tmp_path / "out" / "saves") == losses_of(tmp_path / "out" / "r")
+
+
+# ---- Weights that are good for nothing -------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["NaN in it", "a loss of NaN"])
+def spoiled(request, tmp_path) -> list:
+    """The flags of pretrained weights with a NaN, or that are finite and whose loss is NaN."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **multirank.SIZES), dtype=torch.float32)
+    with torch.no_grad():
+        if request.param == "NaN in it":
+            model.model.layers[1].mlp.up_proj.weight[3, 4] = math.nan
+        else:
+            model.lm_head.weight.mul_(1e30)
+            model.model.norm.weight.mul_(1e30)
+    model.save_pretrained(tmp_path / "spoiled")
+    return ["--init", "pretrained", "--model", tmp_path / "spoiled", "--tokenizer", ROOT / "assets" / "demo"]
+
+
+@pytest.mark.parametrize("what", ["train", "evaluate", "story", "export"])
+def test_weights_that_give_no_finite_loss_are_refused_before_anything_is_made_of_them(spoiled, tmp_path, what):
+    sizes = words("--dataset demo --sequence-length 16 --precision fp32")
+    flags = {
+        "train": [*sizes, "--num-steps", 6, "--output-dir", tmp_path / "out", "--run-name", "r", "--num-workers", 0],
+        "evaluate": [*sizes, "--num-steps", 0, "--eval-interval", 1, "--json"],
+        "story": ["--num-steps", 0, "--sample-prompt", "Once upon a time"],
+        "export": ["--num-steps", 0, "--export", tmp_path / "export"],
+    }
+    process = python(*spoiled, *flags[what])
+    message = only_error(process)
+    assert message.startswith(f"--model {tmp_path / 'spoiled'}: it ")
+    assert "Once upon" not in process.stdout and "eval_loss" not in process.stdout
+    assert not (tmp_path / "export").exists() and not steps_saved(tmp_path)
+
+
+# ---- Losses that are finite ------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_ends_above_its_first_one_is_in_the_last_lines(device, arguments, tmp_path, capfd):
+    high = words("--lr 3 --max-grad-norm 0 --warmup-steps 0 --num-steps 4 --log-interval 1 --eval-interval 4")
+    assert train([*arguments, *high], device) == 0
+    losses, said = losses_of(tmp_path / "out" / "r"), capfd.readouterr().out
+    assert losses[-1] > 20 > losses[0]
+    assert f"worse      the loss ended at {losses[-1]:,.4f}, above its first, {losses[0]:,.4f}: a lower --lr" in said
+    assert not re.search(r"[\d,.]{20}", said)  # no perplexity of hundreds of digits
+
+    train([*arguments, "--num-steps", 30, "--run-name", "good"], device)
+    assert "worse" not in capfd.readouterr().out
+
+
+def test_a_perplexity_that_no_float_holds_is_null(device, arguments, tmp_path, capfd):
+    high = words("--lr 100 --max-grad-norm 0 --warmup-steps 0 --num-steps 2 --eval-interval 2")
+    assert train([*arguments, *high], device) == 0
+    capfd.readouterr()
+    evaluation = words("--num-steps 0 --eval-interval 1 --json")
+    train([*evaluation, "--resume", tmp_path / "out" / "r", "--cache-dir", tmp_path / "cache"], device)
+    found = json.loads(capfd.readouterr().out)
+    assert found["eval_loss"] > 800 and found["perplexity"] is None
