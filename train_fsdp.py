@@ -216,7 +216,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    alias_reduce_scatter_buffers(model, mesh)
+    alias_reduce_scatter_buffers(model, mesh, settings.gradient_accumulation_steps > 1)
     make_replicas_equal(model, mesh)
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model

@@ -5,9 +5,11 @@
     python benchmarks/contact.py --out contact --only 'tests,ladder*'   some of it
     python benchmarks/contact.py --rehearse --only 'tests,ladder*'      the same path with tiny models on the CPU
 
-Every step is a process of its own: the GPU tests, the rates of the device, then each configuration of `bench.py`. What
-became of it is in contact.json before the next one begins, what it printed in contact.log, figures in the JSON files of
-`bench.py`. A step that is cut off by the minutes, or by a kill of this program, is tried once more by the next call.
+Every step is a process of its own: versions, the demo, every optimizer beside its losses on the CPU, the GPU tests, the
+rates of the device; on several GPUs parity over stages, HSDP and offload, and drills that stop or kill a rank; then
+each configuration of `bench.py`. What became of it is in contact.json before the next one begins, what it printed in
+contact.log, figures in the JSON files of `bench.py`. A step that is cut off by the minutes, or by a kill of this
+program, is tried once more by the next call.
 What lacks a package, or data that would need one, is left out and listed so.
 """
 
@@ -31,8 +33,10 @@ import bench
 import psutil
 
 ROOT = bench.ROOT
+OPTIMIZERS = [path.stem.replace("_", "-") for path in sorted((ROOT / "harness/model/optimizers").glob("[a-z]*.py"))]
 STATE, LOG = "contact.json", "contact.log"
 TRIES = 2
+KILL = ["benchmarks/kill_test.py", "--kills", "3"]
 MARK = "CONTACT_STEP_OF"  # in the environment of every process of a step: the folder
 
 
@@ -49,7 +53,22 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
     tests = ["-m", "pytest", "tests/pair/test_gpu.py", "-m", "gpu", "-s", "-rs", "-p", "no:cacheprovider"]
     measured = ["smollm3-3b", "--sequence-length", "8192"] if not rehearse else ["demo", "--sequence-length", "64"]
     measure = ["train_fsdp.py", "--measure", "--model", *measured, "--zero-stage", "2", "--cache-dir", "OUT"]
-    found = [Step("tests", 3, tests, ("pytest",)), Step("rates", 2, measure)]
+    beside = ["benchmarks/beside_cpu.py", "--ranks"]
+    shown = "import sys; from harness.base.versions import versions; print(sys.version.split()[0], versions())"
+    demo = ["train_fsdp.py", "--demo", "--output-dir", "OUT", "--run-name", "demo"]
+    found = [Step("versions", 0.2, ["-c", shown]), Step("demo", 1, [*demo, *["--num-steps", "3"] * rehearse])]
+    for name in OPTIMIZERS:
+        needs = ("torchao",) if name == "adamw8bit" else ()
+        found.append(Step(f"optimizers/{name}", 1, [*beside, "1", "--", "--optimizer", name], needs))
+    found += [Step("tests", 3, tests, ("pytest",)), Step("rates", 2, measure)]
+    if gpus > 1:
+        ways = {f"stage-{stage}": ["--zero-stage", str(stage)] for stage in range(4)}
+        if gpus % 2 == 0:
+            ways["hsdp"] = ["--dp-replicate-size", "2"]
+        ways["offload"] = ["--cpu-offload"]
+        found += [Step(f"parity/{name}", 1, [*beside, str(gpus), "--", *flags]) for name, flags in ways.items()]
+        found.append(Step("drills/hang", 2, ["benchmarks/hang_drill.py", "--ranks", str(gpus)]))
+        found.append(Step("drills/kill-and-resume", 5, [*KILL, "--ranks", str(gpus)]))
     for suite, part in (
         ("gpu", "ladder"),
         ("compare", "peers"),

@@ -4,6 +4,7 @@ The tests start `main` once a session with 1, 2 and 4 ranks and read WORKSPACE/o
 """
 
 import collections
+import ctypes
 import datetime
 import fcntl
 import functools
@@ -259,7 +260,8 @@ def switched(switch: str, *argv: str) -> None:
 
 def stalled(how: str, *argv: str) -> None:
     """The program, of which one rank stalls: it reads data, evaluates or saves for ever, is stopped before or
-    while the ranks meet or inside an all-reduce among replicas, or nobody reads what rank 0 prints."""
+    while the ranks meet or inside an all-reduce among replicas, or nobody reads what rank 0 prints. With `lock` rank 1
+    reads for ever, and rank 0 holds the interpreter's lock meanwhile."""
 
     def forever(*_, **__):
         time.sleep(1000)
@@ -267,6 +269,17 @@ def stalled(how: str, *argv: str) -> None:
     def stopped(*_, **__):
         os.kill(os.getpid(), signal.SIGSTOP)
 
+    if how == "lock":  # rank 0 waits as a launch into a full queue does: no thread of it runs
+        enter_phase = heartbeats.enter_phase
+        hang = forever if os.environ["RANK"] == "1" else lambda: ctypes.PyDLL(None).sleep(1000)
+        where = "data" if os.environ["RANK"] == "1" else "forward"
+
+        def hang_there(phase: str, step: int | None = None):
+            enter_phase(phase, step)
+            if (phase, heartbeats.HERE.step) == (where, 8):
+                hang()
+
+        heartbeats.enter_phase = hang_there
     if os.environ["RANK"] == "1":
         if how == "never":
             stopped()

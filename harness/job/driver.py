@@ -3,7 +3,6 @@ memory, why the clocks are low. Called by `preflight` and `figures`. Without the
 nvidia-ml-py, and for questions that the driver does not answer, the report is empty. Independent of what is made of
 it."""
 
-import ctypes
 import functools
 import os
 from collections.abc import Callable
@@ -50,7 +49,6 @@ def describe() -> dict:
     driver: its version.
     index: the GPU's number in the node.
     links: the numbers of the GPUs that it has NVLink to.
-    fabric: the NVLink domain over several nodes that it is in, empty where it is in none.
     holders: (pid, bytes) of the other processes that hold memory on it, empty where the container hides them.
     """
     connection = find()
@@ -70,14 +68,6 @@ def describe() -> dict:
                 numbers.append(number)
         return numbers
 
-    def fabric() -> str:
-        info = nvml.c_nvmlGpuFabricInfo_v2_t()
-        nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
-        uuid = bytes(info.clusterUuid).hex()
-        if info.state != nvml.NVML_GPU_FABRIC_STATE_COMPLETED or int(uuid, 16) == 0:
-            return ""
-        return f"{uuid}/{info.cliqueId}"
-
     def holders() -> list[tuple[int, int]]:
         processes = {
             process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
@@ -91,7 +81,6 @@ def describe() -> dict:
         "driver": lambda: nvml.nvmlSystemGetDriverVersion(),  # looked up within `ask`: a version may lack the name
         "index": lambda: nvml.nvmlDeviceGetIndex(gpu),
         "links": linked,
-        "fabric": fabric,
         "holders": holders,
     }
     answers = {name: ask(question) for name, question in questions.items()}

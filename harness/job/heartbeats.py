@@ -22,8 +22,9 @@ from harness.base import console, torch_internals
 from harness.job import endings, terminal
 
 BEAT = 2.0  # seconds between two beats
-SILENT = 3  # missing beats after which a rank counts as stopped, killed or cut off
+SILENT = 3  # missing beats after which a rank is silent
 STORE_PATIENCE = 10.0  # seconds until the store must have answered
+EXIT_PATIENCE = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
 
 # (host, pid) of each rank, ("", 0) of one that was never seen; of this rank alone until heartbeats have begun
 RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]
@@ -60,9 +61,12 @@ class Heartbeats(threading.Thread):
     """A thread that writes this rank's beats, and ends a stalled job: when this rank enters no new phase for `seconds`,
     one line names the rank for which it waits.
 
+    A rank that beats no more may be healthy: a call into C can hold the interpreter's lock, such as a launch into a
+    full queue of the GPU. It counts as stopped only where the system says so, to a rank beside it.
+
     It starts before the ranks have met, so that a rank that never comes to the job's store is named too. Time for which
     this process was itself stopped does not count as waiting. During the preparation ranks wait without limit for the
-    one that reads and tokenizes; only a rank that stops beating ends the job.
+    one that reads and tokenizes; only a rank that is stopped, or whose whole node is silent, ends the job.
     """
 
     def __init__(self, seconds: float, store: dist.Store):
@@ -119,6 +123,8 @@ class Heartbeats(threading.Thread):
             "seconds": time.monotonic() - HERE.since,
             "writing": HERE.writing,
             "place": self.place,
+            "beside": [*self.neighbours()],
+            "down": self.down(),
         }
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
 
@@ -158,7 +164,7 @@ class Heartbeats(threading.Thread):
                 elif waited >= until:
                     ranks, what = self.judge(before, self.read())
                     if what and HERE.phase_changes == moves:
-                        self.end(self.describe(ranks, what), ranks, "stopped" in what)
+                        self.end(self.describe(ranks, what), ranks)
                     waited, before = 0.0, None
             except RuntimeError as error:
                 if waited > self.seconds:
@@ -173,27 +179,41 @@ class Heartbeats(threading.Thread):
         first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
         return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
 
+    def down(self) -> list[int]:
+        """The ranks beside this one that the system says are stopped, zombies or gone."""
+        beside = [rank for rank in self.neighbours() if rank != self.rank and rank < len(RANKS)]
+        return [rank for rank in beside if RANKS[rank][1] and not is_running(RANKS[rank][1])]
+
     def judge(self, before: list[dict], now: list[dict]) -> tuple[list[int], str]:
         """The ranks for which the others wait, and in words where they are, by two readings of all beats; ([], "")
         while it is too early to know."""
         if absent := [rank for rank in range(self.world) if now[rank] == ABSENT]:
             return absent, "never seen; stopped or killed before the ranks met, or not started"
-        if silent := [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]:
-            last = now[silent[0]]
-            ago = f"{max(0.0, time.time() - last['time']):.0f} s ago in {last['phase']} of step {last['step']}"
-            return silent, f"last seen {ago}; stopped, killed or cut off"
-        if all(beat["phase"] == "preparation" for beat in now):
+        beating = [rank for rank in range(self.world) if before[rank]["beat"] != now[rank]["beat"]]
+        silent = [rank for rank in range(self.world) if rank not in beating]
+        seen = {rank for watcher in beating for rank in now[watcher]["beside"]}
+        cut_off = [rank for rank in silent if rank not in seen]  # nobody beside it knows its state
+        if down := sorted({rank for watcher in beating for rank in now[watcher]["down"]}):
+            return down, f"{last_seen(now[down[0]])}; stopped, killed or cut off"
+        if all(beat["phase"] == "preparation" for beat in now) and not cut_off:
             return [], ""
-        least = min(beat["moves"] for beat in now)
-        behind = [rank for rank in range(self.world) if now[rank]["moves"] == least]
+        least = min(now[rank]["moves"] for rank in beating)
+        behind = [rank for rank in beating if now[rank]["moves"] == least]
         writing = [rank for rank in behind if now[rank]["writing"]]
         place = now[(writing or behind)[0]]
         where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
-        if self.world > 1 and len(behind) == self.world and place["phase"] != "data":
-            if not writing:
-                return behind, f"{where}: all wait for each other; the network between them, or a driver"
-            where += f": at the {place['writing']} of a checkpoint"
-        return writing or behind, where
+        if writing and len(behind) == len(beating):
+            return writing, f"{where}: at the {place['writing']} of a checkpoint"
+        if place["phase"] == "data":  # where it waits for nobody, so that what a silent rank last said is too old
+            return behind, where
+        if cut_off:
+            return cut_off, f"{last_seen(now[cut_off[0]])}; stopped, killed or cut off"
+        if len(behind) < len(beating) or self.world == 1:
+            return writing or behind, where
+        if silent:
+            silent = [rank for rank in silent if now[rank]["moves"] == min(now[rank]["moves"] for rank in silent)]
+            return silent, f"{last_seen(now[silent[0]])}; its process runs, but a call holds the interpreter's lock"
+        return behind, f"{where}: all wait for each other; the network between them, or a driver"
 
     def describe(self, ranks: list[int], what: str) -> str:
         names = self.name_of(ranks[0])
@@ -203,12 +223,19 @@ class Heartbeats(threading.Thread):
             names += f" and {len(ranks) - 1} more"
         return f"{names} did not come within {self.seconds / 60:g} minutes: {what}"
 
-    def end(self, problem: str, ranks: Collection[int] = (), stopped: bool = False) -> None:
+    def end(self, problem: str, ranks: Collection[int] = ()) -> None:
         """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one stood.
 
-        It ends later than `ranks`, for which it waited, so that the launcher names those first. With `stopped` they
-        cannot end themselves, and those on this node are killed.
+        It ends later than `ranks`, for which it waited, so that the launcher names those first. Those of this node that
+        the system says are stopped cannot end themselves, and are killed; a rank that is only silent is not.
         """
+        # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
+        with open(os.devnull, "w") as nowhere:
+            faulthandler.dump_traceback_later(EXIT_PATIENCE, exit=True, file=nowhere)
+            self.end_in_time(problem, ranks)
+
+    def end_in_time(self, problem: str, ranks: Collection[int]) -> None:
+        """`end`, by whatever may block."""
         try:
             speaks = self.ask(speaks_first, self.store)
         except RuntimeError:
@@ -226,10 +253,9 @@ class Heartbeats(threading.Thread):
                 dump_flight_recorder(HERE.folder, self.rank)
         HERE.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
         if self.rank not in ranks:
-            if stopped:
-                for rank in {*ranks} & {*self.neighbours()}:
-                    with contextlib.suppress(OSError):
-                        os.kill(RANKS[rank][1], signal.SIGKILL)
+            for rank in {*ranks} & {*self.down()}:
+                with contextlib.suppress(OSError):
+                    os.kill(RANKS[rank][1], signal.SIGKILL)
             time.sleep(2 * self.interval)
         time.sleep(0.5)
         endings.announce(1, patience=5)
@@ -244,7 +270,7 @@ class Heartbeats(threading.Thread):
             missing: list[int] = []
             while not missing and time.monotonic() < until:
                 time.sleep(0.1)
-                missing = [rank for rank in self.neighbours() if not is_alive(RANKS[rank][1])]
+                missing = [rank for rank in self.neighbours() if not is_running(RANKS[rank][1])]
             now = self.read()
             if not missing:
                 missing = [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]
@@ -273,12 +299,16 @@ def ranks_beside() -> dict[int, tuple[str, int]]:
     return places
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+def is_running(pid: int) -> bool:
+    """Whether a process runs, by the system: it is neither stopped nor a zombie nor gone."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
+
+
+def last_seen(beat: dict) -> str:
+    return f"last seen {max(0.0, time.time() - beat['time']):.0f} s ago in {beat['phase']} of step {beat['step']}"
 
 
 def gone(error: RuntimeError) -> str:

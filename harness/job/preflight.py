@@ -16,13 +16,11 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.base import saved
 from harness.base.devices import GIB
 from harness.base.errors import UserError
-from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB
 from harness.base.ranks import of_all_ranks, on_main_rank
 from harness.base.text import counted
 from harness.base.versions import versions
@@ -71,7 +69,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         if "driver" in known:
             about["versions"]["driver"] = known.pop("driver")
         holders = known.pop("holders", [])
-        about |= {"taken": taken(holders), "holders": [pid for pid, _ in holders][:MAX_NAMES]} | known
+        taken = sum(size for _, size in holders)
+        about |= {"taken": taken, "holders": [pid for pid, _ in holders][:MAX_NAMES]} | known
         about |= {"gpu": properties.name, "memory": properties.total_memory}
     return about
 
@@ -99,17 +98,6 @@ def existing_part(path: pathlib.Path) -> pathlib.Path:
         if part.exists():
             return part
     return path
-
-
-def taken(holders: list[tuple[int, int]]) -> int:
-    """Bytes of this process's GPU that other processes hold: by the driver, else what is neither free nor torch's nor
-    taken by a context and the first communicator."""
-    if holders and all(size for _, size in holders):
-        return sum(size for _, size in holders)
-    free, total = torch.cuda.mem_get_info()
-    overhead = CONTEXT_GIB if dist.get_world_size() == 1 else CONTEXT_GIB + NCCL_GIB
-    own = torch.cuda.memory_reserved() + overhead * GIB
-    return max(0, int(total - free - own))
 
 
 # ---- The checks: each yields lines, by what all ranks reported -------------------------------------------------------
@@ -167,18 +155,17 @@ def check_gpus(described: list[dict]) -> Iterator[str]:
 
 
 def check_taken(described: list[dict]) -> Iterator[str]:
-    """Memory that other processes hold: a line for each of the fullest GPUs."""
+    """Memory that other processes hold, by the driver's list of them: a line for each of the fullest GPUs."""
     full = [rank for rank, about in enumerate(described) if about.get("taken", 0) > FOREIGN_MEMORY]
     full.sort(key=lambda rank: -described[rank]["taken"])
     for place, rank in enumerate(full[:MAX_NAMES], 1):
         about, others = described[rank], len(full) - MAX_NAMES
         pids = ", ".join(map(str, about["holders"]))
-        holders = f"pid {pids}" if pids else "nvidia-smi on that node may say who"
         held = f"{about['taken'] / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others"
         advice = "end them, or leave this GPU out by CUDA_VISIBLE_DEVICES"
         if place == MAX_NAMES and others > 0:
             advice += f"; {others} more GPUs are like that"
-        yield f"{names([rank], described)}: {held} ({holders}); {advice}"
+        yield f"{names([rank], described)}: {held} (pid {pids}); {advice}"
 
 
 def check_threads(settings: Settings, described: list[dict], computes: bool) -> Iterator[str]:
@@ -292,12 +279,9 @@ def check_links(described: list[dict], shards: int) -> Iterator[str]:
     if any("links" not in about for about in described):
         return
     places = {(about["node"], about["index"]): rank for rank, about in enumerate(described)}
-    fabrics: dict[str, int] = {}
     islands = {rank: {rank} for rank in range(len(described))}  # connected by NVLink
     for rank, about in enumerate(described):
         others = [places[about["node"], index] for index in about["links"] if (about["node"], index) in places]
-        if about.get("fabric"):  # its first rank stands for all of it
-            others.append(fabrics.setdefault(about["fabric"], rank))
         for other in others:
             if islands[other] is not islands[rank]:
                 islands[rank] |= islands[other]

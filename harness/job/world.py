@@ -1,6 +1,7 @@
 """The world: its ranks meet in a store, train, and leave; one of them prints why the job failed."""
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -73,6 +74,9 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
+        limit = timedelta(minutes=timeout_minutes) + AFTER_HEARTBEATS
+        # torch's own patience with its watchdog is 480 s, after which it aborts without a word about any rank
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(480 + math.ceil(limit.total_seconds())))
         dist.init_process_group(
             # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -80,7 +84,7 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
             store=store or open_store(timeout_minutes),
             rank=int(env.get("RANK", 0)),
             world_size=int(env.get("WORLD_SIZE", 1)),
-            timeout=timedelta(minutes=timeout_minutes) + AFTER_HEARTBEATS,
+            timeout=limit,
         )
     heartbeats.enter_phase("preparation")
     return device

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 from harness.base.errors import UserError
 from harness.base.torch_internals import chosen_attention_kernel
@@ -22,8 +21,6 @@ from harness.base.transformers_internals import (
 from harness.flags.settings import Settings
 
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
-# What torch takes in the place of its own flash attention on a GPU of this major capability, if it is installed.
-FLASH_KERNELS = {9: ("FA3", is_flash_attn_3_available), 10: ("FA4", is_flash_attn_4_available)}
 
 
 def cudnn_may_give_nan(settings: Settings, config) -> bool:
@@ -60,10 +57,6 @@ def choose_attention(settings: Settings, config) -> str:
     set_gqa_in_sdpa((lambda *_: False) if repeats_keys else use_gqa_in_sdpa)
     if attention != "auto":
         return attention
-    kernel, installed = FLASH_KERNELS.get(torch.cuda.get_device_capability()[0] if cuda else 0, ("", None))
-    if kernel in torch.nn.attention.list_flash_attention_impls() and installed():
-        torch.nn.attention.activate_flash_attention_impl(kernel)  # in the place of torch's own flash attention
-        torch.backends.cuda.enable_cudnn_sdp(False)  # which torch itself prefers on Hopper and Blackwell
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if settings.document_mask and cuda and supports_flex_attention(family):
         return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
@@ -98,8 +91,6 @@ def describe_attention(settings: Settings, config, device: str) -> str:
     kernel = chosen_attention_kernel(query, key, key, mask, is_causal=mask is None, enable_gqa=shared).name.lower()
     if kernel == "error":
         raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
-    if kernel == "flash_attention":
-        kernel = torch.nn.attention.current_flash_attention_impl() or kernel
     if cudnn_may_give_nan(settings, config):
         kernel += f", as cuDNN's gradients may be NaN with a mask at {length} tokens"
     return f"sdpa attention ({kernel})"

@@ -38,12 +38,15 @@ class OneBuffer(DefaultReduceScatter):
 
     given: torch.Tensor | None = None  # as input, not yet as output
 
+    def __init__(self, accumulates: bool):
+        self.accumulates = accumulates  # gradients of several microbatches are added up on FSDP2's own stream
+
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.given is None:
             self.given = super().allocate(size, dtype=dtype, device=device)
             return self.given
         tensor, self.given = self.given, None
-        if tensor.is_cuda:  # FSDP2's own stream is current: where gradients add up, it is the last to read this one
+        if self.accumulates and tensor.is_cuda:  # FSDP2's own stream is current, and the last to read this one
             tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
@@ -77,13 +80,14 @@ class WholeParameter(FSDPParam):
 all_gather, reduce_scatter = DefaultAllGather(), DefaultReduceScatter()  # FSDP2's own, which is torch's by each name
 
 
-def alias_reduce_scatter_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
+def alias_reduce_scatter_buffers(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
     """Where each rank holds all of every parameter, neither parameters nor reduced gradients are copied. Everywhere
-    else FSDP2 does as it does by itself, and so it does with parameters on the host and with float8 weights."""
+    else FSDP2 does as it does by itself, and so it does with parameters on the host and with float8 weights.
+    `accumulates`: a step has several microbatches."""
     if mesh["shard"].size() > 1:
         return
     for module in sharded_modules(model):
-        module.set_custom_reduce_scatter(OneBuffer())
+        module.set_custom_reduce_scatter(OneBuffer(accumulates))
         for parameter in fsdp_group(module).fsdp_params:
             casts_itself = hasattr(sharded_tensor(parameter), "fsdp_pre_all_gather")
             if not (parameter.offload_to_cpu or casts_itself):

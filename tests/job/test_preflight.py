@@ -61,7 +61,7 @@ def test_ranks_that_are_alike_and_have_enough_are_warned_of_nothing(tmp_path):
 
 def test_what_a_rank_says_of_itself_is_less_than_a_kilobyte(device):
     own = preflight.describe(device)
-    of_gpu = ranks(1, 1)[0] | {"links": [*range(8)], "fabric": "0123456789abcdef" * 2 + "/32766", "index": 0}
+    of_gpu = ranks(1, 1)[0] | {"links": [*range(8)], "index": 0}
     of_gpu["versions"] = own["versions"] | {"nccl": "2.28.9", "cuda": "13.0", "driver": "580.95.05"}
     assert {"node", "pid", "versions", "threads", "cores", "affinity", "shared"} <= own.keys()
     assert {"python", "torch", "transformers", "program"} <= own["versions"].keys()
@@ -108,11 +108,12 @@ def test_a_rank_with_another_gpu_or_less_memory_is_named():
 
 
 def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids():
-    lines = [*preflight.check_taken(ranks(4, 4, r1={"taken": 20 * GIB, "holders": [7, 8]}, r2={"taken": 3 * GIB}))]
+    two, one = {"taken": 20 * GIB, "holders": [7, 8]}, {"taken": 3 * GIB, "holders": [9]}
+    lines = [*preflight.check_taken(ranks(4, 4, r1=two, r2=one))]
     assert lines[0].startswith("rank 1 (node-0, pid 101): 20.0 of 80.0 GiB of its GPU are held by others (pid 7, 8); ")
-    assert lines[1].startswith("rank 2 (node-0, pid 102): 3.0 of 80.0 GiB of its GPU are held by others (nvidia-smi ")
+    assert lines[1].startswith("rank 2 (node-0, pid 102): 3.0 of 80.0 GiB of its GPU are held by others (pid 9); ")
     assert len(lines) == 2
-    lines = [*preflight.check_taken(ranks(64, 8, H100 | {"taken": 3 * GIB}))]
+    lines = [*preflight.check_taken(ranks(64, 8, H100 | {"taken": 3 * GIB, "holders": [7]}))]
     assert len(lines) == 4 and lines[-1].endswith("; 60 more GPUs are like that")
 
 
@@ -300,18 +301,12 @@ def test_a_shard_group_that_leaves_nvlink_is_named():
     assert [*preflight.check_links(ranks(8, 8, **cube), 8)] == []  # not all pairs, but a way for a ring
 
 
-def test_an_nvlink_domain_of_several_nodes_is_one_island():
-    domain = {f"r{n}": {"links": [n % 4 ^ 1], "fabric": "f/1"} for n in range(8)}
-    assert [*preflight.check_links(ranks(8, 4, **domain), 8)] == []
-
-
 NVML = """
 #include <string.h>
 #define HANDLE(n) ((void *)(long)(n + 1))
 #define NUMBER(d) ((int)(long)d - 1)
 typedef unsigned long long large;
 typedef struct { unsigned pid; large used; unsigned gi, ci; } process;
-typedef struct { unsigned version; unsigned char uuid[16]; int status; unsigned clique; unsigned char state; } fabric;
 int nvmlInit_v2(void) { return 0; }
 int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { strcpy(text, "580.95.05"); return 0; }
@@ -321,12 +316,6 @@ int nvmlDeviceGetIndex(void *d, unsigned *n) { *n = NUMBER(d); return 0; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 4; return 0; }
 int nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) {
     *status = what != 2 || (NUMBER(a) ^ NUMBER(b)) != 1;
-    return 0;
-}
-int nvmlDeviceGetGpuFabricInfoV(void *d, fabric *info) {
-    info->uuid[0] = 0xab;
-    info->clique = 7;
-    info->state = 3;
     return 0;
 }
 int nvmlDeviceGetCurrentClocksEventReasons(void *d, large *reasons) { *reasons = 0x44; return 0; }
@@ -360,13 +349,7 @@ def test_nvidias_package_is_asked_as_it_wants_to_be_with_a_library_in_the_driver
     answer = start([sys.executable, "-W", "ignore", "-c", ASK, library])
     assert answer.returncode == 0, answer.stderr
     described, slowdown = json.loads(answer.stdout)
-    assert described == {
-        "driver": "580.95.05",
-        "index": 1,
-        "links": [0],
-        "fabric": "ab" + 15 * "00" + "/7",
-        "holders": [[4321, 5000000000]],
-    }
+    assert described == {"driver": "580.95.05", "index": 1, "links": [0], "holders": [[4321, 5000000000]]}
     assert slowdown == 0x40  # not the power cap's bit
 
 
@@ -396,7 +379,7 @@ ANSWERS = {
 @pytest.mark.parametrize(
     "other, described",
     [
-        ({}, {"driver": "580.95.05", "index": 0, "links": []}),  # it knows no fabric, not even the name
+        ({}, {"driver": "580.95.05", "index": 0, "links": []}),
         ({"nvmlSystemGetDriverVersion": fails(OSError("cannot be loaded"))}, {"index": 0, "links": []}),
         ({"nvmlInit": fails(OSError("libnvidia-ml.so.1"))}, {}),
         ({"nvmlInit": fails(AttributeError("nvmlInit_v2"))}, {}),

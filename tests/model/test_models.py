@@ -17,9 +17,8 @@ import train_fsdp
 from harness.base import versions
 from harness.base.errors import UserError
 from harness.base.transformers_internals import use_gqa_in_sdpa
-from harness.model import attention as attention_module
 from harness.model import tokenizer as tokenizer_module
-from harness.model.attention import FLASH_KERNELS, choose_attention, describe_attention
+from harness.model.attention import choose_attention, describe_attention
 from harness.model.configs import load_config
 from harness.model.tokenizer import load_tokenizer
 
@@ -340,19 +339,6 @@ def test_a_continuation_is_drawn_by_the_seed_whatever_was_drawn_before(device):
         torch.manual_seed(before)
         train_fsdp.sample(settings, "Once", model, tokenizer, device)
     assert drawn == [torch.rand(1, generator=torch.Generator().manual_seed(5)).item()] * 2
-
-
-@pytest.mark.parametrize("capability, kernel", [((9, 0), "FA3"), ((10, 3), "FA4"), ((8, 9), None)])
-def test_auto_takes_the_flash_kernel_of_the_gpu_where_its_package_is(monkeypatch, capability, kernel):
-    activated = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    monkeypatch.setattr(attention_module, "FLASH_KERNELS", {k: (v[0], lambda: True) for k, v in FLASH_KERNELS.items()})
-    settings = parse(["--model", "demo"])
-    assert choose_attention(settings, load_config("demo")) == "sdpa"
-    assert activated == [kernel] * (kernel is not None)
-    assert torch.backends.cuda.cudnn_sdp_enabled() == (kernel is None)
 
 
 def test_a_preset_whose_tokenizer_cannot_be_had_names_the_flag_and_the_login(monkeypatch):

@@ -305,9 +305,16 @@ def test_rounds_beside_the_peers_become_one_png(tmp_path):
 def test_contact_takes_what_matters_most_first_and_every_command_is_one_that_its_program_takes():
     found = contact.steps(1, rehearse=False)
     order = list(dict.fromkeys(step.name.partition("/")[0] for step in found))
-    assert order == ["tests", "rates", "ladder", "peers", "loss", "scale", "memory"]
-    assert parse(found[1].words[1:]).measure
-    for step in found[2:]:
+    first = ["versions", "demo", "optimizers", "tests", "rates"]
+    assert order == [*first, "ladder", "peers", "loss", "scale", "memory"]
+    several = dict.fromkeys(step.name.partition("/")[0] for step in contact.steps(2, rehearse=False))
+    assert [*several][: len(first) + 3] == [*first, "parity", "drills", "ladder"]
+    assert {step.name for step in contact.steps(2, rehearse=False)} >= {"parity/stage-0", "parity/hsdp", "drills/hang"}
+    by_name = {step.name: step for step in found}
+    assert parse(by_name["rates"].words[1:]).measure and parse(by_name["demo"].words[1:]).model == "demo"
+    for step in found:
+        if not step.suite:
+            continue
         part, label = step.name.split("/")
         configs = bench.parts_of(step.suite, 1)[part][3]
         only = step.words[step.words.index("--only") + 1]
