@@ -253,10 +253,14 @@ def sharding_policies(settings: Settings, device: torch.device) -> dict[str, Any
 
 
 def selective_contexts():
-    """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else."""
+    """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. The
+    experts' grouped products too: they have a row for each expert that a token is sent to, so for their FLOPs they take
+    several times the memory of the other matmuls."""
 
     def policy(context, op, *args, **kwargs):
-        expensive = re.search(r"mm\.|attention|attn", str(op))  # aten.addmm.default, ..._flash_attention.default
+        expensive = re.search(
+            r"(?<!grouped_)mm\.|attention|attn", str(op)
+        )  # aten.addmm.default, ..._flash_attention.default
         return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

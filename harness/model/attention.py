@@ -47,8 +47,8 @@ def choose_attention(settings: Settings, config) -> str:
         raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if attention == "flex_attention" and not cuda:
         raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
-    for kernel in ("flash", "mem_efficient", "cudnn", "math"):  # a plan runs on the CPU, which has not all of them
-        allowed = settings.plan or attention not in ONE_KERNEL or kernel == attention
+    for kernel in ("flash", "mem_efficient", "cudnn", "math"):
+        allowed = attention not in ONE_KERNEL or kernel == attention
         if kernel == "cudnn" and without_cudnn:
             allowed = False
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
@@ -61,6 +61,15 @@ def choose_attention(settings: Settings, config) -> str:
     if settings.document_mask and cuda and supports_flex_attention(family):
         return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
     return "sdpa" if supports_sdpa(family) else "eager"
+
+
+def any_attention_kernel():
+    """A context in which sdpa takes whichever of its kernels runs, for steps that are not the run's own: a recorded
+    one is on the CPU, which has not all of them."""
+    kernels = torch.nn.attention.SDPBackend
+    return torch.nn.attention.sdpa_kernel(
+        [kernels.FLASH_ATTENTION, kernels.EFFICIENT_ATTENTION, kernels.CUDNN_ATTENTION, kernels.MATH]
+    )
 
 
 def describe_attention(settings: Settings, config, device: str) -> str:

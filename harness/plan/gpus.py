@@ -33,7 +33,8 @@ HOST_US = 10.0  # the host's time for each operator of eager code, autograd and 
 KERNEL_US = 3.0  # the least that a kernel takes on the GPU: assumed
 # Tokens/s and memory of published runs as shares of their plans by these rates, the least, the median and the most:
 # `published_share` and `published_memory_share` of benchmarks/results/plan_published.json. The run that is left out
-# contradicts itself.
+# contradicts itself. They say something of plans of their kinds, and nothing of others.
+PUBLISHED_KINDS, PUBLISHED_GPUS = "dense models on A100, H100 and H200", ("A100", "H100", "H200")
 PUBLISHED_RUNS, PUBLISHED_SHARE = "25 of 26 published runs", (0.83, 1.05, 1.21)
 PUBLISHED_MEMORY_RUNS, PUBLISHED_MEMORY_SHARE = "13 published runs", (1.00, 1.06, 1.19)
 FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
@@ -81,6 +82,14 @@ def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
     }
     rates |= given
     return Rates(gpu, rates.pop("memory_gib"), rates.pop("peak_tflops", kind.peak_tflops), rates)
+
+
+def is_published_kind(gpu: str, config) -> bool:
+    """Whether published runs say how near such plans are: those of PUBLISHED_KINDS."""
+    text = config.get_text_config()
+    experts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    kind = find_gpu(gpu)
+    return kind is not None and kind.plan_name.startswith(PUBLISHED_GPUS) and not any(experts)
 
 
 def name_of(device: torch.device) -> str:

@@ -18,7 +18,14 @@ from harness.model.flops import known_flops
 from harness.model.weights import on_meta
 from harness.plan import search
 from harness.plan.fitting import largest_batch
-from harness.plan.gpus import PUBLISHED_MEMORY_SHARE, PUBLISHED_RUNS, PUBLISHED_SHARE, choose_rates
+from harness.plan.gpus import (
+    PUBLISHED_KINDS,
+    PUBLISHED_MEMORY_SHARE,
+    PUBLISHED_RUNS,
+    PUBLISHED_SHARE,
+    choose_rates,
+    is_published_kind,
+)
 from harness.plan.predict import Prediction, Recipe, predict
 from harness.plan.text import assumptions, describe_plan, describe_verdict
 from harness.report import plan_page
@@ -68,7 +75,6 @@ def plan(settings: Settings, recipe: Recipe) -> None:
 
     seconds = settings.plan_seconds
     is_auto = settings.batch_size == "auto"
-    is_free = not search.keeps_batch(settings)
     step = settings.batch_step()
     largest = None
     if is_auto:
@@ -80,7 +86,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     finished = None
     if seconds or (is_auto and not result["fits"]):
         plan_of_first = functools.partial(planned, worlds[0])
-        finished = search.search(settings, config, plan_of_first, worlds[0], clock, is_free)
+        finished = search.search(settings, config, plan_of_first, worlds[0], clock, is_auto)
         result |= finished.result()
     if seconds and not is_auto:
         with contextlib.suppress(TimeoutError):
@@ -98,9 +104,11 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     if result["fits"] and settings.num_steps and given(settings.argv) & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, result)
     assumed = not rates.sections and find_gpu(rates.device)
-    result["published_share"] = PUBLISHED_SHARE if assumed else None
-    result["published_runs"] = PUBLISHED_RUNS if assumed else None
-    result["published_memory_share"] = PUBLISHED_MEMORY_SHARE if rates.on_gpu else None
+    is_known = is_published_kind(rates.device, config)
+    result["published_share"] = PUBLISHED_SHARE if assumed and is_known else None
+    result["published_runs"] = f"{PUBLISHED_RUNS} ({PUBLISHED_KINDS})" if assumed and is_known else None
+    result["published_memory_share"] = PUBLISHED_MEMORY_SHARE if is_known else None
+    result["rates_assumed"] = bool(assumed)
     result["verdict_text"] = describe_verdict(settings, result)
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
     if settings.html:

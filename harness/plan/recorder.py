@@ -38,6 +38,7 @@ from harness.base.torch_internals import (
 from harness.base.transformers_internals import without_packing_detection
 from harness.flags.settings import Settings
 from harness.model import loss, newton_schulz, skipping, whole_matrices
+from harness.model.attention import any_attention_kernel
 from harness.model.averages import WeightAverage
 from harness.model.matrices import Matrix, matrices_of_model
 from harness.model.optimization import find_optimizer
@@ -412,6 +413,7 @@ def on_fake_tensors(recorder: StepRecorder, config=None, on_gpu: bool = True):
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         compiled_without_random_states(),
         compiled_for_each_shape(),
+        any_attention_kernel(),
         products_as_on_a_gpu() if on_gpu else contextlib.nullcontext(),
         without_packing_detection(),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -53,15 +53,6 @@ class Clock:
             raise TimeoutError
 
 
-def keeps_batch(settings: Settings) -> bool:
-    """Whether the tokens of a step are to stay as they are: the command line, the demo or a file decided them."""
-    if settings.batch_size == "auto":
-        return False
-    named = {word.split("=")[0].replace("_", "-") for word in settings.argv}
-    sizes = settings.batch_size, settings.gradient_accumulation_steps
-    return sizes != (1, 1) or bool(named & {"--batch-size", "--gradient-accumulation-steps"})
-
-
 def techniques(settings: Settings, world: int) -> tuple[list[dict], list[dict]]:
     """What may be combined with any batch, each once: stages 2, 3 and the asked one, and those that are seldom the
     fastest. Less checkpointing comes before more, as it is faster where it fits."""
@@ -263,8 +254,9 @@ class Search:
         """The row to advise, of those with so many tokens a step if they are given; None where nothing that was planned
         fits.
 
-        A tight one only where nothing else fits, and one with another optimizer only where no other does. What was
-        asked, where no other is faster by MIN_GAIN; of those that are alike the smallest step.
+        A tight one only where nothing else fits, and one with another optimizer only where no other does. Of those that
+        are slower than the fastest by no more than MIN_GAIN the one with the smallest step, and of these the one that
+        leaves most room.
         """
         fitting = [row for row in self.rows.values() if row["fits"] and tokens in (None, row["tokens_per_step"])]
         same_optimizer = [row for row in fitting if "optimizer" not in row["changes"]]
@@ -275,7 +267,7 @@ class Search:
             fitting = with_room
         best = max((row["tokens_per_sec"] for row in fitting), default=0)
         nearly_best = [row for row in fitting if row["tokens_per_sec"] * (1 + MIN_GAIN) >= best]
-        order = lambda row: (not row["asked"], row["tokens_per_step"], -row["tokens_per_sec"])  # noqa: E731
+        order = lambda row: (row["tokens_per_step"], row["reserved_gib"], not row["asked"])  # noqa: E731
         return min(nearly_best, key=order, default=None)
 
     def result(self) -> dict:

@@ -9,8 +9,9 @@ from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
 from harness.job import terminal
 from harness.job.printing import columns
-from harness.plan.gpus import FRAGMENTATION, PUBLISHED_MEMORY_RUNS, TIGHT
+from harness.plan.gpus import FRAGMENTATION, PUBLISHED_KINDS, PUBLISHED_MEMORY_RUNS, TIGHT
 from harness.plan.rates import Rates
+from harness.plan.search import MIN_GAIN
 
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
 
@@ -145,7 +146,7 @@ def describe_verdict(settings: Settings, result: dict) -> str:
         line += f"; above {100 * TIGHT:.0f} % an evaluation or fragmentation may run it out of memory"
     share = result["published_memory_share"]
     if share:
-        line += f"; {PUBLISHED_MEMORY_RUNS} took {percents(share)} of such plans"
+        line += f"; {PUBLISHED_MEMORY_RUNS} (dense models) took {percents(share)} of such plans"
     return line
 
 
@@ -155,6 +156,8 @@ def describe_speed(settings: Settings, result: dict) -> dict[str, str]:
     expected = figures(result, share)
     if share:
         expected += f"; rates are assumed, {result['published_runs']} reached {percents(share)} of such plans"
+    elif result["rates_assumed"]:
+        expected += f"; rates are assumed, and no published run shows how near: those compared are {PUBLISHED_KINDS}"
     lines = {"expect": expected}
     run = result.get("run")
     if run:
@@ -268,9 +271,9 @@ def describe_memory(result: dict, width: int = 40) -> list[str]:
 
 
 def name_of_best(result: dict) -> str:
-    """What the configuration to take is called: "safer" where the asked one is as fast, but tight."""
+    """What the configuration to take is called: "safer" where the asked one is as fast, but has less room."""
     best = result["fastest"]
-    if result["fits"] and result["verdict"] == "tight" and best["tokens_per_sec"] <= result["tokens_per_sec"]:
+    if result["fits"] and best["tokens_per_sec"] <= (1 + MIN_GAIN) * result["tokens_per_sec"]:
         return "safer"
     return "fastest"
 

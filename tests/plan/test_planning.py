@@ -400,3 +400,30 @@ def test_attentions_backward_takes_two_and_a_half_times_its_forward():
 def test_rates_that_are_no_positive_numbers_are_refused(rates):
     with pytest.raises(UserError, match="--plan-rates: needs a JSON object of positive numbers"):
         gpus.find_rates("H100 SXM", rates)
+
+
+@pytest.mark.parametrize("gpu, has_range", [("H100", True), ("B200", False)])
+def test_a_range_is_given_for_the_kinds_that_published_runs_are_of(gpu, has_range):
+    flags = "--plan --demo --no-compile --plan-seconds 0 --plan-rates none --precision bf16 --plan-gpus 8 --plan-gpu"
+    printed = " ".join(python(*words(flags), gpu, "--gpus-per-node", 8).stdout.split())
+    assert ("reached 83 to 121 % of such plans" in printed) == has_range
+    assert "dense models on A100, H100 and H200" in printed
+
+
+def test_selective_checkpointing_recomputes_the_products_of_experts(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 32, "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+    config = {"model_type": "qwen3_moe", "moe_intermediate_size": 64, "intermediate_size": 64} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = "--plan --json --plan-seconds 0 --plan-rates none --plan-gpus 1 --batch-size 4 --sequence-length 2048"
+    held = {}
+    for level in ("none", "selective", "full"):
+        process = python(*words(flags), "--model", tmp_path, "--activation-checkpointing", level)
+        held[level] = json.loads(process.stdout)["memory_gib"]["activations"]
+    products = 2 * 4 * 2048 * 8 * (2 * 64 + 64) * 2 / 2**30  # two layers: each expert's gate and up, and down
+    assert held["selective"] < held["none"] - products
+
+
+def test_a_plan_of_one_attention_kernel_runs_without_it():
+    process = python(*words("--plan --demo --plan-seconds 0 --plan-gpus 1 --plan-gpu H100 --attention cudnn --json"))
+    assert process.returncode == 0 and json.loads(process.stdout)["fits"]

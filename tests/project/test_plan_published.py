@@ -96,9 +96,11 @@ def test_a_refused_run_is_named_and_the_others_are_planned(driver, monkeypatch):
     assert "held out: median 50 %, worst 50 %" in printed.out
 
 
-def test_the_share_that_published_runs_reached_leaves_out_one_that_contradicts_itself():
-    speeds = [(90, 100, False), (120, 100, False), (100, 100, False), (10, 100, True)]
-    rows = [dict(zip(("published", "planned", "contradicts_itself"), speed, strict=True)) for speed in speeds]
+def test_the_share_that_published_runs_reached_leaves_out_what_contradicts_itself_and_other_kinds():
+    speeds = [(90, 100, False, ""), (120, 100, False, ""), (100, 100, False, ""), (10, 100, True, "")]
+    speeds.append((300, 100, False, "a mixture of experts"))
+    names = "published", "planned", "contradicts_itself", "other_kind"
+    rows = [dict(zip(names, speed, strict=True)) for speed in speeds]
     assert plan_published.published_share(rows) == [0.9, 1.0, 1.2]
 
 
