@@ -45,7 +45,7 @@ def test_what_only_tests_use_is_pinned_and_changes_no_version_that_a_run_has():
     assert {"matplotlib", "peft"} <= pinned.keys() and not pinned.keys() & pins("requirements.txt").keys()
 
 
-STEPS_OF_CI = ["setup.sh", "-m pytest -n 2", "requirements-dev.txt", "-m pytest -n 2 -m slow"]
+STEPS_OF_CI = ["setup.sh", "-m pytest -n 2", "requirements-dev.txt", "-m pytest -n 2 -m slow", "tests/pair/test_gpu.py"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ STEPS_OF_CI = ["setup.sh", "-m pytest -n 2", "requirements-dev.txt", "-m pytest 
     [
         ("nothing", 0, STEPS_OF_CI),
         ("requirements-dev.txt", 0, STEPS_OF_CI),
-        ("-m pytest -n 2 -m slow", 7, STEPS_OF_CI),
+        ("-m pytest -n 2 -m slow", 7, STEPS_OF_CI[:4]),
         ("-m pytest -n 2", 7, STEPS_OF_CI[:2]),
         ("setup.sh", 7, STEPS_OF_CI[:1]),
     ],
