@@ -81,6 +81,7 @@ from harness.model.flops import known_document_flops, known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
 from harness.model.precision import choose_precision
+from harness.model.routing import watch_routers
 from harness.model.sampling import evaluating, sample
 from harness.model.skipping import RecentNorms, decide_skip, step_or_skip
 from harness.model.tokenizer import load_tokenizer, read_prompts
@@ -96,7 +97,7 @@ from harness.report.not_finite import NotFinite, broken_update, find_divergence,
 from harness.report.profiling import Profiler, dump_memory, record_memory
 from harness.report.prometheus import Endpoint
 from harness.report.run_record import describe_origin, record_start
-from harness.report.skipped_steps import StepResult, count_skipped, read_results
+from harness.report.skipped_steps import StepResult, count_skipped, read_results, read_routing
 from harness.report.slow_ranks import SlowRanks
 from harness.report.summary import (
     describe_stories,
@@ -191,6 +192,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     else:
         model.loss_function = full_loss
     check_labels(model)
+    watch_routers(model, settings.init)
     layers, weights, convert_to_fp8 = decoder_layers(model), None, None
     if settings.init == "pretrained" and read_weights:
         weights = PretrainedWeights(model, layers, find_source(settings.model)[1], dtype)
@@ -321,6 +323,10 @@ def evaluate(
                 loss = model(**batch, use_cache=False).loss
                 total += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
+    for name, (_, tokens_of_source) in zip(held_out, totals.tolist(), strict=True):
+        if not tokens_of_source:
+            problem = f"the held-out windows of {name} have no trained token"
+            raise UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", exit_code=1)
     summed_loss, tokens = totals.sum(0).tolist()
     losses = {"eval_loss": summed_loss / tokens}
     if len(held_out) > 1:
@@ -347,9 +353,16 @@ def evaluate_with_average(
 
 def train_step(settings, model, optimizer, batches, tracker, recent_norms: RecentNorms | None = None) -> StepResult:
     """One optimizer step. Returns this rank's mean loss, the global gradient norm, and 1 where that made the optimizer
-    skip the step, else 0: all still on the device. By `recent_norms`, which takes the norm, spikes are skipped too."""
+    skip the step, else 0: all still on the device. By `recent_norms`, which takes the norm, spikes are skipped too.
+
+    The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
+    each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
+    where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss.
+    """
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    total = 0.0
+    total, routing, router_total, expert_load = 0.0, getattr(model, "routing", None), None, None
+    if routing:
+        router_total, expert_load = 0.0, 0.0
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or reduces_every_microbatch)
@@ -365,9 +378,14 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms: Recen
         heartbeats.enter_phase("forward")
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)  # see training_batches
         loss = model(**batch, use_cache=False).loss / divisor
+        total = total + loss.detach()
+        if routing:
+            router_loss, assignments = routing.read()
+            router_loss = router_loss / settings.gradient_accumulation_steps
+            loss = loss + routing.coefficient * router_loss
+            router_total, expert_load = router_total + router_loss.detach(), expert_load + assignments
         heartbeats.enter_phase("backward")
         loss.backward()
-        total = total + loss.detach()
     heartbeats.enter_phase("optimizer")
     norm = clip_grad_norm(optimizer, settings.max_grad_norm)
     skip = decide_skip(norm, recent_norms)
@@ -377,7 +395,7 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms: Recen
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)  # one all-reduce for the scales of all layers
-    return StepResult(total, norm, skip)
+    return StepResult(total, norm, skip, router_total, expert_load)
 
 
 # ---- Preparation -----------------------------------------------------------------------------------------------------
@@ -581,12 +599,12 @@ def read_metrics(
 
     `results` are this rank's since the last call, emptied here.
     """
-    state, steps = job.state, read_results(results)
+    state, routing, steps = job.state, read_routing(results[-1]), read_results(results)
     skipped, too_many = count_skipped(state, steps, job.settings.max_skipped)
     reporter.note_skipped(skipped)
     metrics = {"step": state.step}
     if not steps[-1].skipped:
-        metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm}  # of this step alone
+        metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | routing  # of this step alone
     metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens, "skipped_steps": state.skipped_steps}
     problem = first_not_finite(metrics, [None if step.skipped else step.loss for step in steps])
     if too_many and not problem:

@@ -259,7 +259,7 @@ def losses(folder: pathlib.Path, run: dict, device, is_reference: bool = False, 
         data = batches(settings.gradient_accumulation_steps, device)
         tracker, values = utils.PerformanceTracker(0, dist.get_world_size()), []
         for _ in range(steps):
-            loss, _, _ = train_fsdp.train_step(settings, model, optimizer, data, tracker)
+            loss = train_fsdp.train_step(settings, model, optimizer, data, tracker).loss
             dist.all_reduce(loss)
             values.append(loss.item() / dist.get_world_size())
     return values

@@ -34,7 +34,11 @@ NAMES = {
     "torch:ops.mkldnn": ("_is_mkldnn_bf16_supported",),
     "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id", "_distributed_c10d"),
     "torch._dynamo.backends.common": ("aot_autograd",),
-    "torch._dynamo.config": ("automatic_dynamic_shapes", "recompile_limit"),
+    "torch._dynamo.config": (
+        "automatic_dynamic_shapes",
+        "recompile_limit",
+        "skip_fwd_side_effects_in_bwd_under_checkpoint",
+    ),
     "torch._dynamo.utils": ("disable_cache_limit",),
     "torch._functorch.config": ("activation_memory_budget",),
     "torch._functorch.partitioners": ("has_recomputable_rng_ops", "min_cut_rematerialization_partition"),
@@ -163,6 +167,12 @@ def cpu_multiplies_bf16() -> bool:
 def unlimited_recompiles():
     """A context in which a compiled function may be compiled for any number of shapes; the limit has no public name."""
     return torch._dynamo.utils.disable_cache_limit()
+
+
+def keep_attributes_of_forward_only() -> None:
+    """Lets a compiled layer that is computed again in the backward pass set no attribute there; otherwise one that sets
+    any cannot be compiled."""
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def set_activation_memory_budget(budget: float) -> None:

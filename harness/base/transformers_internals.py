@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # importing it loads every quantizer's package that is instal
 NAMES = {
     "transformers:PreTrainedConfig": ("_attn_implementation",),
     "transformers:PreTrainedModel": (
+        "_can_record_outputs",
         "_can_set_attn_implementation",
         "_init_weights",
         "_supports_flex_attn",
@@ -161,6 +162,26 @@ def as_in_checkpoint(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -
     """Some tensors of a model by the names and in the layouts of its checkpoints; `save_pretrained` takes a whole
     model."""
     return transformers.core_model_loading.revert_weight_conversion(model, tensors)
+
+
+# ---- Experts ---------------------------------------------------------------------------------------------------------
+
+
+def find_routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """(module, index of the logits in its output) of each router of a mixture of experts, in the order of the layers;
+    none where a model has none, or of several kinds. In public transformers only returns their logits, by hooks that
+    the compiler cannot trace."""
+    routers = []
+    for path, part in model.named_modules():
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        if not isinstance(part, transformers.PreTrainedModel) or not hasattr(recorded, "target_class"):
+            continue
+        for name, module in part.named_modules(prefix=path):
+            place = (recorded.layer_name or "").strip(".")
+            found = recorded.target_class and isinstance(module, recorded.target_class)
+            if found and (not place or f".{place}." in f".{name}."):
+                routers.append((module, recorded.index))
+    return list(dict.fromkeys(routers))
 
 
 # ---- Tokenizers ------------------------------------------------------------------------------------------------------

@@ -120,6 +120,8 @@ class RankBatches(IterableDataset):
             trained_in_step = 0
             if not self.data.is_uniform:
                 _, trained_in_step = self.data.count_tokens(step_samples)
+                if not trained_in_step:
+                    raise no_trained_token(self.data, step_samples)
             for number in range(self.accumulation):
                 microbatch = step * self.accumulation + number
                 if microbatch % workers != worker:
@@ -144,6 +146,14 @@ class RankBatches(IterableDataset):
             return None
         lengths = [self.data.count_tokens(range(sample, sample + 1))[0] for sample in samples]
         return np.arange(self.data.seq_len) < np.array(lengths)[:, None]
+
+
+def no_trained_token(data: TrainingData, samples: range) -> UserError:
+    """A step of these samples would have no loss."""
+    step = data.record.step_of_sample(samples.start)
+    problem = f"step {step:,} has no trained token in its samples {samples.start:,} to {samples.stop - 1:,}"
+    advice = f"--show-samples {step} shows them; use a longer --sequence-length, larger batches or other data"
+    return UserError(f"--dataset: {problem}; {advice}")
 
 
 def take_positions(batch, state) -> None:

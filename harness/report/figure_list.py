@@ -69,6 +69,8 @@ SOURCES_EPOCHS = Chart("Epochs of the sources", section="Data", expected=False)
 GOODPUT = Chart("Goodput", "%", section="Speed", on_page=False)
 GRAD_NORM = Chart("Gradient norm", "before clipping", section="Training", from_zero=False)
 SKIPPED = Chart("Skipped steps", section="Training", on_page=False, stepped=True)
+ROUTER_LOSS = Chart("Router loss", section="Training", from_zero=False, expected=False)
+EXPERT_LOAD = Chart("Load of the fullest expert", "of an even share", "Training", from_zero=False, expected=False)
 LEARNING_RATE = Chart("Learning rate", section="Training")
 
 FIGURES = (  # tiles, charts and tables have this order
@@ -76,7 +78,7 @@ FIGURES = (  # tiles, charts and tables have this order
         "loss",
         "train/loss",
         "nats per token",
-        "mean loss over every token of the global batch",
+        "mean cross-entropy over every trained token of the global batch",
         written="{:.4f}",
         chart=LOSS,
         line="training",
@@ -279,6 +281,20 @@ FIGURES = (  # tiles, charts and tables have this order
         "norm of the gradients before clipping",
         label="gradient norm",
         chart=GRAD_NORM,
+    ),
+    Figure(
+        "router_loss",
+        "train/router_loss",
+        "",
+        "router loss of a mixture of experts before its coefficient, mean of the microbatches of all ranks",
+        chart=ROUTER_LOSS,
+    ),
+    Figure(
+        "expert_load_max",
+        "train/expert_load_max",
+        "",
+        "tokens of the fullest expert of any layer over those of an even share, all ranks; 1 is even",
+        chart=EXPERT_LOAD,
     ),
     Figure(
         "skipped_steps",

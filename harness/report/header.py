@@ -11,6 +11,7 @@ from harness.flags.settings import Settings
 from harness.job.printing import columns
 from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer
+from harness.model.routing import describe_routing
 from harness.model.skipping import skips_on_device
 
 
@@ -62,6 +63,9 @@ def describe_setup(
     kind = find_optimizer(settings.optimizer)
     if kind.describe:
         lines["optimizer"] = f"{settings.optimizer} on {kind.describe(model)}"
+    routing = describe_routing(model)
+    if routing:
+        lines["experts"] = routing
     padded = " with padding" if train_set.has_padding else ""
     if average:
         lines["average"] = average.describe()

@@ -29,6 +29,8 @@ class StepResult(NamedTuple):
     loss: torch.Tensor | float  # of this rank; as a number the mean over all
     grad_norm: torch.Tensor | float
     skipped: torch.Tensor | float  # 1 where the step was skipped, else 0
+    router_loss: torch.Tensor | None = None  # of this rank; None without a router loss
+    expert_load: torch.Tensor | None = None  # tokens of this rank that went to each expert, (layers, experts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,19 @@ def read_results(results: list[StepResult]) -> list[StepResult]:
     numbers = torch.cat(rows).tolist()
     columns_of_rows = (numbers[:count], numbers[count : 2 * count], numbers[2 * count :])
     return [StepResult(*numbers_of_step) for numbers_of_step in zip(*columns_of_rows, strict=True)]
+
+
+def read_routing(result: StepResult) -> dict[str, float]:
+    """`router_loss` and `expert_load_max` of a step, over all ranks; empty for a model without a router loss. The
+    latter is the largest share of a layer's tokens that one expert got, over the share that each would get evenly."""
+    if result.router_loss is None:
+        return {}
+    figures = torch.cat([result.router_loss.reshape(1), result.expert_load.flatten()])
+    dist.all_reduce(figures)
+    load = figures[1:].view_as(result.expert_load)
+    fullest = (load.amax(1) / load.mean(1)).amax()
+    router_loss, expert_load_max = torch.stack([figures[0] / dist.get_world_size(), fullest]).tolist()
+    return {"router_loss": router_loss, "expert_load_max": expert_load_max}
 
 
 def count_skipped(

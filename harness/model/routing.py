@@ -1,0 +1,100 @@
+"""Routing: the router loss of a mixture of experts, by which its experts get equal numbers of tokens, and how unequal
+these numbers are. Called by the script while it builds a model, and in its step. Independent of ranks."""
+
+import torch
+from torch import nn
+
+from harness.base.torch_internals import keep_attributes_of_forward_only
+from harness.base.transformers_internals import find_routers
+
+
+class Routing:
+    """The routers of a model, one a layer, and what their loss counts.
+
+    In each forward pass of training, `read` gives the router loss of transformers' `load_balancing_loss_func` (Switch
+    Transformer, arXiv 2101.03961, equations 4 to 6): experts x sum over experts of (assignments a token) x (mean
+    probability), over all layers' tokens together, padding included. It is `top_k` where the experts are used alike.
+    """
+
+    def __init__(self, routers: list[tuple[nn.Module, int]], top_k: int, coefficient: float):
+        """`routers` are (module, index of the logits in its output); `coefficient` is the factor of the router loss in
+        what is trained, 0 where it is not trained on."""
+        self.routers, self.top_k, self.coefficient = [router for router, _ in routers], top_k, coefficient
+        self.keeps = False
+        for router, index in routers:
+            router.kept_logits = None
+            router.register_forward_hook(self._keep(index))
+
+    def _keep(self, index: int):
+        def keep(router, args, output) -> None:
+            if self.keeps:  # not where the backward pass computes a layer again
+                router.kept_logits = output[index]
+
+        return keep
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the router loss of the last forward pass, how many tokens went to each expert, fp32 of shape (layers,
+        experts)); on the device. Lets go of the logits."""
+        assignments, probabilities, rows = [], 0.0, 0
+        for router in self.routers:
+            logits, router.kept_logits = router.kept_logits, None
+            of_tokens = logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
+            chosen = of_tokens.topk(self.top_k).indices.flatten()
+            ones = torch.ones_like(chosen, dtype=torch.float32)
+            assignments.append(ones.new_zeros(of_tokens.shape[1]).scatter_add_(0, chosen, ones))
+            probabilities = probabilities + of_tokens.sum(0)
+            rows += len(of_tokens)
+        counts = torch.stack(assignments)
+        loss = counts.shape[1] * (counts.sum(0) / rows * (probabilities / rows)).sum()
+        return loss, counts
+
+
+def watch_routers(model: nn.Module, init: str) -> None:
+    """Gives a model its `routing`, None where it has no router loss that is known here; its own forward adds none to
+    the loss from now on. Comes before whatever wraps or compiles the layers.
+
+    The coefficient is that of the config. Random weights always train with it: most configs leave it out
+    (`output_router_logits` is false), as they are made for inference. Pretrained weights do what their config says.
+    """
+    model.routing = None
+    routers = find_routers(model)
+    if not routers:
+        return
+    model.register_forward_pre_hook(leave_out_router_loss, with_kwargs=True)
+    coefficient, top_k = (getattr(model, name, None) for name in ("router_aux_loss_coef", "num_experts_per_tok"))
+    if coefficient is None or top_k is None or hasattr(model, "num_keys"):  # doge's product keys are counted otherwise
+        return
+    if init != "random" and not getattr(model.config, "output_router_logits", False):
+        coefficient = 0.0
+    routing = model.routing = Routing(routers, top_k, coefficient)
+
+    def begin(module, args, options) -> None:
+        routing.keeps = module.training and torch.is_grad_enabled()
+
+    def end(module, args, output) -> None:
+        routing.keeps = False
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end)
+    keep_attributes_of_forward_only()
+
+
+def leave_out_router_loss(model: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
+    """A forward hook: with labels the model's loss is the cross-entropy alone."""
+    if options.get("labels") is not None and hasattr(model.config, "output_router_logits"):
+        options["output_router_logits"] = False
+    return args, options
+
+
+def describe_routing(model: nn.Module) -> str:
+    """The line of the header about the routers of a model; empty for one without experts."""
+    if not find_routers(model):
+        return ""
+    if model.routing is None:
+        return f"{type(model).__name__.removeprefix('FSDP')} has no router loss here: nothing balances its experts"
+    coefficient = model.routing.coefficient
+    if coefficient:
+        return f"{coefficient:g} x the router loss is trained on beside the loss (router_aux_loss_coef)"
+    if getattr(model, "router_aux_loss_coef", 0):
+        return "balanced by nothing: the weights' config.json has output_router_logits false"
+    return "balanced by nothing: router_aux_loss_coef is 0"
