@@ -57,13 +57,12 @@ from harness.data.batches import training_batches
 from harness.data.corpora import first_words, needs_tokenizer
 from harness.data.corpus_files import check_sources_exist
 from harness.data.data_record import read_record
-from harness.data.loading import as_recorded, load_data, mask_conversations
+from harness.data.loading import as_recorded, evaluates_own_data, load_data, mask_conversations
 from harness.data.show_samples import describe_step
 from harness.data.training_data import TrainingData
 from harness.flags.commands import as_flags
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
-from harness.flags.sources import same_dataset
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
@@ -113,6 +112,7 @@ from harness.state.find import find_checkpoint, find_recorded_data
 from harness.state.identity import (
     check_has_average,
     check_resume_compatible,
+    check_same_corpus,
     check_sources,
     describe_identity,
     keep_global_batch,
@@ -730,9 +730,10 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     checkpoint, manifest = find_checkpoint(settings.resume, pathlib.Path())
     settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
     if settings.eval_interval:
-        same_data = manifest is not None and same_dataset(manifest["flags"]["dataset"], settings.dataset)
-        rules = manifest if same_data else None  # the run's rules decide what was held out
-        _, held_out = load_data(settings, tokenizer, config, utils.get_dataset, rules)
+        own_data = manifest is not None and on_main_rank(lambda: evaluates_own_data(settings, manifest))
+        data, held_out = load_data(settings, tokenizer, config, utils.get_dataset, manifest if own_data else None)
+        if own_data and settings.dataset != "synthetic":
+            check_same_corpus(settings, data.record, manifest)
     if checkpoint:
         check_resume_compatible(settings, describe_identity(settings, config), manifest)
     check_has_average(settings, manifest)

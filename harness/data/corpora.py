@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from tqdm import tqdm
 
-from harness.base.errors import NoSplitError, UnreadableError
+from harness.base.errors import NoSplitError, UnreadableError, UserError
 from harness.base.ranks import from_main_process, on_main_rank
 from harness.base.text import counted, shortened
 from harness.data import held_out as held
@@ -113,12 +113,18 @@ def open_source(
     train = load(split=split)
     held_out, held_out_name, rule = None, "", None
     if settings.eval_interval:
-        held_out = load_eval_split(settings, load)
+        divided = bool(rules and rules.get("held_out", held.OLD_RULE))  # whatever splits there are now
+        held_out = None if divided and not settings.eval_split else load_eval_split(settings, load)
         held_out_name = settings.eval_split or DEFAULT_EVAL_SPLIT
-        if held_out is None:
+        if rules and held_out is None and not divided:
+            problem = f"the run held out nothing of {source.dataset}, it trained on all of it"
+            raise UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
+        if held_out is None or divided:
             rule = held_out_rule(rules, streams if streamed else 1)
             end_of_text = tokenizer.eos_token_id if tokenizer is not None else None
-            train, held_out, held_out_name = hold_out(train, place, end_of_text, rule)
+            train, by_rule, name_of_rule = hold_out(train, place, end_of_text, rule)
+            if held_out is None:
+                held_out, held_out_name = by_rule, name_of_rule
         if streamed:
             held_out = read_windows(held_out, settings.eval_steps * settings.batch_size * dist.get_world_size())
     if not streamed:
@@ -320,6 +326,9 @@ def hold_out(train, source: str, end_of_text: int | None, rule: str):
         kept, held_out = train.hold_out(rule)
         names = {held.RULE: f"{held.RULE} documents of it", held.BY_CONTENT: f"{held.RULE} documents of it, by content"}
         return kept, held_out, names.get(rule, f"{rule} of it")
+    if rule == held.BY_CONTENT:
+        problem = "the run held out documents by their content, as a stream"
+        raise UserError(f"--dataset {source}: {problem}; give --streaming")
     tokens = train.tokens
     held_out_name, parts = f"{held.OLD_RULE} of it", None
     if rule == held.RULE:

@@ -1,5 +1,6 @@
 """Loading: the sources that --dataset names, opened, and the mixture that a run makes of them. Called by the script."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from harness.base.errors import UserError
 from harness.data.corpora import (
     OpenedSource,
+    default_split,
     describe_files,
     describe_tokenizer,
     holds_chat,
@@ -19,10 +21,12 @@ from harness.data.corpora import (
 from harness.data.corpus_files import local_files
 from harness.data.data_record import DataRecord, describe_shares, read_record, record_of_run, renamed
 from harness.data.mixture import Mixture
+from harness.data.splits import files_of_split, parse_split
 from harness.data.stream_parts import default_streams
 from harness.data.streaming import StreamedDataset
 from harness.data.training_data import TrainingData
-from harness.flags.settings import Settings, is_local
+from harness.flags.settings import ASSETS, Settings, is_local
+from harness.flags.sources import same_dataset, splits_overlap
 from harness.job import terminal
 
 
@@ -93,6 +97,47 @@ def recorded_data(settings: Settings, manifest: dict | None) -> DataRecord | Non
     if len(record.sources) == len(sources) == 1:
         record = renamed(record, sources[0].name)
     return record
+
+
+def evaluates_own_data(settings: Settings, manifest: dict) -> bool:
+    """Whether an evaluation of a run's checkpoint reads what the run read, of which its record says what was held out;
+    a UserError where it reads a part of what the run trained on, or more than that."""
+    flags = manifest["flags"]
+    dataset = flags["dataset"] if isinstance(flags["dataset"], str) else tuple(flags["dataset"])
+    run = dataclasses.replace(
+        settings, dataset=dataset, dataset_split=flags["dataset_split"], streaming=flags["streaming"]
+    )
+    trained, read = files_of_training(run), files_of_training(settings)
+    shared = trained.keys() & read.keys()
+    for file in shared:
+        if settings.eval_split and splits_overlap(trained[file], settings.eval_split):
+            problem = f"it is not apart from {trained[file]!r}, which the run trained on"
+            raise UserError(f"--eval-split {settings.eval_split}: {problem}; give one that is")
+    if trained == read or (
+        same_dataset(dataset, settings.dataset) and flags["dataset_split"] == settings.dataset_split
+    ):
+        return True
+    for file in shared:
+        if splits_overlap(trained[file], read[file]):
+            problem = f"the run trained on {trained[file]!r} of {file}"
+            advice = "leave out --dataset and --dataset-split, or give what it did not train on"
+            raise UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
+    return False
+
+
+def files_of_training(settings: Settings) -> dict[str, str]:
+    """The split that is trained on of each file of a run's sources, by its real path; of what has no files, by the name
+    of the source."""
+    splits = {}
+    for source in settings.sources():
+        place = str(ASSETS / "demo" / "stories") if source.dataset == "demo" else os.path.expanduser(source.dataset)
+        split = settings.dataset_split or default_split(settings, place)
+        files: list = []
+        with contextlib.suppress(UserError):  # what is not there any more, or has no such split, cannot be read either
+            files = files_of_split(place, parse_split(split)[0], local_files(place)) if is_local(place) else []
+        for file in files or [place]:
+            splits[os.path.realpath(str(file)) if files else place] = split
+    return splits
 
 
 def mask_conversations(settings: Settings, manifest: dict | None = None) -> Settings:

@@ -146,10 +146,10 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         parser.error(f"--num-tokens: --num-steps is given too; leave out one of them{where}")
     if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
         # the checkpoint has the flags of its model
-        of_data = "--dataset" not in {word.partition("=")[0] for word in argv}
+        dataset = args.dataset if "dataset" in given(argv) else None
         evaluates = args.eval_interval > 0
         averages = evaluates or args.export_weights == "ema"
-        flags = flags_of_checkpoint(args.resume, evaluates, of_data, bool(args.show_samples), averages)
+        flags = flags_of_checkpoint(args.resume, evaluates, dataset, bool(args.show_samples), averages)
         parser.set_defaults(**flags, compile=False)
         args = parser.parse_args(argv)
     if args.num_tokens:

@@ -6,6 +6,7 @@ import os
 import pathlib
 
 from harness.base import saved
+from harness.flags.sources import same_dataset
 
 
 def checkpoint_folder(resume: str) -> pathlib.Path:
@@ -48,10 +49,12 @@ def resumable_beside(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(others, key=likeness, reverse=True)[:3]
 
 
-def flags_of_checkpoint(resume: str, evaluates: bool, of_data: bool, trains: bool, averages: bool) -> dict:
-    """The flags of the model in a checkpoint, for an evaluation also of its attention, and with `of_data` of the text
-    that was held out, with `trains` all that decides what a step trains on, with `averages` the average of its weights;
-    none where the checkpoint cannot be read, which is reported later."""
+def flags_of_checkpoint(
+    resume: str, evaluates: bool, dataset: str | tuple[str, ...] | None, trains: bool, averages: bool
+) -> dict:
+    """The flags of the model in a checkpoint, for an evaluation also of its attention and of what was held out, unless
+    `dataset` was given and is another, with `trains` all that decides what a step trains on, with `averages` the
+    average of its weights; none where the checkpoint cannot be read, which is reported later."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         flags = saved.read_manifest(checkpoint_folder(resume))["flags"]
         names = "model init tokenizer dataset sequence_length precision fp8_recipe fp8_emulate optimizer"
@@ -61,6 +64,9 @@ def flags_of_checkpoint(resume: str, evaluates: bool, of_data: bool, trains: boo
             names += " ema"
         if trains:
             names += " document_mask eval_interval streaming batch_size gradient_accumulation_steps mixture_stage"
+        of_data = dataset is None or same_dataset(flags["dataset"], dataset)
+        if evaluates and of_data:
+            names += " streaming batch_size eval_steps"
         if (evaluates or trains) and of_data:
             names += " dataset_config dataset_split eval_split text_field skip_bad_records seed"
             names += " packing chat_template chat_loss"

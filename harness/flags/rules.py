@@ -21,7 +21,7 @@ from harness.flags.settings import (
     all_local,
     is_local,
 )
-from harness.flags.sources import wrong_mixture
+from harness.flags.sources import splits_overlap, wrong_mixture
 
 POLYNOMIAL_END = 1e-7  # learning rate at which transformers lets that schedule end
 # Environment variables of accelerate launch, and the fields of the settings that decide the same in this program.
@@ -124,6 +124,7 @@ def contradiction(s: Settings) -> str | None:
         (s.num_steps and (s.decay_steps or 0) > after_warmup, f"--decay-steps {s.decay_steps}: after the warmup there are {after_warmup}; give no more, or fewer --warmup-steps"),
         (s.export_weights == "ema" and not s.ema, "--export-weights ema: there is no average of the weights; give --ema with it, or with --num-steps 0 the checkpoint of a run that had it"),
         (mixture := wrong_mixture(s.dataset, s.mixture_stage), mixture),
+        (leak := trained_eval_split(s), leak),
         (absent, absent),
         (unread, f"--sample-prompts {s.sample_prompts}: cannot be read ({unread})"),
         (s.document_mask and s.dataset == "synthetic", "--document-mask: synthetic tokens are no documents; use another --dataset"),
@@ -170,6 +171,19 @@ def misfits_float8(s: Settings) -> str:
     what = f"--precision fp8 ({s.fp8_recipe}) takes batch x sequence in multiples of 16, {s.batch_size} x {s.sequence_length} is none"
     batch = -(-s.batch_size // s.batch_step()) * s.batch_step()
     return f"--sequence-length {s.sequence_length}: {what}; give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
+
+
+def trained_eval_split(s: Settings) -> str:
+    """What is wrong with an --eval-split that holds what a run trains on, as an error; empty where nothing is."""
+    if not (s.eval_interval and s.eval_split and s.num_steps) or s.dataset == "synthetic":
+        return ""
+    for source in s.sources():
+        default = "train" if is_local(source.dataset) or s.streaming else "train[:5%]"
+        trained = s.dataset_split or default
+        if splits_overlap(trained, s.eval_split):
+            problem = f"it is not apart from {trained!r}, which is trained on"
+            return f"--eval-split {s.eval_split}: {problem}; such as --dataset-split 'train[:90%]' --eval-split 'train[90%:]'"
+    return ""
 
 
 def missing_sources(s: Settings) -> str:

@@ -91,6 +91,37 @@ def same_dataset(one: str | Sequence[str], other: str | Sequence[str]) -> bool:
     return list(one) == list(other)
 
 
+def splits_overlap(one: str, other: str) -> bool:
+    """Whether two splits of a corpus, such as `train[:90%]` and `train[50%:]`, share documents, or may: bounds in
+    percent and in documents, or from both ends, cannot be compared without counting."""
+    return any(parts_overlap(part, of_other) for part in one.split("+") for of_other in other.split("+"))
+
+
+def parts_overlap(one: str, other: str) -> bool:
+    name, _, bounds = one.partition("[")
+    name_of_other, _, bounds_of_other = other.partition("[")
+    if name.strip() != name_of_other.strip():
+        return False
+    first, _, last = bounds.rstrip("] ").partition(":")
+    first_of_other, _, last_of_other = bounds_of_other.rstrip("] ").partition(":")
+    return not (ends_before(last, first_of_other) or ends_before(last_of_other, first))
+
+
+def ends_before(last: str, first: str) -> bool:
+    """Whether a slice that ends at the bound `last` surely ends where another begins at `first`, or before; a bound is
+    empty, documents (`500`, `-500`) or percent (`90%`, `-10%`)."""
+    if not re.fullmatch(r"-?\d+%?", last) or not re.fullmatch(r"-?\d+%?", first):
+        return False
+    numbers = []
+    for bound in (last, first):
+        number = int(bound.rstrip("%"))
+        if bound.endswith("%") and number < 0:
+            number += 100
+        numbers.append(number)
+    of_one_kind = last.endswith("%") == first.endswith("%") and (numbers[0] < 0) == (numbers[1] < 0)
+    return of_one_kind and numbers[0] <= numbers[1]
+
+
 class DatasetWords(argparse.Action):
     """--dataset: one plain word stays a text; several, or one with a name or a weight, are a tuple."""
 

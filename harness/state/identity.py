@@ -128,6 +128,23 @@ def check_has_average(settings: Settings, manifest: dict | None) -> None:
         raise UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}")
 
 
+def check_same_corpus(settings: Settings, record: DataRecord, manifest: dict) -> None:
+    """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
+    cannot be told."""
+    before = read_record(manifest)
+    if len(before.sources) == len(record.sources) == 1:
+        before = renamed(before, next(iter(record.sources)))
+    for name, rules in record.sources.items():
+        compared = dict(before.sources.get(name, {"dataset": None}))
+        if "corpus" in rules and settings.sequence_length != manifest["flags"]["sequence_length"]:
+            compared.pop("dataset", None)  # of a stream its first window, whose length is another
+        for key, value in compared.items():
+            if rules.get(key) != value:
+                problem = f"{name} is not what it was at the checkpoint ({key.replace('_', ' ')})"
+                advice = "what the run held out cannot be told; give it as it was, or what the run did not train on"
+                raise UserError(f"--dataset: {problem}: {advice}")
+
+
 def check_sources(before: DataRecord, now: DataRecord) -> None:
     """Raises a UserError for a source that is no longer what it was at the checkpoint, or when it was removed."""
     known = before.removed | before.sources

@@ -80,7 +80,8 @@ def test_another_text_another_split_and_fewer_batches_are_evaluated_as_they_are_
     whole = evaluation("--resume", trained / "r")
     some = evaluation("--resume", trained / "r", "--eval-steps", 2, "--batch-size", 1)
     assert some["tokens"] == 2 * 32 < whole["tokens"]
-    every = evaluation("--resume", trained / "r", "--dataset", trained / "my.txt", "--eval-split", "train")
+    exported = ["--init", "pretrained", "--model", trained / "export", "--sequence-length", 32, "--precision", "fp32"]
+    every = evaluation(*exported, "--dataset", trained / "my.txt", "--eval-split", "train")
     assert every["tokens"] > 10 * whole["tokens"] and every["eval_loss"] != whole["eval_loss"]
     (trained / "short.txt").write_text("The fox ran home. " * 300)  # less than a global batch would need to train
     assert evaluation("--resume", trained / "r", "--dataset", trained / "short.txt", "--batch-size", 999)["tokens"]

@@ -1,0 +1,157 @@
+"""What is evaluated is what a run did not train on: its commands, its refusals and its losses, seen from outside."""
+
+import json
+import shlex
+
+import multirank
+import pytest
+from conftest import ROOT, STORIES, metrics_of, python, train, words, write_model
+
+from harness.base.errors import UserError
+
+STORIES_READ = 200
+
+
+def write_stories(path, first: int = 0, count: int = STORIES_READ) -> None:
+    lines = (STORIES / "train.jsonl").read_text().splitlines(True)
+    path.write_text("".join(lines[first : first + count]))
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """`start(name, *flags)`: the flags of a run of two steps on my.jsonl in `start.folder`."""
+    folder = tmp_path_factory.mktemp("held-out")
+    write_stories(folder / "my.jsonl")
+    write_stories(folder / "other.jsonl", 1000)
+    model = write_model(folder / "model", "llama", **multirank.SIZES)
+    small = words("--num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --precision fp32 --no-own-plan")
+    small += ["--model", model, "--tokenizer", ROOT / "assets" / "demo", "--output-dir", folder]
+
+    def flags(name: str, *others) -> list:
+        return [*small, "--dataset", folder / "my.jsonl", "--cache-dir", folder / "cache", "--run-name", name, *others]
+
+    flags.folder = folder
+    return flags
+
+
+@pytest.fixture(scope="module")
+def runs(start, device):
+    """The folder of three runs: `all` trained on every document, `held` held some out, `part` trained on a slice."""
+    assert train(start("all"), device) == 0
+    assert train(start("held", "--eval-interval", 2), device) == 0
+    assert train(start("part", "--dataset-split", "train[:90%]"), device) == 0
+    return start.folder
+
+
+@pytest.fixture
+def evaluate(start, device, capfd):
+    """`evaluate(*flags)`: the object of an evaluation."""
+
+    def evaluate(*flags) -> dict:
+        capfd.readouterr()
+        given = ["--num-steps", 0, "--eval-interval", 1, "--json", "--cache-dir", start.folder / "cache", *flags]
+        assert train(given, device) == 0
+        return json.loads(capfd.readouterr().out)
+
+    return evaluate
+
+
+@pytest.fixture
+def refused(evaluate):
+    """`refused(*flags)`: the one line with which an evaluation is refused."""
+
+    def refused(*flags) -> str:
+        with pytest.raises(UserError) as raised:
+            evaluate(*flags)
+        assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
+        return str(raised.value)
+
+    return refused
+
+
+def held_out_loss(run) -> float:
+    return [line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line][-1]
+
+
+def test_a_run_that_trained_on_every_document_has_no_held_out_loss(runs):
+    ended = python("--num-steps", 0, "--resume", runs / "all", "--eval-interval", 1, "--cache-dir", runs / "cache")
+    line = ended.stderr.splitlines()[-1]
+    assert ended.returncode == 2 and line.startswith("train_fsdp.py: error: --eval-interval: the run held out nothing")
+    assert "evaluated" not in ended.stdout
+
+
+def test_it_is_evaluated_on_another_text_and_gets_no_evaluation_when_it_goes_on(runs, start, evaluate, device):
+    assert evaluate("--resume", runs / "all", "--dataset", runs / "other.jsonl")["eval_loss"] > 0
+    with pytest.raises(UserError, match="--eval-interval"):
+        train(start("all", "--num-steps", 4, "--eval-interval", 2, "--resume", "auto"), device)
+
+
+def test_what_a_run_held_out_is_evaluated_after_it_by_any_name_of_the_file(runs, evaluate):
+    expected = held_out_loss(runs / "held")
+    assert evaluate("--resume", runs / "held")["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    (runs / "link.jsonl").symlink_to(runs / "my.jsonl")
+    found = evaluate("--resume", runs / "held", "--dataset", runs / "link.jsonl")
+    assert found["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("run", ["all", "held", "part"])
+def test_the_split_that_was_trained_on_is_not_evaluated(runs, refused, run):
+    assert "--eval-split train" in refused("--resume", runs / run, "--eval-split", "train")
+    assert "--eval-split train" in refused(
+        "--resume", runs / run, "--dataset", runs / "my.jsonl", "--eval-split", "train"
+    )
+
+
+def test_slices_are_evaluated_where_they_are_apart_from_what_was_trained_on(runs, refused, evaluate):
+    run = ["--resume", runs / "part"]
+    assert "--eval-split train[50%:]" in refused(*run, "--eval-split", "train[50%:]")
+    assert "--eval-split train[-20:]" in refused(*run, "--eval-split", "train[-20:]")  # not known without counting
+    assert "train[:90%]" in refused(*run, "--dataset-split", "train[50%:]")
+    assert evaluate(*run, "--eval-split", "train[90%:]")["tokens"] > 0
+    assert evaluate(*run, "--eval-split", "train[-10%:]")["tokens"] > 0
+
+
+def test_a_folder_with_the_file_that_was_trained_on_is_not_another_text(runs, refused):
+    (runs / "both").mkdir()
+    for name in ("my.jsonl", "other.jsonl"):
+        (runs / "both" / name).symlink_to(runs / name)
+    assert "my.jsonl" in refused("--resume", runs / "held", "--dataset", runs / "both")
+
+
+def test_a_run_does_not_evaluate_on_what_it_trains_on(start, device):
+    for split, eval_split in (("train", "train"), ("train[:90%]", "train[50%:]"), ("train[:90%]", "train[80:]")):
+        with pytest.raises(UserError, match="--eval-split") as raised:
+            train(start("no", "--eval-interval", 1, "--dataset-split", split, "--eval-split", eval_split), device)
+        assert raised.value.exit_code == 2
+    assert not (start.folder / "no").exists()
+
+
+@pytest.mark.parametrize("flags", ["", "--streaming"])
+def test_a_corpus_that_changed_is_refused_by_an_evaluation_as_by_a_resume(start, device, refused, tmp_path, flags):
+    corpus, run = tmp_path / "grows.jsonl", start.folder / f"grown{flags}"
+    write_stories(corpus)
+    begun = start(run.name, "--dataset", corpus, "--eval-interval", 2, *words(flags))
+    assert train(begun, device) == 0
+    lines = corpus.read_text()
+    write_stories(corpus, 1000, 40)
+    corpus.write_text(corpus.read_text() + lines)
+    assert "is not what it was at the checkpoint" in refused("--resume", run)
+    with pytest.raises(UserError, match="is not what it was at the checkpoint"):
+        train([*begun, "--num-steps", 4, "--resume", "auto"], device)
+
+
+@pytest.mark.parametrize("flags", ["", "--eval-steps 3", "--streaming", "--streaming --eval-steps 3 --streams 4"])
+def test_the_command_that_a_run_prints_evaluates_what_the_run_held_out(start, device, capfd, evaluate, flags):
+    name = f"printed{'-'.join(flags.split())}"
+    assert train(start(name, "--eval-interval", 2, *words(flags)), device) == 0
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("evaluate"))
+    printed = shlex.split(line)
+    found = evaluate(*printed[printed.index("--num-steps") :])
+    assert found["eval_loss"] == pytest.approx(held_out_loss(start.folder / name), rel=1e-6)
+    if "--eval-steps" in flags:
+        assert found["tokens"] == 3 * 2 * 32
+
+
+def test_a_stream_that_trained_on_every_document_has_no_held_out_loss(start, device, refused):
+    assert train(start("all-streamed", "--streaming"), device) == 0
+    assert "held out nothing" in refused("--resume", start.folder / "all-streamed")
