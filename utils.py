@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from harness.base.devices import wait_for_device
-from harness.base.gpu_table import find_gpu
+from harness.base.gpus import find_gpu
 from harness.data.best_fit import BinnedDataset
 from harness.data.corpus_tokens import CorpusReader, load_windows
 from harness.data.records import DEFAULT_FIELD, Field

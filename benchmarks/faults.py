@@ -574,8 +574,9 @@ def choose_start(choose: random.Random, layout: tuple[int, str], folder: pathlib
     ranks, flags = layout
     newest = (folder / "r" / "checkpoints" / (whole(folder) or ["none"])[-1]) / "manifest.json"
     if other_ranks and newest.exists() and choose.random() < 0.3:
-        saved = json.loads(newest.read_text())["flags"]
-        flags += f" --batch-size {saved['batch_size']} --gradient-accumulation-steps {saved['given_accumulation']}"
+        saved = json.loads(newest.read_text())
+        accumulation = saved["given"].get("gradient_accumulation_steps", 1)
+        flags += f" --batch-size {saved['flags']['batch_size']} --gradient-accumulation-steps {accumulation}"
     flags += f" --num-steps {LONG} --checkpoint-interval {choose.randint(1, 3)}"
     flags += f" --keep-checkpoints {choose.randint(1, 3)} --{choose.choice(('', 'no-'))}async-checkpoint"
     end = choose.choice(("SIGTERM", "SIGUSR1", "SIGKILL", "kill before", "error", "torn", "slow disk"))

@@ -1,2 +1,48 @@
-"""Base: what every wing uses, independent of all of them: errors, text, ranks, devices, the table of GPUs, versions,
-the console, and the names of a run's files. Most of it imports no torch."""
+"""Base: what every wing stands on: errors, ranks, text, GPUs by the vendors' datasheets, versions, and a stdout that never
+fails. Most of it imports no torch, and none of it knows a wing."""
+
+from harness.base import doors
+
+__getattr__, __all__ = doors.open_door(
+    __name__,
+    {
+        "UserError": "errors",
+        "UnreadableError": "errors",
+        "NoSplitError": "errors",
+        "on_main_rank": "ranks",
+        "from_main_process": "ranks",
+        "of_all_ranks": "ranks",
+        "counted": "text",
+        "first_line": "text",
+        "is_url": "text",
+        "one_line": "text",
+        "one_or_more": "text",
+        "shortened": "text",
+        "GIB": "devices",
+        "wait_for_device": "devices",
+        "CONTEXT_GIB": "gpus",
+        "NCCL_GIB": "gpus",
+        "DESCRIBED": "gpus",
+        "GPUS": "gpus",
+        "PLANNED": "gpus",
+        "RATES": "gpus",
+        "Gpu": "gpus",
+        "choose_kind": "gpus",
+        "find_gpu": "gpus",
+        "unlisted": "gpus",
+        "wrong_rates": "gpus",
+        "ROOT": "versions",
+        "OLDEST_TORCHAO": "versions",
+        "commit": "versions",
+        "installed": "versions",
+        "package_versions": "versions",
+        "version_parts": "versions",
+        "refuse_missing_packages": "versions",
+        "refuse_old_python": "versions",
+        "never_fail": "console",
+        "record_error": "console",
+        "send": "console",
+        "tell_json": "console",
+        "answer_from_cache_without_network": "hub",
+    },
+)

@@ -7,6 +7,8 @@ Elsewhere: `from harness import data`, then `data.load(...)`. A file of the wing
 is used, so a door itself is light.
 """
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import importlib
 from collections.abc import Callable
 from typing import Any

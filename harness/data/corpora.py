@@ -40,7 +40,6 @@ from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.splits import cut_positions, files_of_split, parse_split
 from harness.data.token_files import differing_tokenizer, is_mapped
 from harness.data.windows import PackedDataset
-from harness.flags.commands import given
 from harness.flags.settings import ASSETS, Settings, is_local
 from harness.flags.sources import Source
 from harness.job import terminal
@@ -164,7 +163,7 @@ def prefers_token_ids(settings: Settings, rules: dict | None) -> bool:
     what its checkpoint has; older checkpoints are of runs that always did."""
     if rules is not None:
         return rules.get("ids_first", True)
-    return "text_field" not in given(settings.argv)
+    return "text_field" not in settings.given
 
 
 def held_out_rule(rules: dict | None, streams: int) -> str:

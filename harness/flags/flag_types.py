@@ -1,9 +1,11 @@
-"""Types of flags: what argparse makes of a value, and which values it refuses."""
+"""Types and actions of flags: what argparse makes of a value, and which values it refuses."""
 
 import argparse
 import math
 import os
 import sys
+
+from harness.flags.sources import parse_source, parse_stage
 
 MAX_WORLD = 2**20  # ranks that are planned for
 MAX_SEQUENCES = 1_000_000  # of a microbatch
@@ -71,3 +73,28 @@ def gpu_counts(text: str) -> tuple[int, ...]:
 def batch_size(text: str) -> int | str:
     """An argparse type: a positive number, or auto."""
     return text if text == "auto" else number(int, 1, MAX_SEQUENCES + 1)(text)
+
+
+def stage(text: str) -> str:
+    """An argparse type: SHARE:NAME=WEIGHT,NAME=WEIGHT, which `sources.parse_stage` reads."""
+    try:
+        parse_stage(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}; such as 0.8:web=0.5,code=0.5") from None
+    return text
+
+
+class Collect(argparse.Action):
+    """A flag that may be given several times, and collects its values."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), value))
+
+
+class DatasetWords(argparse.Action):
+    """--dataset: one plain word stays a text; several, or one with a name or a weight, are a tuple."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        name, _, weight = parse_source(values[0])
+        is_plain = len(values) == 1 and not name and weight is None
+        setattr(namespace, self.dest, values[0] if is_plain else tuple(values))

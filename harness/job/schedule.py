@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from harness.flags.commands import given
 from harness.flags.settings import PROFILED_STEPS, Settings, default_warmup
 
 
@@ -19,7 +18,7 @@ def count_steps(settings: Settings, manifest: dict | None) -> Settings:
         if manifest:
             steps, done = manifest["step"], manifest["samples"] * settings.sequence_length
         steps += settings.steps_for(max(0, settings.num_tokens - done), dist.get_world_size())
-    if "warmup_steps" not in given(settings.argv):
+    if "warmup_steps" not in settings.given:
         warmup = default_warmup(settings.lr_scheduler, steps)
         if manifest and manifest["flags"]["lr_scheduler"] == settings.lr_scheduler:
             warmup = manifest["flags"]["warmup_steps"]

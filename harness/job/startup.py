@@ -6,7 +6,7 @@ import sys
 import warnings
 
 from harness.base import versions
-from harness.flags.parser import parse_args, warn
+from harness.flags.parser import parse_args
 from harness.flags.settings import Settings
 
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
@@ -22,7 +22,6 @@ def begin() -> Settings:
     from harness.job import host, terminal  # they need packages
 
     terminal.begin(settings)
-    warn(settings)
     host.set_threads(settings)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows all warnings
         silence_libraries()

@@ -1,5 +1,5 @@
 """GPUs: what programs reach of a GPU's datasheet, where it was not measured. Called by `planning`. Independent of
-models. The datasheets' figures stand in `base.gpu_table`, where an MFU needs them too."""
+models. The datasheets' figures stand in `base.gpus`, where an MFU needs them too."""
 
 import contextlib
 import pathlib
@@ -8,9 +8,8 @@ import re
 
 import torch
 
-from harness.base import gpu_names
 from harness.base.errors import UserError
-from harness.base.gpu_table import find_gpu
+from harness.base.gpus import choose_kind, find_gpu, unlisted, wrong_rates
 from harness.flags.settings import Settings
 from harness.plan.rates import Rates, find_file, read_file
 
@@ -55,11 +54,11 @@ def find_rates(gpu: str, given: dict[str, float], flash: bool = False) -> Rates:
     Raises:
         UserError: the GPU is not in the table and not described, or a given rate is none of these.
     """
-    if problem := gpu_names.wrong_rates(given):
+    if problem := wrong_rates(given):
         raise UserError(problem)
     kind = find_gpu(gpu)
     if not kind or not kind.memory_gib:
-        if problem := gpu_names.unlisted(gpu, given):
+        if problem := unlisted(gpu, given):
             raise UserError(problem)
         rates = {"fp8_tflops": 0.0, "host_us": HOST_US, "kernel_us": KERNEL_US} | given
         peak_tflops = kind.peak_tflops if kind else None
@@ -114,7 +113,7 @@ def choose_rates(settings: Settings) -> Rates:
     typed = settings.plan_gpu or ""
     if not typed and torch.cuda.is_available():
         typed = torch.cuda.get_device_name()
-    kind_of_name, others = gpu_names.choose_kind(typed or "H100 SXM")
+    kind_of_name, others = choose_kind(typed or "H100 SXM")
     gpu = kind_of_name or typed
     is_cpu = gpu.lower() == "cpu"
     path = None

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
-from harness.base.gpu_table import find_gpu
+from harness.base.gpus import find_gpu
 from harness.base.ranks import of_all_ranks
 from harness.base.text import first_line
 from harness.flags.settings import Settings

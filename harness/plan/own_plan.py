@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.base.errors import UserError
+from harness.flags.commands import as_words
 from harness.flags.settings import ROOT, Settings
 from harness.job.printing import say
 
@@ -48,7 +49,7 @@ def start_plan(settings: Settings) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if name not in world}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = ["nice", "-n", "19", sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags]
+    command = ["nice", "-n", "19", sys.executable, str(ROOT / "train_fsdp.py"), *as_words(settings.given), *flags]
     return subprocess.Popen(command, env=environment, **pipes)
 
 

@@ -7,11 +7,9 @@ import functools
 import json
 import math
 import os
-import pathlib
 
 from harness.base.errors import UserError
-from harness.base.gpu_table import find_gpu
-from harness.flags.commands import given, without
+from harness.base.gpus import find_gpu
 from harness.flags.settings import Settings
 from harness.model.configs import load_config
 from harness.model.flops import known_flops
@@ -28,7 +26,6 @@ from harness.plan.gpus import (
 )
 from harness.plan.predict import Prediction, Recipe, predict
 from harness.plan.text import assumptions, describe_plan, describe_verdict
-from harness.report import plan_page
 
 
 def price_of_run(settings: Settings, result: dict) -> dict:
@@ -80,8 +77,8 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     if is_auto:
         largest = largest_batch(planned, rates.memory_gib, step)
         batch_size = largest or step
-        argv = (*without(settings.argv, "batch_size"), "--batch-size", str(batch_size))
-        settings = dataclasses.replace(settings, batch_size=batch_size, argv=argv)
+        given = {**settings.given, "batch_size": batch_size}
+        settings = dataclasses.replace(settings, batch_size=batch_size, given=given)
     result = {"model": settings.model, "gpu": rates.device, "flops": counted} | planned().to_json()
     finished = None
     if seconds or (is_auto and not result["fits"]):
@@ -101,7 +98,7 @@ def plan(settings: Settings, recipe: Recipe) -> None:
             "seconds_allowed": seconds * (1 + (len(worlds) - 1) / 3),
             "plan_seconds": seconds,
         }
-    if result["fits"] and settings.num_steps and given(settings.argv) & {"num_steps", "num_tokens"}:
+    if result["fits"] and settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, result)
     assumed = not rates.sections and find_gpu(rates.device)
     is_known = is_published_kind(rates.device, config)
@@ -111,6 +108,4 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     result["rates_assumed"] = bool(assumed)
     result["verdict_text"] = describe_verdict(settings, result)
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
-    if settings.html:
-        plan_page.write_plan(pathlib.Path(settings.html).expanduser(), result)
     print(json.dumps(without_infinities(result), indent=2) if settings.json else describe_plan(settings, result))

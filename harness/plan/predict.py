@@ -10,7 +10,7 @@ import numpy as np
 
 from harness.base.devices import GIB
 from harness.base.errors import UserError
-from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB
+from harness.base.gpus import CONTEXT_GIB, NCCL_GIB
 from harness.base.text import first_line
 from harness.base.torch_internals import ERRORS_WITHOUT_DATA
 from harness.flags.settings import Settings

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from harness.base.errors import UserError
-from harness.base.gpu_table import find_gpu
+from harness.base.gpus import find_gpu
 from harness.base.text import first_line
 
 LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
-from harness.flags.commands import as_flags, to_paste, without
+from harness.flags.commands import as_flags, to_paste
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.model.loss import choose_loss
@@ -354,10 +354,10 @@ def command(settings: Settings, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
     plan_flags, group = set(), None
     for field in dataclasses.fields(Settings):
-        group = field.metadata.get("group", group)
+        group = field.metadata.get("group") or group
         if group == "planning" and field.name != "own_plan":
             plan_flags.add(field.name)
-    words = without(settings.argv, *plan_flags, *changes)
+    given = {name: value for name, value in settings.given.items() if name not in plan_flags}
     local = math.gcd(world, settings.gpus_per_node)
     if world == 1:
         launcher = "python"
@@ -366,7 +366,7 @@ def command(settings: Settings, world: int, changes: dict) -> str:
     else:
         rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
         launcher = f"torchrun --nnodes={world // local} --nproc_per_node={local} {rendezvous}"
-    return to_paste(f"{launcher} train_fsdp.py", words, **changes)
+    return to_paste(f"{launcher} train_fsdp.py", given, **changes)
 
 
 def scaling(

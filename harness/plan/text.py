@@ -3,7 +3,7 @@ Computes no figure that the JSON object does not have."""
 
 import textwrap
 
-from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB, find_gpu
+from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, find_gpu
 from harness.base.text import counted
 from harness.flags.commands import as_flags
 from harness.flags.settings import Settings

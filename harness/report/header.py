@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from harness.base.text import counted
-from harness.flags.commands import given
 from harness.flags.settings import Settings
 from harness.job.printing import columns
 from harness.model.attention import describe_attention
@@ -54,7 +53,7 @@ def describe_setup(
     lines["sharding"] = sharding
     lines["verified"] = verified
     why = f"the default on a {'GPU' if mesh.device_type == 'cuda' else 'CPU'}"
-    if "precision" in given(settings.argv):
+    if "precision" in settings.given:
         why = "by --precision"
     elif manifest:
         why = "as in the checkpoint"

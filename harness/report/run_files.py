@@ -11,7 +11,7 @@ from harness.base.errors import UserError
 from harness.base.saved import read_config
 
 # fields of Settings in config.json that no flag sets
-DERIVED_SETTINGS = {"given_accumulation", "lacks_disk", "lacks_memory"}
+DERIVED_SETTINGS = {"lacks_disk", "lacks_memory"}
 
 
 @dataclasses.dataclass

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from harness.base.saved import read_config
 from harness.base.versions import commit, versions
-from harness.flags.parser import record_flags
-from harness.flags.settings import Settings
+from harness.flags.settings import Settings, record_flags
 from harness.job import endings
 from harness.job.folders import replace_file
 from harness.report.run_files import read_metrics

@@ -14,8 +14,7 @@ from harness.base.errors import UserError
 from harness.base.saved import newest, read_config
 from harness.base.text import counted
 from harness.flags.commands import flags_of_run, to_paste
-from harness.flags.parser import LENGTHS
-from harness.flags.settings import Settings
+from harness.flags.settings import LENGTHS, Settings
 from harness.job import terminal
 from harness.job.folders import replace_file
 from harness.job.printing import columns, say

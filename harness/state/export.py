@@ -21,7 +21,6 @@ from harness.base.errors import UserError
 from harness.base.ranks import from_main_process
 from harness.base.text import first_line
 from harness.base.transformers_internals import as_in_checkpoint
-from harness.flags.commands import given
 from harness.flags.settings import Settings
 from harness.job import heartbeats
 from harness.job.folders import name_of
@@ -38,8 +37,8 @@ SHAPES_NO_WEIGHT = (
     "output_dir run_name log_with project_name log_interval metrics_port metrics_host perf_warmup_steps peak_tflops "
     "min_mfu max_memory_gib profile memory_snapshot show_samples max_epochs "
     "plan plan_gpus plan_gpu gpus_per_node plan_rates plan_seconds gpu_hour_usd "
-    "json html measure own_plan argv lacks_disk lacks_memory "
-    "gradient_accumulation_steps"  # which follows from given_accumulation and ranks
+    "json measure own_plan given lacks_disk lacks_memory "
+    "gradient_accumulation_steps"
 )
 # where they are not given
 DECIDED_LATER = "precision sequence_length batch_size attention compile fused_loss warmup_steps document_mask"
@@ -75,7 +74,7 @@ def same_weights(settings: Settings, flags) -> bool:
     `settings` are not compared: they are decided later. Nor is the number of steps."""
     if not isinstance(flags, dict):
         return False
-    left_open = {name for name in DECIDED_LATER.split() if name not in given(settings.argv)}
+    left_open = {name for name in DECIDED_LATER.split() if name not in settings.given}
     now = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     saved_flags = dataclasses.asdict(Settings()) | flags  # of flags newer than it the defaults
     ignored = {*SHAPES_NO_WEIGHT.split(), *left_open}

@@ -10,7 +10,7 @@ from harness.base.errors import UserError
 from harness.base.text import counted
 from harness.data.data_record import DataRecord, describe_changes, read_record, renamed
 from harness.data.documents import vocabulary_of
-from harness.flags.commands import as_flags, given
+from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
 
 # Fields of a model's config that do not make it another model.
@@ -196,9 +196,9 @@ def keep_global_batch(settings: Settings, manifest: dict) -> Settings:
         UserError: these ranks cannot share the global batch, or not at the batch size that was given.
     """
     flags, world = manifest["flags"], dist.get_world_size()
-    size, accumulation = flags["batch_size"], flags["given_accumulation"]
-    is_given = bool(given(settings.argv) & {"batch_size", "gradient_accumulation_steps"})
-    if is_given and (settings.batch_size, settings.given_accumulation) != (size, accumulation):
+    size, accumulation = flags["batch_size"], manifest["given"].get("gradient_accumulation_steps", 1)
+    is_given = bool(settings.given.keys() & {"batch_size", "gradient_accumulation_steps"})
+    if is_given and (settings.batch_size, settings.gradient_accumulation_steps) != (size, accumulation):
         return settings
     sequences = global_batch(flags | {"world_size": manifest["world_size"]})
     if sequences % world:

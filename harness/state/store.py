@@ -19,8 +19,7 @@ from harness.base.devices import wait_for_device
 from harness.base.ranks import of_all_ranks
 from harness.base.saved import MANIFEST, manifest_checksum, place_of
 from harness.base.text import first_line
-from harness.flags.parser import record_flags
-from harness.flags.settings import Settings
+from harness.flags.settings import Settings, record_flags
 from harness.job import heartbeats
 from harness.job.printing import say
 from harness.state.shards import Writer, checkpoint_error, sha256
