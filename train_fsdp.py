@@ -18,11 +18,11 @@ run(), near the end, calls prepare(), train() and finish(): the table of content
 MFU math and the clock. The rest is in harness/, one concern a file.
 """
 
-from harness.base import console, versions
+from harness import base
 
 if __name__ == "__main__":
-    console.never_fail()
-versions.refuse_old_python()  # which could not read the next import
+    base.never_fail()
+base.refuse_old_python()  # which could not read the next import
 
 from harness.job import startup
 
@@ -49,10 +49,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
-from harness.base import saved, torch_internals
-from harness.base.errors import UserError
-from harness.base.ranks import on_main_rank
-from harness.base.text import first_line, one_line
+from harness.base import UserError, first_line, on_main_rank, one_line, saved, torch_internals
 from harness.data.batches import training_batches
 from harness.data.corpora import first_words, needs_tokenizer
 from harness.data.corpus_files import check_sources_exist
@@ -60,9 +57,7 @@ from harness.data.data_record import read_record
 from harness.data.loading import as_recorded, evaluates_own_data, load_data, mask_conversations
 from harness.data.show_samples import describe_step
 from harness.data.training_data import TrainingData
-from harness.flags.commands import as_flags
-from harness.flags.rules import contradiction
-from harness.flags.settings import Settings
+from harness.flags import SCHEDULES, Settings, as_flags, contradiction
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
@@ -272,19 +267,13 @@ def selective_contexts():
 
 
 def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
-    """The schedule of transformers by that name; without --decay-steps warmup_stable_decay decays in the last fifth."""
-    options = None
-    if settings.lr_scheduler == "cosine_with_min_lr":
-        options = {"min_lr_rate": 0.1}
-    elif settings.lr_scheduler == "warmup_stable_decay":
-        decay_steps = max(1, settings.num_steps // 5) if settings.decay_steps is None else settings.decay_steps
-        options = {"num_decay_steps": decay_steps, "decay_type": settings.decay_shape}
+    schedule = SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(
-        settings.lr_scheduler,
+        schedule.library_name,
         optimizer,
         num_warmup_steps=settings.warmup_steps,
         num_training_steps=settings.num_steps,
-        scheduler_specific_kwargs=options,
+        scheduler_specific_kwargs=schedule.options(settings),
     )
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from harness.base.devices import wait_for_device
-from harness.base.gpus import find_gpu
+from harness.base import find_gpu, wait_for_device
 from harness.data.best_fit import BinnedDataset
 from harness.data.corpus_tokens import CorpusReader, load_windows
 from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.training_data import TrainingData, mix
 from harness.data.windows import PackedDataset, create_collate_fn
-from harness.flags.sources import sources_of
+from harness.flags import sources_of
 from harness.model.flops import DocumentFlops, count_flops_per_token, document_flops, formula_holds
 
 __all__ = [

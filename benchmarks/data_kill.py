@@ -42,7 +42,7 @@ from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
-from harness.flags.parser import parse_args
+from harness.flags import parse_args
 from harness.report import run_record
 
 STEPS = 60  # of a run

@@ -39,7 +39,7 @@ from harness.data.streaming import StreamReader, stream_dataset
 from harness.data.token_cache import pack_tokens
 from harness.data.training_data import mix
 from harness.data.windows import PackedDataset, create_collate_fn
-from harness.flags.sources import Source
+from harness.flags import Source
 
 SEQUENCE, VOCABULARY = 8192, 49152
 os.environ["TOKENIZERS_PARALLELISM"] = "true"

@@ -47,7 +47,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401 - before the 
 
 import train_fsdp
 from harness.base import saved
-from harness.flags.parser import parse_args
+from harness.flags import parse_args
 from harness.job.signals import StopRequest
 from harness.report import run_record
 from harness.state.train_state import TrainState

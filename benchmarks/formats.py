@@ -158,7 +158,7 @@ def in_new_process(function, *arguments):
 
 def as_program(send, argv: list[str], output: str) -> None:
     """The program, with what it prints in a file."""
-    from harness.flags.parser import parse_args
+    from harness.flags import parse_args
 
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -282,7 +282,7 @@ def open_large(send, file: str) -> None:
 
 def run_large(send, file: str, folder: str) -> None:
     """Starts the program on a corpus and ends it at its first batch; sends what all about the data takes until then."""
-    from harness.flags.parser import parse_args
+    from harness.flags import parse_args
 
     used = Used()
     for name in ("load_model_files", "load_data", "first_words", "describe_identity"):

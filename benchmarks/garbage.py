@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 def run(kept_later: bool, argv: list[str]) -> None:
     """The program; before each log line, what a collection there takes."""
     import train_fsdp
-    from harness.flags.parser import parse_args
+    from harness.flags import parse_args
     from harness.report.log import Report
 
     log, keep = Report.log, train_fsdp.freeze_objects

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data import storage
 from harness.data.corpus_files import local_files
 from harness.data.formats import file_records

@@ -36,8 +36,8 @@ sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
-from harness.base.errors import UserError
-from harness.flags.parser import parse_args
+from harness.base import UserError
+from harness.flags import parse_args
 from harness.model.loss import full_loss
 from harness.plan import gpus, planning
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
-from harness.flags.parser import parse_args
+from harness.flags import parse_args
 from harness.model.configs import load_config
 from harness.model.flops import known_flops
 from harness.model.weights import on_meta

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import train_fsdp
-from harness.base.errors import UserError
-from harness.flags.parser import parse_args
+from harness.base import UserError
+from harness.flags import parse_args
 from harness.model import collectives
 
 

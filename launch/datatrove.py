@@ -32,11 +32,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # in the folder of this file, its name would hide the package
 
-from harness.base import console
-from harness.base.errors import UserError
-from harness.base.text import counted, first_line, one_line
+from harness import base
+from harness.base import UserError, counted, first_line, one_line
 from harness.data.shares import check_unchanged, describe_files, measure, read_texts, share_of
-from harness.flags.settings import PRESETS
+from harness.flags import PRESETS
 
 PACKAGE = "datatrove==0.10.1"
 TASK_TOKENS = 50_000_000  # some minutes of one core, which is what a killed task costs
@@ -142,8 +141,7 @@ def load_tokenizer(name: str):
     """(transformers' tokenizer of a preset, a folder or a hub id, the name by which others find it)."""
     import transformers
 
-    from harness.base import transformers_internals
-    from harness.base.hub import answer_from_cache_without_network
+    from harness.base import answer_from_cache_without_network, transformers_internals
     from harness.model.configs import find_source, refuse_foreign_code
     from harness.model.tokenizer import tokenizer_class_from_name
 
@@ -483,5 +481,5 @@ if __name__ == "__main__":
     # The steps must have a module that other processes can import, which __main__ is not.
     from launch import datatrove
 
-    console.never_fail()
+    base.never_fail()
     datatrove.main()

@@ -39,10 +39,8 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.flags.parser import parse_args
-from harness.flags.settings import Settings
+from harness.base import UserError, saved
+from harness.flags import Settings, parse_args
 from harness.job.world import start_processes
 
 torch.set_num_threads(1)

@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank
+from harness.base import from_main_process, of_all_ranks, on_main_rank
 from harness.data.windows import PackedDataset
-from harness.flags.parser import parse_args
+from harness.flags import parse_args
 from harness.job import heartbeats, world
 from harness.job.signals import StopRequest
 from harness.job.world import new_group, start_processes, stop_processes

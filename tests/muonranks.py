@@ -22,8 +22,8 @@ from transformers import AutoConfig
 
 import train_fsdp
 import utils
-from harness.base.ranks import of_all_ranks
-from harness.flags.parser import parse_args
+from harness.base import of_all_ranks
+from harness.flags import parse_args
 from harness.job.signals import StopRequest
 from harness.job.world import start_processes, stop_processes
 from harness.model import newton_schulz

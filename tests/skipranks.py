@@ -11,7 +11,7 @@ from multirank import resolved
 
 import train_fsdp
 import utils
-from harness.base.ranks import of_all_ranks
+from harness.base import of_all_ranks
 from harness.job.world import start_processes, stop_processes
 from harness.model.optimization import local
 

@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 
-from harness.base import console
+from harness import base
 from harness.report.figure_list import FIGURES
 
 BEGIN, END = "<!-- begin: python -m tools.figure_table -->", "<!-- end: python -m tools.figure_table -->"
@@ -57,5 +57,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    console.never_fail()
+    base.never_fail()
     main()

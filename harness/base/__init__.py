@@ -1,5 +1,4 @@
-"""Base: what every wing stands on: errors, ranks, text, GPUs by the vendors' datasheets, versions, and a stdout that never
-fails. Most of it imports no torch, and none of it knows a wing."""
+"""Base: what every wing stands on: errors, ranks, text, GPUs, versions, and a stdout that never fails. Most of it imports no torch, and none of it knows a wing."""
 
 from harness.base import doors
 

@@ -71,7 +71,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def family_of(kind: str) -> str:
-    """A kind without its form and memory, in capitals and without blanks: `H100` of `H100 PCIe`, `RTX4090` of itself."""
+    """A kind without its form and memory, in capitals without blanks: `H100` of `H100 PCIe`, `RTX4090` of itself."""
     return re.sub(r" (SXM|PCIe|NVL|\d+GB)$", "", kind).upper().replace(" ", "")
 
 

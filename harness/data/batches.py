@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data.document_lengths import squared_lengths
 from harness.data.sample_order import samples_of_microbatch
 from harness.data.streaming import report_left_out
 from harness.data.training_data import Positions, SampleReader, TrainingData
 from harness.data.windows import create_collate_fn
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.job.terminal import STOP_SIGNALS
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which the shuffle buffer is filled

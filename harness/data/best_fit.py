@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.utils.data import Dataset
 
-from harness.base.errors import UserError
-from harness.base.text import counted
+from harness.base import UserError, counted
 from harness.data.held_out import document_ends as find_document_ends
 from harness.data.windows import COUNTED_AT_ONCE, DocumentPlaces, PackedDataset, Window
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
+from harness.base import UserError, first_line
 from harness.data.documents import take
 from harness.data.formats import file_records, reader_of
 from harness.data.hub_rows import hub_records

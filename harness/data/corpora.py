@@ -18,9 +18,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from tqdm import tqdm
 
-from harness.base.errors import NoSplitError, UnreadableError, UserError
-from harness.base.ranks import from_main_process, on_main_rank
-from harness.base.text import counted, shortened
+from harness.base import NoSplitError, UnreadableError, UserError, counted, from_main_process, on_main_rank, shortened
 from harness.data import held_out as held
 from harness.data import sample_order, streaming, windows
 from harness.data.best_fit import BinnedDataset
@@ -40,8 +38,7 @@ from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.splits import cut_positions, files_of_split, parse_split
 from harness.data.token_files import differing_tokenizer, is_mapped
 from harness.data.windows import PackedDataset
-from harness.flags.settings import ASSETS, Settings, is_local
-from harness.flags.sources import Source
+from harness.flags import ASSETS, Settings, Source, is_local
 from harness.job import terminal
 from harness.job.printing import say
 

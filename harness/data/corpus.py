@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.base.package_internals import content_fingerprint
 from harness.data.chat import ChatFormat, example_batches, holds_conversations, no_assistant_mask
 from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, vocabulary_of

@@ -7,13 +7,12 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from harness.base.errors import UserError
-from harness.base.text import is_url, shortened
+from harness.base import UserError, is_url, shortened
 from harness.data.formats import DATA_SUFFIXES, owner_of, reader_of, reason_to_leave_out
 from harness.data.mapped import damaged
 from harness.data.records import COMPRESSIONS
 from harness.data.storage import DataFile, RemoteFile, has_pattern, list_files
-from harness.flags.sources import Source
+from harness.flags import Source
 
 
 def inode_of(path) -> tuple:

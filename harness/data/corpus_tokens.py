@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.errors import UserError
-from harness.base.ranks import from_main_process
+from harness.base import UserError, from_main_process
 from harness.data.best_fit import BinnedDataset, pack_best_fit
 from harness.data.chat import read_template
 from harness.data.corpus import open_corpus, tokenize_once

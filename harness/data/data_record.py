@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.data.mixture import Segment, begin_history, change_history, read_history
-from harness.flags.settings import Settings
-from harness.flags.sources import name_of
+from harness.flags import Settings, name_of
 
 
 @dataclass(frozen=True)

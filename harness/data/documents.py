@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.base.errors import UnreadableError, UserError
+from harness.base import UnreadableError, UserError
 from harness.data.formats import name_place
 from harness.data.records import DOCUMENT_MARK, BadRecord
 from harness.data.storage import DataFile

@@ -10,14 +10,13 @@ import shlex
 import time
 from collections import Counter
 
-from harness.base.errors import UnreadableError, UserError
-from harness.base.text import first_line
+from harness.base import UnreadableError, UserError, first_line
 from harness.data.corpus_files import local_files
 from harness.data.formats import DATA_SUFFIXES, file_records, name_place, reader_of
 from harness.data.records import CHAT_FIELD, COMPRESSIONS, DEFAULT_FIELD, BadRecord, Field, open_unpacked
 from harness.data.splits import files_of_split, parse_split
 from harness.data.storage import DataFile, RemoteFile
-from harness.flags.settings import is_local
+from harness.flags import is_local
 
 DISK = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)]
 MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}  # before UTF-16, which begins as they do

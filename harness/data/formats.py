@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType
 
-from harness.base.errors import UnreadableError
-from harness.base.text import first_line
+from harness.base import UnreadableError, first_line
 from harness.data import readers
 from harness.data.mapped import TokenFile, damaged
 from harness.data.records import COMPRESSIONS, BadRecord, Document, Field

@@ -5,9 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.base.errors import NoSplitError, UnreadableError
-from harness.base.hub import answer_from_cache_without_network
-from harness.base.text import first_line
+from harness.base import NoSplitError, UnreadableError, answer_from_cache_without_network, first_line
 from harness.data.readers.parquet import BATCH_ROWS, columns_of_record, read_batch
 from harness.data.records import BadRecord, Document, Field, choose_field
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import torch.distributed as dist
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data.corpora import (
     OpenedSource,
     default_split,
@@ -25,8 +25,7 @@ from harness.data.splits import files_of_split, parse_split
 from harness.data.stream_parts import default_streams
 from harness.data.streaming import StreamedDataset
 from harness.data.training_data import TrainingData
-from harness.flags.settings import ASSETS, Settings, is_local
-from harness.flags.sources import same_dataset, splits_overlap
+from harness.flags import ASSETS, Settings, is_local, same_dataset, splits_overlap
 from harness.job import terminal
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.base.errors import UserError
+from harness.base import UserError
 
 
 class Mapping:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.flags.sources import Stage
+from harness.flags import Stage
 
 MAX_WEIGHT = 2**30  # of a tree: products of two weights fit 64 bits
 

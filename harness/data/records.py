@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data.storage import DataFile, RemoteFile, RemoteReader
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: what Arrow calls it

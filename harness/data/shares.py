@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data.corpus_files import local_files
 from harness.data.documents import read_documents
 from harness.data.formats import file_records, file_status, unreadable_file

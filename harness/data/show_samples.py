@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data.streaming import StreamedDataset
 from harness.data.training_data import SampleReader, TrainingData
 from harness.data.windows import tokens_of

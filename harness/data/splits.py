@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from harness.base.errors import NoSplitError, UserError
+from harness.base import NoSplitError, UserError
 from harness.data.corpus_files import is_folder
 from harness.data.held_out import document_ends
 from harness.data.storage import DataFile

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NamedTuple
 
-from harness.base.errors import UnreadableError
+from harness.base import UnreadableError
 from harness.data.store_requests import (
     TIMEOUT_SECONDS,
     answer_of,

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.base.errors import UnreadableError, UserError
-from harness.base.hub import answer_from_cache_without_network
-from harness.base.text import first_line
+from harness.base import UnreadableError, UserError, answer_from_cache_without_network, first_line
 from harness.job.printing import say
 
 TIMEOUT_SECONDS = 30  # for a range of a file, or what is known about it

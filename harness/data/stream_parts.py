@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from harness.base.errors import UnreadableError
+from harness.base import UnreadableError
 from harness.data.documents import read_documents
 from harness.data.formats import file_records, file_status, reader_of, unreadable_file
 from harness.data.records import COMPRESSIONS, Field

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.errors import UnreadableError, UserError
-from harness.base.ranks import from_main_process
+from harness.base import UnreadableError, UserError, from_main_process
 from harness.data import held_out as held
 from harness.data.corpus_files import is_folder, local_files
 from harness.data.documents import in_vocabulary, read_documents, token_batches, token_dtype

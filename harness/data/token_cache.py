@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.text import first_line
+from harness.base import first_line
 from harness.data.documents import in_vocabulary
 
 BESIDE = ("mask", "ends")  # suffixes of the files beside the tokens of conversations

@@ -6,8 +6,7 @@ import pathlib
 
 import numpy as np
 
-from harness.base.errors import UserError
-from harness.base.text import counted, shortened
+from harness.base import UserError, counted, shortened
 from harness.data.documents import token_dtype
 from harness.data.formats import can_map, map_tokens, reader_of
 from harness.data.mapped import TokenFile

@@ -15,7 +15,7 @@ from harness.data.mixture import Mixture, Segment
 from harness.data.sample_order import WindowOrder
 from harness.data.streaming import StreamedDataset, StreamReader
 from harness.data.windows import Window
-from harness.flags.sources import Source
+from harness.flags import Source
 
 Positions = dict[str, dict[int, tuple[int, int, int]]]  # by source and stream, as `StreamReader.position` has them
 

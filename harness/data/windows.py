@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data.held_out import Stretches
 from harness.data.held_out import document_ends as find_document_ends
 

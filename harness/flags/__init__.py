@@ -17,6 +17,7 @@ __getattr__, __all__ = doors.open_door(
     __name__,
     {
         "Settings": "settings",
+        "ASSETS": "settings",
         "PRESETS": "settings",
         "OPTIMIZERS": "settings",
         "LENGTHS": "settings",

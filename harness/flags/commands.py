@@ -21,7 +21,7 @@ def as_words(values: Mapping[str, object]) -> list[str]:
             words += [f"--{name}={part}" for part in value]
         elif field == "plan_gpus":
             words += [f"--{name}", ",".join(map(str, value))]
-        elif isinstance(value, tuple):
+        elif isinstance(value, list | tuple):
             words += [f"--{name}", *map(str, value)]
         elif str(value).startswith("-"):  # it would be taken for a flag
             words.append(f"--{name}={value}")

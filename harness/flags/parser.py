@@ -11,8 +11,7 @@ import time
 import types
 import typing
 
-from harness.base import console, versions
-from harness.base.text import one_line
+from harness.base import console, one_line, versions
 from harness.flags.checkpoints import flags_of_checkpoint
 from harness.flags.files import read_flags
 from harness.flags.flag_types import number, text

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from harness.base.text import counted, is_url, one_or_more
-from harness.base.versions import ROOT
+from harness.base import ROOT, counted, is_url, one_or_more
 from harness.flags.choices import choices_in, constants_of, modules_in
 from harness.flags.flag_types import (
     Collect,

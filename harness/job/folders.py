@@ -9,10 +9,8 @@ import pathlib
 import tempfile
 import time
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.flags.rules import not_a_folder_name
-from harness.flags.settings import Settings
+from harness.base import UserError, saved
+from harness.flags import Settings, not_a_folder_name
 from harness.job import endings, heartbeats
 
 LOCK_TRIES = 10

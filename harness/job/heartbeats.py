@@ -18,7 +18,8 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from harness.base import console, torch_internals
+from harness import base
+from harness.base import torch_internals
 from harness.job import endings, terminal
 
 BEAT = 2.0  # seconds between two beats
@@ -242,7 +243,7 @@ class Heartbeats(threading.Thread):
             speaks = os.environ.get("LOCAL_RANK", "0") == "0"
         line = f"train_fsdp.py: error: --timeout-minutes: {problem}"
         if speaks:
-            console.record_error(line)
+            base.record_error(line)
             # in a thread, as a pipe that nobody empties would block this one
             threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
         if HERE.folder:

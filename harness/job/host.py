@@ -12,7 +12,7 @@ import time
 
 import psutil
 
-from harness.flags.settings import Settings
+from harness.flags import Settings
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
 CGROUPS = "/sys/fs/cgroup"
@@ -129,7 +129,7 @@ def shorten_sockets() -> None:
     Raises:
         UserError: /tmp cannot be written.
     """
-    from harness.base.errors import UserError
+    from harness.base import UserError
 
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) + SOCKET_NAME <= SOCKET_PATH:
@@ -167,8 +167,7 @@ class ParameterBytes:
 def check_memory(settings: Settings, parameters: int, each: ParameterBytes, shards: int) -> None:
     """Raises a UserError where the parameters, gradients, optimizer states and averages of the ranks here are more than
     this host can hold: a lower bound of what training takes. `shards` is the number of ranks that share one replica."""
-    from harness.base.devices import GIB
-    from harness.base.errors import UserError
+    from harness.base import GIB, UserError
 
     need, available = parameters * each.at_rest * ranks_here() / shards, memory()
     if need > available:

@@ -18,14 +18,8 @@ import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.base import saved
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.base.ranks import of_all_ranks, on_main_rank
-from harness.base.text import counted
-from harness.base.versions import versions
-from harness.flags.commands import as_flags
-from harness.flags.settings import ROOT, Settings
+from harness.base import GIB, ROOT, UserError, counted, of_all_ranks, on_main_rank, package_versions, saved
+from harness.flags import Settings, as_flags
 from harness.job import driver, host, terminal
 from harness.job.host import ParameterBytes
 
@@ -54,7 +48,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     about = {
         "node": node,
         "pid": os.getpid(),
-        "versions": versions() | {"program": checksum()},
+        "versions": package_versions() | {"program": checksum()},
         "threads": torch.get_num_threads(),
         "cores": host.cores(),
         "affinity": f"{affinity[0]}-{affinity[-1]}/{len(affinity)}",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from harness.flags.settings import PROFILED_STEPS, Settings, default_warmup
+from harness.flags import PROFILED_STEPS, Settings, default_warmup
 
 
 def count_steps(settings: Settings, manifest: dict | None) -> Settings:

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.job import endings, heartbeats, terminal
 from harness.job.world import new_group
 

@@ -5,9 +5,8 @@ import os
 import sys
 import warnings
 
-from harness.base import versions
-from harness.flags.parser import parse_args
-from harness.flags.settings import Settings
+from harness import base
+from harness.flags import Settings, parse_args
 
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
@@ -18,7 +17,7 @@ def begin() -> Settings:
     A mistake in the flags, or a package that is missing, ends the process with one line.
     """
     settings = parse_args()
-    versions.refuse_missing_packages()
+    base.refuse_missing_packages()
     from harness.job import host, terminal  # they need packages
 
     terminal.begin(settings)

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 import psutil
 from tqdm import tqdm
 
-from harness.base import console, saved
-from harness.flags.commands import flags_of_run, to_paste
+from harness import base
+from harness.base import saved
+from harness.flags import flags_of_run, to_paste
 from harness.job import endings
 
 PIPED = 120  # columns of a story where there is no terminal
@@ -88,7 +89,7 @@ def print_error(text: str) -> None:
     """Writes lines to stderr, from any thread; a bar on the last line is erased."""
     before = CLEAR if is_terminal(sys.stderr) else ""
     line = f"{before}{text}\n"
-    console.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
+    base.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
 
 
 def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:

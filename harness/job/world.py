@@ -12,9 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from harness.base import console, torch_internals
-from harness.base.errors import UserError
-from harness.base.text import first_line
+from harness import base
+from harness.base import UserError, first_line, torch_internals
 from harness.job import endings, heartbeats, terminal
 
 STORE_PATIENCE = 15  # seconds until a line about a store that does not answer
@@ -185,9 +184,9 @@ def fail(message: str, exit_code: int, patience: float = 3, as_json: bool = Fals
         speaks = heartbeats.speaks_first(heartbeats.HERE.store)
     sys.stdout.flush()
     if speaks:
-        console.record_error(message, happened)
+        base.record_error(message, happened)
         terminal.print_error(message)
         if as_json:
-            console.tell_json(message)
+            base.tell_json(message)
     endings.announce(exit_code, patience=5)
     os._exit(exit_code)  # no clean-up, which would wait for ranks and workers that answer no more

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.base.torch_internals import chosen_attention_kernel
 from harness.base.transformers_internals import (
     attention_of,
@@ -18,7 +18,7 @@ from harness.base.transformers_internals import (
     supports_sdpa,
     use_gqa_in_sdpa,
 )
-from harness.flags.settings import Settings
+from harness.flags import Settings
 
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.base.devices import GIB
+from harness.base import GIB
 from harness.base.package_internals import float8_scale, set_float8_scale, wrapped_weight
 from harness.base.torch_internals import lerp_each
 from harness.model.optimization import local

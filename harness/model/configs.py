@@ -11,11 +11,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
 
-from harness.base.errors import UserError
-from harness.base.hub import answer_from_cache_without_network
+from harness.base import UserError, answer_from_cache_without_network, first_line
 from harness.base.saved import MANIFEST
-from harness.base.text import first_line
-from harness.flags.settings import PRESETS, Settings
+from harness.flags import PRESETS, Settings
 
 MAX_TOKENS = 2**27  # of a microbatch: the labels of so many alone are 1 GiB, on the host before anything else
 

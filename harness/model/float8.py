@@ -8,11 +8,10 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from harness.base import versions
-from harness.base.errors import UserError
+from harness import base
+from harness.base import UserError
 from harness.base.package_internals import float8_dtype, float8_scale, set_float8_scale, wrapped_weight
-from harness.flags.rules import misfits_float8
-from harness.flags.settings import Settings
+from harness.flags import Settings, misfits_float8
 
 
 def check_float8(settings: Settings) -> None:
@@ -28,10 +27,10 @@ def check_float8(settings: Settings) -> None:
         raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {device}; use bf16")
     if not find_spec("torchao"):
         raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
-    version = versions.installed("torchao")
-    if versions.parts(version) < versions.OLDEST_TORCHAO:
+    version = base.installed("torchao")
+    if base.version_parts(version) < base.OLDEST_TORCHAO:
         problem = "its compiled casts may store NaN"
-        oldest = ".".join(map(str, versions.OLDEST_TORCHAO))
+        oldest = ".".join(map(str, base.OLDEST_TORCHAO))
         raise UserError(f"--precision fp8: this is torchao {version}, {problem}; install torchao {oldest} or newer")
     if settings.num_steps and (problem := misfits_float8(settings)):
         raise UserError(problem)

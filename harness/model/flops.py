@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from harness.base.text import first_line
+from harness.base import first_line
 from harness.base.torch_internals import TorchDispatchMode, backward_is_running
 from harness.base.transformers_internals import (
     attention_of,

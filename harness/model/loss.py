@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.model.weights import on_meta
 
 # Of logits that exist at one time. Their gradient takes as much again, and without compilation so do two fp32 copies.

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.base.package_internals import wrapped_weight
 from harness.base.torch_internals import norm_of_each
-from harness.flags.settings import OPTIMIZERS, Settings
+from harness.flags import OPTIMIZERS, Settings
 from harness.job.host import ParameterBytes
 from harness.model.weights import on_meta
 

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from harness.base.torch_internals import cpu_multiplies_bf16
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.job import terminal
 
 # Tokens/s of `--demo` on two cores without bf16 instructions, lowest and highest of several runs (torch 2.13.0).

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.job import heartbeats
 
 

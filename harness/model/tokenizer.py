@@ -6,11 +6,8 @@ import pathlib
 import transformers
 from transformers import AutoTokenizer
 
-from harness.base import transformers_internals
-from harness.base.errors import UserError
-from harness.base.hub import answer_from_cache_without_network
-from harness.base.text import first_line
-from harness.flags.settings import ASSETS, PRESETS, Settings
+from harness.base import UserError, answer_from_cache_without_network, first_line, transformers_internals
+from harness.flags import ASSETS, PRESETS, Settings
 from harness.model.configs import find_source, refuse_foreign_code
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness.base.torch_internals import fsdp_group, reduce_dtype
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model.collectives import sharded_modules
 from harness.model.optimization import find_optimizer, local, weight_dtype
 

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
+from harness.base import UserError, first_line
 from harness.base.torch_internals import was_written
 from harness.base.transformers_internals import checkpoint_rules, initialize, load_tensors, renamed_by, was_loaded
 from harness.job.terminal import is_first_rank

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model.loss import choose_loss
 from harness.model.optimization import memory_saving_optimizers
 from harness.plan.gpus import TIGHT

@@ -8,9 +8,8 @@ import re
 
 import torch
 
-from harness.base.errors import UserError
-from harness.base.gpus import choose_kind, find_gpu, unlisted, wrong_rates
-from harness.flags.settings import Settings
+from harness.base import UserError, choose_kind, find_gpu, unlisted, wrong_rates
+from harness.flags import Settings
 from harness.plan.rates import Rates, find_file, read_file
 
 # Matmuls, of the dense peak, of a kind without a share in assets/gpus.csv: assumed. The shares there are the best shape

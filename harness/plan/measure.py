@@ -18,12 +18,8 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.base.devices import GIB, wait_for_device
-from harness.base.errors import UserError
-from harness.base.gpus import find_gpu
-from harness.base.ranks import of_all_ranks
-from harness.base.text import first_line
-from harness.flags.settings import Settings
+from harness.base import GIB, UserError, find_gpu, first_line, of_all_ranks, wait_for_device
+from harness.flags import Settings
 from harness.job import heartbeats
 from harness.job.folders import replace_file
 from harness.job.printing import columns, say

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from harness.base.errors import UserError
-from harness.flags.commands import as_words
-from harness.flags.settings import ROOT, Settings
+from harness.base import ROOT, UserError
+from harness.flags import Settings, as_words
 from harness.job.printing import say
 
 PATIENCE = 60  # seconds that the end of a run waits for its plan

@@ -8,9 +8,8 @@ import json
 import math
 import os
 
-from harness.base.errors import UserError
-from harness.base.gpus import find_gpu
-from harness.flags.settings import Settings
+from harness.base import UserError, find_gpu
+from harness.flags import Settings
 from harness.model.configs import load_config
 from harness.model.flops import known_flops
 from harness.model.weights import on_meta

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.base.gpus import CONTEXT_GIB, NCCL_GIB
-from harness.base.text import first_line
+from harness.base import CONTEXT_GIB, GIB, NCCL_GIB, UserError, first_line
 from harness.base.torch_internals import ERRORS_WITHOUT_DATA
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model.weights import layer_period
 from harness.plan.gpus import FRAGMENTATION, verdict_of
 from harness.plan.operators import KINDS

@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from harness.base.errors import UserError
-from harness.base.gpus import find_gpu
-from harness.base.text import first_line
+from harness.base import UserError, find_gpu, first_line
 
 LINK_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds for each step of a ring: NCCL's tuning model (tuning.cc, LL128)
 # Of the time of a collective that runs beside computation, the share by which it slows that down: NCCL takes

@@ -36,7 +36,7 @@ from harness.base.torch_internals import (
     tree_map_only,
 )
 from harness.base.transformers_internals import without_packing_detection
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model import loss, newton_schulz, skipping, whole_matrices
 from harness.model.attention import any_attention_kernel
 from harness.model.averages import WeightAverage

@@ -8,9 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
-from harness.flags.commands import as_flags, to_paste
-from harness.flags.rules import contradiction
-from harness.flags.settings import Settings
+from harness.flags import Settings, as_flags, contradiction, to_paste
 from harness.model.loss import choose_loss
 from harness.plan.fitting import MAX_BATCH_SIZE, next_size, what_fits
 from harness.plan.gpus import TIGHT

@@ -3,10 +3,8 @@ Computes no figure that the JSON object does not have."""
 
 import textwrap
 
-from harness.base.gpus import CONTEXT_GIB, NCCL_GIB, find_gpu
-from harness.base.text import counted
-from harness.flags.commands import as_flags
-from harness.flags.settings import Settings
+from harness.base import CONTEXT_GIB, NCCL_GIB, counted, find_gpu
+from harness.flags import Settings, as_flags
 from harness.job import terminal
 from harness.job.printing import columns
 from harness.plan.gpus import FRAGMENTATION, PUBLISHED_KINDS, PUBLISHED_MEMORY_RUNS, TIGHT

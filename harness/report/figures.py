@@ -6,9 +6,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.flags.settings import Settings
+from harness.base import GIB, UserError
+from harness.flags import Settings
 from harness.job import driver
 from harness.report.slow_ranks import SlowRanks
 from harness.state.train_state import TrainState

@@ -5,8 +5,8 @@ import pathlib
 import torch
 import torch.distributed as dist
 
-from harness.base.text import counted
-from harness.flags.settings import Settings
+from harness.base import counted
+from harness.flags import Settings
 from harness.job.printing import columns
 from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer

@@ -11,11 +11,10 @@ import time
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness.base.errors import UserError
+from harness.base import UserError, first_line
 from harness.base.saved import place_of
-from harness.base.text import first_line
 from harness.data.data_record import DataRecord
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.job import endings, terminal
 from harness.job.folders import lock_folder
 from harness.job.printing import columns, say

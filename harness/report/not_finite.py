@@ -4,8 +4,7 @@ import math
 import pathlib
 from typing import NamedTuple
 
-from harness.base import saved
-from harness.base.errors import UserError
+from harness.base import UserError, saved
 from harness.state.train_state import TrainState
 
 

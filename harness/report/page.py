@@ -10,10 +10,9 @@ import math
 import pathlib
 import sys
 
-from harness.base import console
-from harness.base.errors import UserError
-from harness.base.text import first_line, one_or_more
-from harness.flags.settings import Settings
+from harness import base
+from harness.base import UserError, first_line, one_or_more
+from harness.flags import Settings
 from harness.report import page_parts as parts
 from harness.report.figure_list import (
     BY_KEY,
@@ -501,5 +500,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    console.never_fail()
+    base.never_fail()
     main()

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from harness.base.errors import UserError
-from harness.flags.settings import ASSETS
+from harness.base import UserError
+from harness.flags import ASSETS
 from harness.job.folders import replace_file
 
 

@@ -4,7 +4,7 @@ how the page looks, which is assets/page.html."""
 import pathlib
 import textwrap
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.report import page_parts as parts
 
 MAX_BARS = 8  # configurations in the chart of memory; all are in the table

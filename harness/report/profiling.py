@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from harness.base import torch_internals
-from harness.base.devices import wait_for_device
+from harness.base import torch_internals, wait_for_device
 from harness.job.printing import columns, say
 from harness.job.schedule import Due
 from harness.state.train_state import TrainState

@@ -14,9 +14,8 @@ from wsgiref.simple_server import WSGIServer
 import psutil
 import torch
 
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.flags.settings import Settings
+from harness.base import GIB, UserError
+from harness.flags import Settings
 from harness.job import endings, heartbeats
 from harness.report.figure_list import find_figure, split_source
 

@@ -7,7 +7,7 @@ import json
 import math
 import pathlib
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.base.saved import read_config
 
 # fields of Settings in config.json that no flag sets

@@ -8,9 +8,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from harness.base import commit, package_versions
 from harness.base.saved import read_config
-from harness.base.versions import commit, versions
-from harness.flags.settings import Settings, record_flags
+from harness.flags import Settings, record_flags
 from harness.job import endings
 from harness.job.folders import replace_file
 from harness.report.run_files import read_metrics
@@ -75,6 +75,6 @@ def write_config(folder: pathlib.Path, run: dict, **ending) -> None:
 
 def describe_run(settings: Settings) -> dict:
     """What it takes to repeat a run: flags, versions, commit, world size, GPU."""
-    run = record_flags(settings) | {"versions": versions(), "commit": commit()}
+    run = record_flags(settings) | {"versions": package_versions(), "commit": commit()}
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return run | {"world_size": dist.get_world_size()}

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness.base.text import counted
+from harness.base import counted
 from harness.data.data_record import DataRecord
-from harness.flags.commands import to_paste
+from harness.flags import to_paste
 from harness.job import terminal
 from harness.job.printing import columns
 from harness.model.skipping import WINDOW, robust_z_score

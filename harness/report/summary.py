@@ -10,11 +10,9 @@ import sys
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness.base.errors import UserError
+from harness.base import UserError, counted
 from harness.base.saved import newest, read_config
-from harness.base.text import counted
-from harness.flags.commands import flags_of_run, to_paste
-from harness.flags.settings import LENGTHS, Settings
+from harness.flags import LENGTHS, Settings, flags_of_run, to_paste
 from harness.job import terminal
 from harness.job.folders import replace_file
 from harness.job.printing import columns, say

@@ -9,8 +9,8 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable
 
-from harness.base.text import one_or_more
-from harness.flags.settings import Settings
+from harness.base import one_or_more
+from harness.flags import Settings
 from harness.job import endings
 from harness.report.figure_list import FIGURES
 from harness.report.tracker_rows import by_tokens, grouped, program

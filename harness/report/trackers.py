@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
-from harness.flags.settings import Settings
+from harness.base import UserError, first_line
+from harness.flags import Settings
 from harness.job import endings
 from harness.job.printing import say
 from harness.report.figure_list import figures_in

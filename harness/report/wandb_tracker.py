@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.job import terminal
 from harness.job.signals import StopRequest
 from harness.report.figure_list import BY_KEY

@@ -16,12 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.base.ranks import from_main_process
-from harness.base.text import first_line
+from harness.base import UserError, first_line, from_main_process, saved
 from harness.base.transformers_internals import as_in_checkpoint
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.job import heartbeats
 from harness.job.folders import name_of
 from harness.job.printing import say

@@ -4,12 +4,9 @@ import pathlib
 
 import torch.distributed as dist
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.base.ranks import of_all_ranks
+from harness.base import UserError, of_all_ranks, saved
 from harness.base.saved import MANIFEST
-from harness.flags.checkpoints import checkpoint_folder, no_checkpoint
-from harness.flags.settings import Settings
+from harness.flags import Settings, checkpoint_folder, no_checkpoint
 from harness.job.printing import say
 from harness.state.shards import sha256
 

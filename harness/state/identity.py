@@ -6,12 +6,10 @@ import json
 
 import torch.distributed as dist
 
-from harness.base.errors import UserError
-from harness.base.text import counted
+from harness.base import UserError, counted
 from harness.data.data_record import DataRecord, describe_changes, read_record, renamed
 from harness.data.documents import vocabulary_of
-from harness.flags.commands import as_flags
-from harness.flags.settings import Settings
+from harness.flags import Settings, as_flags
 
 # Fields of a model's config that do not make it another model.
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")

@@ -6,8 +6,8 @@ import pickle
 
 import torch.distributed.checkpoint as dcp
 
+from harness.base import first_line
 from harness.base.saved import open_file
-from harness.base.text import first_line
 
 # The classes that a checkpoint's index may name when it is unpickled: plain records, nothing that runs.
 # BytesStorageMetadata is not among them: DCP would unpickle such an entry without restriction, and a state of tensors

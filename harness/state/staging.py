@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.base.text import first_line
+from harness.base import first_line
 from harness.job.printing import say
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]

@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from harness.base import saved
-from harness.base.devices import wait_for_device
-from harness.base.ranks import of_all_ranks
+from harness.base import first_line, of_all_ranks, saved, wait_for_device
 from harness.base.saved import MANIFEST, manifest_checksum, place_of
-from harness.base.text import first_line
-from harness.flags.settings import Settings, record_flags
+from harness.flags import Settings, record_flags
 from harness.job import heartbeats
 from harness.job.printing import say
 from harness.state.shards import Writer, checkpoint_error, sha256

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from harness.base.errors import UserError
+from harness.base import UserError, of_all_ranks
 from harness.base.package_internals import wrapped_weight
-from harness.base.ranks import of_all_ranks
 from harness.model.averages import WeightAverage
 from harness.model.finite import loss_without_data
 from harness.state.shards import SafeReader, checkpoint_error

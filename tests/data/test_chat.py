@@ -18,7 +18,7 @@ from conftest import ROOT, metrics_of, one_source, parse, start, train, write_mo
 from transformers import AutoConfig, AutoTokenizer
 
 import utils
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data import corpora, loading
 from harness.data.batches import RankBatches
 from harness.data.best_fit import BinnedDataset
@@ -26,7 +26,7 @@ from harness.data.chat import TODAY, ChatFormat, describe_example, has_conversat
 from harness.data.hub_rows import find_features
 from harness.data.records import DEFAULT_FIELD, BadRecord, Conversation, check_value
 from harness.data.windows import IGNORE_INDEX, create_collate_fn
-from harness.flags.settings import Settings
+from harness.flags import Settings
 
 TEMPLATE = """{%- for message in messages %}
 {%- if message['role'] == 'assistant' %}{{- 'A: ' }}

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data import corpora, corpus, corpus_tokens, loading, sample_order, streaming
 from harness.data.corpus_files import find_files, local_files
 from harness.data.documents import TOKENIZE_BATCH, token_dtype
@@ -38,9 +38,7 @@ from harness.data.formats import DATA_SUFFIXES, file_records
 from harness.data.records import DOCUMENT_MARK
 from harness.data.token_cache import check_cache, pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn
-from harness.flags import commands
-from harness.flags.parser import record_flags
-from harness.flags.settings import is_local
+from harness.flags import commands, is_local, record_flags
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]

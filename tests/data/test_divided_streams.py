@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT, STORIES, slow_case
 from transformers import AutoTokenizer
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data import held_out, stream_parts, streaming
 from harness.data.byte_ranges import record_from
 from harness.data.documents import read_documents, token_batches

@@ -22,7 +22,7 @@ from harness.data.data_record import (
 from harness.data.mixture import MAX_WEIGHT, Mixture, Segment, as_integers, begin_history, change_history, read_history
 from harness.data.training_data import TrainingData
 from harness.data.windows import PackedDataset
-from harness.flags.parser import parse_args
+from harness.flags import parse_args
 from harness.flags.sources import parse_stage
 from harness.state import train_state
 from harness.state.train_state import TrainState

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, start
 from transformers import AutoTokenizer
 
-from harness.base.errors import UnreadableError, UserError
+from harness.base import UnreadableError, UserError
 from harness.data import faults, formats
 from harness.data.faults import name_fault
 from harness.data.records import BadRecord

@@ -13,7 +13,7 @@ import utils
 from harness.data.held_out import Stretches, divide, is_held_out
 from harness.data.show_samples import describe_step
 from harness.data.training_data import mix
-from harness.flags.sources import Source
+from harness.flags import Source
 
 SEQ_LEN = 40
 COUNT = 50  # documents

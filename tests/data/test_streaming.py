@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import utils
-from harness.base import saved
-from harness.base.errors import UserError
+from harness.base import UserError, saved
 from harness.data import corpora, documents, held_out, sample_order, streaming
 from harness.data.batches import RankBatches
 from harness.data.data_record import DataRecord, StepSize

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
 import utils
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data import corpora, held_out, loading, streaming
 from harness.data.corpus_files import find_files, local_files
 from harness.data.document_lengths import squared_lengths

@@ -7,7 +7,7 @@ import pytest
 from conftest import metrics_of, parse, train, words, write_model
 from multirank import SIZES
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.job import folders
 from harness.report.log import Report
 

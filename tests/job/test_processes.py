@@ -7,7 +7,7 @@ import multirank
 import pytest
 from conftest import PROGRAM, ROOT, forked
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.job import world
 from harness.job.signals import StopRequest
 from harness.job.world import check_restarts, stop_processes

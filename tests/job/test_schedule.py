@@ -2,7 +2,7 @@
 
 from conftest import parse
 
-from harness.flags.settings import PROFILED_STEPS
+from harness.flags import PROFILED_STEPS
 from harness.job.schedule import Schedule
 
 

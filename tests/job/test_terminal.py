@@ -28,9 +28,8 @@ from conftest import PROGRAM, ROOT, metrics_of, parse, words, write_model
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from multirank import SIZES, resolved
 
-from harness.base import console, saved
-from harness.base.errors import UserError
-from harness.flags.parser import record_flags
+from harness.base import UserError, console, saved
+from harness.flags import record_flags
 from harness.job import host, terminal
 from harness.job.printing import say_story
 from harness.job.signals import StopRequest

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data import batches
 from harness.data.document_lengths import squared_lengths
 from harness.data.windows import create_collate_fn

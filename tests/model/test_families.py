@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import families
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.model import loss
 from harness.model.configs import load_config, untrainable
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import families
 
 import utils
-from harness.flags.settings import PRESETS
+from harness.flags import PRESETS
 from harness.model import flops
 from harness.model.configs import load_config
 from harness.model.flops import FlopCounter

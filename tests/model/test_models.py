@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 import train_fsdp
-from harness.base import versions
-from harness.base.errors import UserError
+from harness.base import UserError, versions
 from harness.base.transformers_internals import use_gqa_in_sdpa
 from harness.model import tokenizer as tokenizer_module
 from harness.model.attention import choose_attention, describe_attention

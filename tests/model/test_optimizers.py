@@ -18,9 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
-from harness.base import torch_internals
-from harness.base.errors import UserError
-from harness.flags.settings import OPTIMIZERS
+from harness.base import UserError, torch_internals
+from harness.flags import OPTIMIZERS
 from harness.model.optimization import (
     OptimizerKind,
     build_optimizer,

@@ -10,8 +10,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import ROOT, STORIES, Stop, forked, forking, metrics_of, parse, slow_case, train, words, write_model
 from transformers import AutoModelForCausalLM
 
-from harness.base import saved
-from harness.base.errors import UserError
+from harness.base import UserError, saved
 from harness.report.page import write_report
 
 STEPS = 6

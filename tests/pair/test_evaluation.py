@@ -12,7 +12,7 @@ import transformers
 from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, words, write_model
 
 import train_fsdp
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data.windows import PackedDataset
 from harness.model.loss import IGNORE_INDEX
 

@@ -27,10 +27,10 @@ from torch._dynamo.utils import counters
 
 import train_fsdp
 import utils
-from harness.base.devices import GIB, wait_for_device
+from harness.base import GIB, wait_for_device
 from harness.data import sample_order
 from harness.data.windows import create_collate_fn
-from harness.flags.settings import PRESETS
+from harness.flags import PRESETS
 from harness.model.attention import describe_attention
 from harness.state.store import Checkpoints
 from harness.state.train_state import TrainState

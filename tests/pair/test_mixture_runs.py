@@ -15,8 +15,7 @@ from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, start, 
 from transformers import AutoTokenizer
 
 import train_fsdp
-from harness.base import saved
-from harness.base.errors import UserError
+from harness.base import UserError, saved
 
 SEQ_LEN = 32
 BATCH = 4  # sequences of a step

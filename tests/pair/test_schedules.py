@@ -10,8 +10,7 @@ import torch
 from conftest import ROOT, Stop, forked, metrics_of, parse, train, words, write_model
 
 import train_fsdp
-from harness.base import saved
-from harness.base.errors import UserError
+from harness.base import UserError, saved
 
 PEAK, WARMUP, STEPS = 1e-3, 2, 10
 SHAPES = {

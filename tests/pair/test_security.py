@@ -28,8 +28,7 @@ from test_checkpoints import forge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 
-from harness.base import saved
-from harness.base.errors import UserError
+from harness.base import UserError, saved
 from harness.data.corpus_files import local_files
 from harness.data.documents import read_documents
 from harness.data.formats import file_records

@@ -21,10 +21,9 @@ from conftest import ROOT, forked, parse, start, words
 from test_tracker import PEAKS
 
 import train_fsdp
+from harness.base import GPUS, UserError, find_gpu
 from harness.base import gpus as gpu_names
-from harness.base.errors import UserError
-from harness.base.gpus import GPUS, find_gpu
-from harness.flags.parser import parse_args
+from harness.flags import parse_args
 from harness.plan import fitting, gpus, own_plan, planning, text
 from harness.plan import search as searching
 from harness.plan.predict import Prediction

@@ -17,7 +17,7 @@ from conftest import forked, metrics_of, parse, python, slow_case, words, write_
 from multirank import COUNTED, MODELS, SIZES
 
 import train_fsdp
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.model.configs import load_config
 from harness.model.matrices import matrices_of_model
 from harness.model.weights import on_meta

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import forked, parse, python, words
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.plan import calls, gpus, measure, operators, predict, rates
 from harness.plan.operators import Layout
 from harness.plan.rates import LIST, Operator, Rates

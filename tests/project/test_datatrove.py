@@ -22,7 +22,7 @@ import pytest
 from conftest import ROOT, STORIES, slow_case, start
 from tokenizers import Tokenizer
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data import shares
 from launch import datatrove as launcher
 

@@ -29,8 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
 from harness.base import gpus
-from harness.flags import rules
-from harness.flags.parser import make_parser
+from harness.flags import make_parser, rules
 from tools import figure_table, flag_table
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]

@@ -13,8 +13,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan_published
 from plan_published import RUNS, Run
 
-from harness.base.errors import UserError
-from harness.flags.parser import parse_args
+from harness.base import UserError
+from harness.flags import parse_args
 
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

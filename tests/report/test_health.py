@@ -10,7 +10,7 @@ import multirank
 import pytest
 from conftest import forked, metrics_of, words
 
-from harness.base.versions import installed
+from harness.base import installed
 from harness.job import driver, heartbeats
 from harness.report import slow_ranks
 

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 from conftest import ROOT, parse
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.report import page
 from harness.report.page import write_report
 from harness.report.page_parts import plotly_js

@@ -19,10 +19,9 @@ from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.data.batches import training_batches
-from harness.flags import commands
-from harness.flags.settings import PROFILED_STEPS
+from harness.flags import PROFILED_STEPS, commands
 from harness.job import endings
 from harness.model.configs import load_config
 from harness.report import prometheus

@@ -24,7 +24,7 @@ from test_program import as_dict, read_events, wandb_records
 from test_tracker import FLOPS, TOKENS
 
 import utils
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.job import endings
 from harness.model.flops import DocumentFlops
 from harness.plan import own_plan

@@ -42,8 +42,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
-from harness.base import saved
-from harness.base.errors import UserError
+from harness.base import UserError, saved
 from harness.data import sample_order
 from harness.job import endings, folders, preflight
 from harness.job.signals import StopRequest

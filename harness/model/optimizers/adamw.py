@@ -4,7 +4,7 @@ in torch 2.11 it leaks. The states are DTensors."""
 import torch
 from torch.optim.adamw import adamw
 
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model.optimization import OptimizerKind, local
 
 

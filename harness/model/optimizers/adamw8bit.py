@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.base.package_internals import new_state_buffer
 from harness.base.torch_internals import unlimited_recompiles
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model.optimization import OptimizerKind, local, weight_dtype
 
 

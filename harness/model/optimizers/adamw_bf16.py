@@ -4,7 +4,7 @@ updated here; compiled layers come with a compiled update."""
 import torch
 
 from harness.base.torch_internals import add_each, add_to_each
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers.adamw import AdamW
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.base.torch_internals import add_each, divide_each, lerp_each, multiply_each
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model import newton_schulz, whole_matrices
 from harness.model.matrices import Matrix, matrices_of_model
 from harness.model.optimization import OptimizerKind, decay_matrices, local, weight_dtype

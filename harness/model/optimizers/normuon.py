@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.flags.settings import Settings
+from harness.flags import Settings
 from harness.model import newton_schulz
 from harness.model.matrices import Matrix, neuron_shape
 from harness.model.optimization import OptimizerKind, local
