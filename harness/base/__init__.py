@@ -1,4 +1,5 @@
-"""Base: what every wing stands on: errors, ranks, text, GPUs, versions, and a stdout that never fails. Most of it imports no torch, and none of it knows a wing."""
+"""Base: what every wing stands on: errors, ranks, text, GPUs, versions, and a stdout that never fails. Most of it
+imports no torch, and none of it knows a wing."""
 
 from harness.base import doors
 
@@ -32,6 +33,7 @@ __getattr__, __all__ = doors.open_door(
         "wrong_rates": "gpus",
         "ROOT": "versions",
         "OLDEST_TORCHAO": "versions",
+        "ShowVersion": "versions",
         "commit": "versions",
         "installed": "versions",
         "package_versions": "versions",

@@ -50,7 +50,7 @@ def commit():
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
-class Show(argparse.Action):
+class ShowVersion(argparse.Action):
     """--version."""
 
     def __call__(self, parser, *_):

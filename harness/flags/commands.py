@@ -4,29 +4,26 @@ Independent of what a flag means."""
 import pathlib
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
 from harness.flags.settings import OF_ONE_RUN, Settings
 
 
-def as_words(values: Mapping[str, object]) -> list[str]:
+def as_words(values: Mapping[str, Any]) -> list[str]:
     """Fields of the settings and their values as words of a command line."""
     words = []
     for field, value in values.items():
-        name = field.replace("_", "-")
-        if value is True:
-            words.append(f"--{name}")
-        elif value is False:
-            words.append(f"--no-{name}")
-        elif field in ("sample_prompt", "mixture_stage"):  # of which each has the flag again
-            words += [f"--{name}={part}" for part in value]
+        flag = f"--{field.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
         elif field == "plan_gpus":
-            words += [f"--{name}", ",".join(map(str, value))]
-        elif isinstance(value, list | tuple):
-            words += [f"--{name}", *map(str, value)]
-        elif str(value).startswith("-"):  # it would be taken for a flag
-            words.append(f"--{name}={value}")
+            words += [flag, ",".join(map(str, value))]
+        elif isinstance(value, list | tuple) and field not in ("sample_prompt", "mixture_stage"):
+            words += [flag, *map(str, value)]
         else:
-            words += [f"--{name}", str(value)]
+            for text in value if isinstance(value, list | tuple) else [value]:  # each has the flag again
+                is_like_a_flag = str(text).startswith("-")
+                words += [f"{flag}={text}"] if is_like_a_flag else [flag, str(text)]
     return words
 
 

@@ -11,7 +11,7 @@ import time
 import types
 import typing
 
-from harness.base import console, one_line, versions
+from harness import base
 from harness.flags.checkpoints import flags_of_checkpoint
 from harness.flags.files import read_flags
 from harness.flags.flag_types import number, text
@@ -40,10 +40,10 @@ class Parser(argparse.ArgumentParser):
         if int(os.environ.get("RANK", 0)):
             time.sleep(3)  # the launcher ends the other ranks when the first one leaves
             sys.exit(2)
-        line = one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
-        console.record_error(line)
+        line = base.one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
+        base.record_error(line)
         if self.as_json:
-            console.tell_json(line)
+            base.tell_json(line)
         self.exit(2, f"{line}\n")
 
     def given(self, words: list[str]) -> dict[str, typing.Any]:
@@ -95,7 +95,7 @@ def make_parser() -> Parser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action=versions.Show, nargs=0, help="of this program and of what it stands on")
+    parser.add_argument("--version", action=base.ShowVersion, nargs=0, help="of this program and of what it stands on")
     group: typing.Any = parser  # or a group of it
     hints = typing.get_type_hints(Settings)
     for field in filter(is_flag, dataclasses.fields(Settings)):

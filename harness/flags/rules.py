@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from harness.base import gpus
+from harness import base
 from harness.flags.checkpoints import no_checkpoint
 from harness.flags.choices import constants_of, modules_in
 from harness.flags.names import suggest
@@ -142,8 +142,6 @@ def without_effect(s: Settings) -> Iterator[str]:
         yield from idle(fields, "synthetic tokens are read from nowhere")
         if s.init == "random":
             yield from idle("sample_prompt sample_prompts", "a model learns nothing to write from synthetic tokens")
-        if not (s.sample_prompt or s.sample_prompts):
-            yield from idle("tokenizer", "nothing is tokenized with --dataset synthetic")
     if all(is_local(source.dataset) for source in s.sources()):
         yield from idle("dataset_config", "only a data set of the hub has subsets")
     if all(is_plain_text(source.dataset) for source in s.sources()):
@@ -261,10 +259,10 @@ def wrong_plan(s: Settings) -> str:
     rates in a file of --plan-rates are read when they are needed, and may describe a kind that is not in the table."""
     has_rates = s.plan_rates not in (None, "none")
     if s.plan_gpu and s.plan_gpu.lower() != "cpu" and not has_rates:
-        kind, _ = gpus.choose_kind(s.plan_gpu)
+        kind, _ = base.choose_kind(s.plan_gpu)
         if not kind:
-            return gpus.unlisted(s.plan_gpu, {})
-        if s.precision == "fp8" and not gpus.find_gpu(kind).fp8 and not s.fp8_emulate:
+            return base.unlisted(s.plan_gpu, {})
+        if s.precision == "fp8" and not base.find_gpu(kind).fp8 and not s.fp8_emulate:
             return f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {kind} has none; use bf16"
     for world in s.plan_gpus or (s.gpus_per_node,):
         if s.plan and s.zero_stage and world % s.dp_replicate_size:

@@ -165,7 +165,6 @@ WITHOUT_EFFECT = {  # flags, of which the first has no effect: what gives it one
     "--dataset-split train --dataset synthetic": "--dataset demo",
     "--text-field story --dataset tales.txt": "--dataset tales.jsonl",
     "--dataset-config wikitext-2 --dataset demo": "--dataset wikitext",
-    "--tokenizer t --dataset synthetic": "--sample-prompt Once --init pretrained",
     "--mixture-stage 0.5:demo=1 --dataset demo": "--dataset demo:1 other=stories:1",
     "--streams 4": "--streaming",
     "--defer-grad-sync": "--gradient-accumulation-steps 2",
@@ -305,7 +304,7 @@ def test_flags_may_be_written_with_underscores():
 
 EVERY_KIND = (
     "--dataset a=x.jsonl:0.7 b=y.jsonl:0.3 --mixture-stage 0.5:a=1 --mixture-stage 0.8:b=1 --no-compile "
-    "--document-mask --betas 0.8 0.9 --lr 1e-3 --num-tokens 20e9 --sample-prompt=-- --sample-prompt b --plan-gpus 8,64 "
+    "--document-mask --betas 0.8 0.9 --lr 1e-3 --num-tokens 20e9 --sample-prompt=-a --sample-prompt b --plan-gpus 8,64 "
     "--plan --run-name=-r"
 )
 
