@@ -113,11 +113,6 @@ def python(*arguments, timeout: float = 900) -> subprocess.CompletedProcess:
         return subprocess.CompletedProcess(words, process.exitcode, stdout.read(), stderr.read())
 
 
-def without_repeated_flags(stderr: str) -> str:
-    """What a command said on stderr but for its warnings of a flag that is given twice."""
-    return "".join(line for line in stderr.splitlines(True) if not line.endswith("; the last one counts\n"))
-
-
 def torchrun_command(ranks: int, *launcher: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
 

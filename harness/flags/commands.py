@@ -34,7 +34,7 @@ def as_flags(values: Mapping[str, object]) -> str:
 
 def to_paste(launcher: str, given: Mapping[str, object] | None = None, **changes: object) -> str:
     """A command for the shell: the launcher with its script, quoted already, then flags by their fields and values."""
-    return f"{launcher} {as_flags((given or {}) | changes)}".rstrip()
+    return f"{launcher} {as_flags({**(given or {}), **changes})}".rstrip()
 
 
 def flags_of_run(settings: Settings, folder: pathlib.Path, *given_anew: str) -> dict[str, object]:

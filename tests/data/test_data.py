@@ -38,7 +38,7 @@ from harness.data.formats import DATA_SUFFIXES, file_records
 from harness.data.records import DOCUMENT_MARK
 from harness.data.token_cache import check_cache, pack_tokens
 from harness.data.windows import PackedDataset, create_collate_fn
-from harness.flags import commands, is_local, record_flags
+from harness.flags import is_local, record_flags
 
 END = 0  # end-of-text of the demo tokenizer
 TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
@@ -593,7 +593,7 @@ def test_a_config_of_a_run_keeps_that_the_text_field_was_asked_for(tmp_path):
     for asked in (["--text-field", "text"], []):
         (tmp_path / "config.json").write_text(json.dumps(record_flags(parse(["--dataset", "x", *asked]))))
         again = parse(["--config", tmp_path / "config.json"])
-        assert ("text_field" in commands.given(again.argv)) == bool(asked)
+        assert ("text_field" in again.given) == bool(asked)
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])

@@ -7,7 +7,7 @@ import multirank
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, STORIES, Stop, forked, forking, metrics_of, parse, slow_case, train, words, write_model
+from conftest import ROOT, STORIES, Stop, forked, forking, metrics_of, slow_case, train, words, write_model
 from transformers import AutoModelForCausalLM
 
 from harness.base import UserError, saved
@@ -28,7 +28,7 @@ def flags(tmp_path_factory):
     small = f"--num-steps {STEPS} --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1"
     places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model}"
     places += f" --dataset {folder / 'my.txt'}"
-    return words(f"{small} {places} --lr 1e-2 --eval-interval 2 --no-compile --no-async-checkpoint --ema 0.8")
+    return words(f"{small} {places} --lr 1e-2 --eval-interval 2 --no-compile --ema 0.8")
 
 
 @pytest.fixture
@@ -247,10 +247,3 @@ def test_an_average_that_is_not_there_is_one_line(run, device, flags, tmp_path, 
         train([*flags, "--output-dir", tmp_path, *words(wrong.format(**places))], device)
     assert str(raised.value).startswith(said.format(**places)) and "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_flag_of_an_export_without_one_has_no_effect(flags):
-    from harness.flags.rules import without_effect
-
-    settings = parse([*flags, "--export-weights", "ema"])
-    assert "--export-weights: nothing is exported without --export" in [*without_effect(settings)]

@@ -8,18 +8,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import (
-    ROOT,
-    STORIES,
-    cold_python,
-    python,
-    slow_case,
-    start,
-    torchrun,
-    train,
-    without_repeated_flags,
-    words,
-)
+from conftest import ROOT, STORIES, cold_python, python, slow_case, start, torchrun, train, words
 
 from harness.job import endings
 from harness.report.not_finite import first_not_finite
@@ -145,7 +134,7 @@ def test_what_is_not_finite_is_named_by_its_own_step(figures, losses, problem):
 def only_line(process, exit_code: int = 2) -> str:
     """The one line that a failed command left on stderr, besides that a test gives a flag in place of its fixture's."""
     assert process.returncode == exit_code, process.stderr
-    lines = without_repeated_flags(process.stderr).splitlines()
+    lines = process.stderr.splitlines()
     assert len(lines) == 1, process.stderr
     assert lines[0].startswith(PREFIX)
     return lines[0].removeprefix(PREFIX)

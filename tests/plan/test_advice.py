@@ -245,13 +245,12 @@ def test_batches_that_float8_does_not_take_are_not_planned():
 
 def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_of_plans():
     argv = words("--plan --plan_gpus=16 --plan-gpu B200 --json --lr 1e-3 --zero-stage 3 --no-fused-loss --no-own-plan")
-    argv += ["--sample-prompt", "Once upon a time", "--plan-seconds", "5", "--gpu-hour-usd", "3"]
-    settings = dataclasses.replace(parse(["--plan", "--json"]), argv=tuple(argv))
+    settings = parse([*argv, "--sample-prompt", "Once upon a time", "--plan-seconds", "5", "--gpu-hour-usd", "3"])
     said = searching.command(settings, 16, {"zero_stage": 2, "fused_loss": True})
-    flags = "--lr 1e-3 --no-own-plan --sample-prompt 'Once upon a time' --zero-stage 2 --fused-loss"
+    flags = "--lr 0.001 --zero-stage 2 --fused-loss --no-own-plan --sample-prompt 'Once upon a time'"
     assert said.startswith("torchrun --nnodes=2 --nproc_per_node=8 ") and said.endswith(f" train_fsdp.py {flags}")
-    assert searching.command(settings, 4, {}).startswith("torchrun --nproc_per_node=4 train_fsdp.py --lr 1e-3")
-    assert searching.command(dataclasses.replace(settings, argv=()), 1, {}) == "python train_fsdp.py"
+    assert searching.command(settings, 4, {}).startswith("torchrun --nproc_per_node=4 train_fsdp.py --lr 0.001")
+    assert searching.command(dataclasses.replace(settings, given={}), 1, {}) == "python train_fsdp.py"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import train_fsdp
 import utils
 from harness.base import UserError
 from harness.data.batches import training_batches
-from harness.flags import PROFILED_STEPS, commands
+from harness.flags import PROFILED_STEPS
 from harness.job import endings
 from harness.model.configs import load_config
 from harness.report import prometheus
@@ -251,12 +251,6 @@ def test_an_evaluation_of_several_sources_has_the_loss_of_each(device, capsys):
     assert "96 tokens, of conversations the assistant's alone" in re.sub(r"\s+", " ", capsys.readouterr().out)
     say_evaluation(dataclasses.replace(settings, chat_loss="all"), held_out, losses, 96, None, stdout)
     assert "assistant" not in capsys.readouterr().out
-
-
-def test_the_command_that_goes_on_is_the_run_without_what_it_says_anew():
-    argv = ("--demo", "--num_steps", "5", "--export=x", "--lr", "1", "--resume", "p", "--run-name=--lr", "--lr=2")
-    kept = commands.without(argv, "num_steps", "export", "resume", "run_name")
-    assert kept == ["--demo", "--lr", "1", "--lr=2"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

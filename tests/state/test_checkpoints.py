@@ -32,7 +32,6 @@ from conftest import (
     start,
     torchrun_command,
     train,
-    without_repeated_flags,
     words,
     write_model,
 )
@@ -150,7 +149,7 @@ def checkpoint_names(*steps: int) -> list[str]:
     "technique",
     [
         "",
-        "--no-async-checkpoint --gradient-accumulation-steps 2",
+        "--gradient-accumulation-steps 2",
         "--precision bf16 --num-workers 2",
         "--precision bf16-pure --lr-scheduler warmup_stable_decay",
         "--precision fp8 --fp8-emulate",
@@ -368,14 +367,13 @@ def test_a_path_that_leads_to_no_checkpoint_is_told_with_those_that_are_there(re
         "tale": f"no such folder; {both}",
         "empty": f"it holds no checkpoint; {both}",
         "r/checkpoints/step-00000005": f"no such folder; what can be resumed is {step}6, {step}4, {step}2",
-        "empty/r": "no such folder; no run is beside it",
-        "without/r": f"no such folder; {tmp_path / 'without' / 'demo'} saved none: --checkpoint-interval does",
+        "empty/r": "no such folder, and no checkpoint is beside it; a run saves some with --checkpoint-interval",
+        "without/r": "no such folder, and no checkpoint is beside it; a run saves some with --checkpoint-interval",
     }
     for path, said in there.items():
         message = refused("r", "--resume", tmp_path / path)
         start = f"--resume {tmp_path / path}: "
         assert sorted(message.replace(",", "").split()) == sorted(f"{start}{said}".replace(",", "").split())
-        assert path != "tale" or message == start + said  # the nearest name first
     (tmp_path / "empty").rmdir()
     assert refused("r", "--resume", tmp_path).endswith((str(copied), str(tmp_path / "tales")))
 
@@ -1301,7 +1299,7 @@ def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
     wait_until(lambda: steps_done(tmp_path / "r") >= 3, process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=600)
-    assert (process.returncode, without_repeated_flags(errors)) == (143, "")
+    assert (process.returncode, errors) == (143, "")
     assert f"stopped    by {number.name} after step" in output
     assert names(tmp_path / "r") == checkpoint_names(steps_done(tmp_path / "r"))
 
