@@ -1,5 +1,6 @@
 """Rules: which flags do not go together, and which can have no effect beside the others."""
 
+import json
 import math
 import os
 import pathlib
@@ -216,13 +217,11 @@ def missing_files(s: Settings, trains: bool) -> Iterator[str]:
         for source in s.sources():
             if not may_exist(source.dataset):
                 yield f"--dataset {source.dataset}: no such file or folder"
-    for name in ("sample_prompts", "plan_rates"):
-        file = getattr(s, name)
-        if file not in (None, "none"):
-            try:
-                open(os.path.expanduser(file), "rb").close()
-            except OSError as error:
-                yield f"{names_of([name])} {file}: cannot be read ({error.strerror})"
+    if s.sample_prompts:
+        try:
+            open(os.path.expanduser(s.sample_prompts), "rb").close()
+        except OSError as error:
+            yield f"--sample-prompts {s.sample_prompts}: cannot be read ({error.strerror})"
 
 
 def may_exist(dataset: str) -> bool:
@@ -255,14 +254,22 @@ def not_a_folder_name(name: str) -> str:
 
 
 def wrong_plan(s: Settings) -> str:
-    """What is wrong with the kind of GPU or the number of GPUs of a plan, as an error; empty where nothing is. The
-    rates in a file of --plan-rates are read when they are needed, and may describe a kind that is not in the table."""
-    has_rates = s.plan_rates not in (None, "none")
-    if s.plan_gpu and s.plan_gpu.lower() != "cpu" and not has_rates:
+    """What is wrong with the GPUs of a plan or with a file of rates, as an error; empty where nothing is."""
+    given = {}
+    if s.plan_rates not in (None, "none"):
+        try:
+            given = json.loads(pathlib.Path(s.plan_rates).expanduser().read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or f"it is no JSON ({base.first_line(error)})"
+            return f"--plan-rates {s.plan_rates}: {why}"
+        if problem := base.wrong_rates(given):
+            return problem
+    if s.plan_gpu and s.plan_gpu.lower() != "cpu":
         kind, _ = base.choose_kind(s.plan_gpu)
-        if not kind:
-            return base.unlisted(s.plan_gpu, {})
-        if s.precision == "fp8" and not base.find_gpu(kind).fp8 and not s.fp8_emulate:
+        if not kind and (problem := base.unlisted(s.plan_gpu, given)):
+            return problem
+        has_float8 = not kind or base.find_gpu(kind).fp8 or "fp8_tflops" in given
+        if s.precision == "fp8" and not (has_float8 or s.fp8_emulate):
             return f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {kind} has none; use bf16"
     for world in s.plan_gpus or (s.gpus_per_node,):
         if s.plan and s.zero_stage and world % s.dp_replicate_size:

@@ -440,4 +440,4 @@ def test_a_run_of_many_flags_goes_on_by_its_own_config_and_keeps_its_export(monk
     assert command.endswith("--config o/r/config.json --export e --resume auto --run-name r")
     again = dataclasses.asdict(parse(flags_of(command)))
     differ = {name for name, value in again.items() if value != dataclasses.asdict(settings)[name]}
-    assert differ == {"argv", "config", "resume", "run_name"}
+    assert differ == {"given", "config", "resume", "run_name"}

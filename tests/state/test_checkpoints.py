@@ -149,7 +149,7 @@ def checkpoint_names(*steps: int) -> list[str]:
     "technique",
     [
         "",
-        "--gradient-accumulation-steps 2",
+        "--checkpoint-interval 5 --no-async-checkpoint --gradient-accumulation-steps 2",
         "--precision bf16 --num-workers 2",
         "--precision bf16-pure --lr-scheduler warmup_stable_decay",
         "--precision fp8 --fp8-emulate",
