@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.data.mixture import Segment, begin_history, change_history, read_history
-from harness.flags import Settings, name_of
+from harness.flags import Settings, name_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def record_of_run(
         streams: of a new run.
         before: what its checkpoint recorded; None for a new run.
     """
-    stages = settings.stages()
+    stages = stages_of(settings.mixture_stage)
     asked = asked_weights({source.name: source.weight for source in settings.sources()}, settings.mixture_stage)
     planned = begin_history(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
     if before is None:

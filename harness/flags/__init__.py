@@ -13,37 +13,14 @@ A flag is one field of `Settings` in settings.py, which says all of it; what it 
 
 from harness.base import doors
 
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "Settings": "settings",
-        "ASSETS": "settings",
-        "PRESETS": "settings",
-        "OPTIMIZERS": "settings",
-        "LENGTHS": "settings",
-        "PROFILED_STEPS": "settings",
-        "SCHEDULES": "schedules",
-        "parse_args": "parser",
-        "make_parser": "parser",
-        "contradiction": "rules",
-        "misfits_float8": "rules",
-        "not_a_folder_name": "rules",
-        "must_match": "settings",
-        "reported": "settings",
-        "record_flags": "settings",
-        "default_warmup": "settings",
-        "is_local": "settings",
-        "as_words": "commands",
-        "as_flags": "commands",
-        "to_paste": "commands",
-        "flags_of_run": "commands",
-        "checkpoint_folder": "checkpoints",
-        "no_checkpoint": "checkpoints",
-        "Source": "sources",
-        "Stage": "sources",
-        "sources_of": "sources",
-        "name_of": "sources",
-        "same_dataset": "sources",
-        "splits_overlap": "sources",
-    },
-)
+FILES = {
+    "settings": "Settings ASSETS PRESETS OPTIMIZERS LENGTHS PROFILED_STEPS default_warmup is_local must_match reported "
+    "record_flags",
+    "parser": "parse_args make_parser",
+    "rules": "contradiction misfits_float8 not_a_folder_name",
+    "schedules": "SCHEDULES",
+    "commands": "as_words as_flags to_paste flags_of_run",
+    "checkpoints": "checkpoint_folder no_checkpoint",
+    "sources": "Source Stage sources_of stages_of name_of same_dataset splits_overlap",
+}
+__getattr__, __all__ = doors.open_door(__name__, doors.names_of(FILES))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.flags.flag_types import Collect
-from harness.flags.names import describe_unknown
+from harness.flags.names import suggest
 from harness.flags.settings import OF_ONE_RUN
 from harness.flags.sources import words_of_stages, words_of_table
 
@@ -84,7 +84,7 @@ def words_of(key: str, flag: str, value: Any, actions: Mapping[str, argparse.Act
     elsewhere = ("--config", "--help", "--version")
     settable = {name for name in actions if name not in elsewhere and not name.startswith("--no-")}
     if flag not in settable:
-        raise ValueError(f"{key}: {describe_unknown(flag, settable)}")
+        raise ValueError(f"{key}: no such flag{suggest(flag, settable)}")
     action = actions[flag]
     is_switch = action.nargs == 0
     if is_switch != isinstance(value, bool):

@@ -24,8 +24,3 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if not near:
         near = [meanings[other] for other in difflib.get_close_matches(name, meanings, 1, 0.7)]
     return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def describe_unknown(flag: str, known: Iterable[str]) -> str:
-    """The error for a flag that is none of `known`."""
-    return f"no such flag{suggest(flag, known)}"

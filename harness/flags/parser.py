@@ -15,7 +15,7 @@ from harness import base
 from harness.flags.checkpoints import flags_of_checkpoint
 from harness.flags.files import read_flags
 from harness.flags.flag_types import number, text
-from harness.flags.names import describe_unknown
+from harness.flags.names import suggest
 from harness.flags.rules import contradiction
 from harness.flags.settings import ASSETS, LENGTHS, Settings, default_warmup, is_flag, is_local
 
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 self.error(f"{unknown[0]}: it stands behind no flag; --help lists them")
-            self.error(f"{name}: {describe_unknown(name, self.flags())}")
+            self.error(f"{name}: no such flag{suggest(name, self.flags())}")
         return vars(args)
 
     def flags(self) -> dict[str, argparse.Action]:

@@ -23,7 +23,7 @@ from harness.flags.flag_types import (
     token_count,
 )
 from harness.flags.schedules import SCHEDULES
-from harness.flags.sources import Source, Stage, sources_of, stages_of
+from harness.flags.sources import Source, sources_of
 
 ASSETS = ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
@@ -195,10 +195,6 @@ class Settings:
     def sources(self) -> list[Source]:
         """What --dataset names."""
         return sources_of(self.dataset)
-
-    def stages(self) -> list[Stage]:
-        """What --mixture-stage names, in the order of their beginnings."""
-        return stages_of(self.mixture_stage)
 
     def describe_dataset(self) -> str:
         """--dataset as it was typed."""

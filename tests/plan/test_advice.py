@@ -20,8 +20,9 @@ import pytest
 from conftest import ROOT, forked, parse, start, words
 
 import train_fsdp
-from harness.base import GPUS, UserError, find_gpu
+from harness.base import UserError, find_gpu
 from harness.base import gpus as gpu_names
+from harness.base.gpus import GPUS
 from harness.flags import parse_args
 from harness.plan import fitting, gpus, own_plan, planning, text
 from harness.plan import search as searching
