@@ -27,5 +27,5 @@ def open_door(wing: str, names: dict[str, str]) -> tuple[Callable[[str], Any], l
 
 
 def names_of(files: dict[str, str]) -> dict[str, str]:
-    """The names of a door by the files that define them, `{"text": "counted first_line"}`, as `open_door` takes them."""
+    """The names of a door by the files that define them, `{"text": "counted is_url"}`, as `open_door` takes them."""
     return {name: file for file, names in files.items() for name in names.split()}

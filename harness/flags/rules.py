@@ -39,8 +39,6 @@ def contradiction(s: Settings) -> str:
 def contradictions(s: Settings) -> Iterator[str]:
     """The table of what does not go together, and of flags without effect, each as an error; the first one counts."""
     trains = not (s.plan or s.measure or s.show_samples) and s.num_steps > 0
-    if int(os.environ.get("RANK", 0)) == 0:  # the others' disks, which may differ, are looked at later
-        yield from missing_files(s, trains)
     if s.resume == "auto" and s.num_steps == 0:
         yield "--resume: --num-steps 0 takes one checkpoint, give its PATH"
     if problem := unknown_model(s.model):
@@ -120,6 +118,10 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield "--batch-size: --measure times one size; give a number"
     if problem := wrong_plan(s):
         yield problem
+
+    # Files that are not there, then what can have no effect
+    if int(os.environ.get("RANK", 0)) == 0:  # the others' disks, which may differ, are looked at later
+        yield from missing_files(s, trains)
     if trains:
         yield from without_effect(s)
 

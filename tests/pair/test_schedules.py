@@ -10,7 +10,8 @@ import torch
 from conftest import ROOT, Stop, forked, metrics_of, parse, train, words, write_model
 
 import train_fsdp
-from harness.base import UserError, saved
+from harness.base import saved
+from harness.flags import SCHEDULES
 
 PEAK, WARMUP, STEPS = 1e-3, 2, 10
 SHAPES = {
@@ -126,17 +127,15 @@ def test_a_run_that_ended_in_the_stable_phase_prints_the_command_that_decays_it(
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("decay ")]
 
 
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        ("--decay-steps 3", "--decay-steps: only with --lr-scheduler warmup_stable_decay"),
-        ("--decay-shape linear", "--decay-shape: only with --lr-scheduler warmup_stable_decay"),
-        ("--lr-scheduler warmup_stable_decay --decay-steps 9", "--decay-steps 9: after the warmup there are 8 steps;"),
-        ("--lr-scheduler warmup_stable_decay --decay-steps -1", "--decay-steps"),
-        ("--lr-scheduler warmup_stable_decay --decay-shape sqrt", "--decay-shape"),
-    ],
-)
-def test_a_decay_that_cannot_be_is_one_line(device, flags, tmp_path, wrong, said):
-    with pytest.raises(UserError) as raised:
-        train([*flags, "--output-dir", tmp_path, *words(wrong)], device)
-    assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_row_of_the_table_is_a_schedule_of_transformers(flags, name):
+    """It rises to the peak in the warmup, and never goes above it."""
+    settings = parse([*flags, "--lr-scheduler", name, "--warmup-steps", 0 if name == "constant" else WARMUP])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], PEAK)
+    scheduler, rates = train_fsdp.build_scheduler(settings, optimizer), []
+    for _ in range(STEPS):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert max(rates) == pytest.approx(PEAK) == pytest.approx(rates[0 if name == "constant" else WARMUP])
+    assert min(rates) >= 0
