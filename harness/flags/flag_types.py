@@ -1,6 +1,7 @@
 """Types and actions of flags: what argparse makes of a value, and which values it refuses."""
 
 import argparse
+import errno
 import math
 import os
 import sys
@@ -9,8 +10,6 @@ from harness.flags.sources import parse_source, parse_stage
 
 MAX_WORLD = 2**20  # ranks that are planned for
 MAX_SEQUENCES = 1_000_000  # of a microbatch
-MAX_PATH = 4000  # bytes; Linux takes 4,096, and a run appends names of its own
-MAX_NAME = 255  # bytes of one part of a path
 
 
 def number(kind: type, least: float | None = None, below: float = math.inf):
@@ -56,12 +55,16 @@ def text(value: str) -> str:
 
 def path(value: str) -> str:
     """An argparse type: a text that can be the path of a file or folder; a hub id is one too."""
-    value, expanded = text(value), os.path.expanduser(value)
-    if expanded.startswith("~") and not os.path.lexists(expanded):
-        raise argparse.ArgumentTypeError(f"{value}: no such user; for a file of that name give ./{value}")
-    longest_part = max(len(os.fsencode(part)) for part in expanded.split("/"))
-    if len(os.fsencode(expanded)) > MAX_PATH or longest_part > MAX_NAME:
-        raise argparse.ArgumentTypeError(f"{value[:40]}... is too long for a path; give a shorter one")
+    expanded = os.path.expanduser(text(value))
+    try:
+        os.lstat(expanded)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            problem = f"{value[:40]}... is too long for a path; give a shorter one"
+            raise argparse.ArgumentTypeError(problem) from None
+        if expanded.startswith("~"):
+            problem = f"{value}: no such user; for a file of that name give ./{value}"
+            raise argparse.ArgumentTypeError(problem) from None
     return value
 
 

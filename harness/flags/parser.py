@@ -99,7 +99,7 @@ def make_parser() -> Parser:
     group: typing.Any = parser  # or a group of it
     hints = typing.get_type_hints(Settings)
     for field in filter(is_flag, dataclasses.fields(Settings)):
-        if field.metadata["group"]:
+        if "group" in field.metadata:
             group = parser.add_argument_group(field.metadata["group"])
         group.add_argument(f"--{field.name.replace('_', '-')}", **argument(field, hints[field.name]))
     return parser

@@ -99,8 +99,6 @@ def contradictions(s: Settings) -> Iterator[str]:
         if getattr(s, name) and measured < 1:
             enough = s.num_steps - measured + 1
             yield f"{names_of([name])}: no step is left to measure; give --num-steps at least {enough}"
-    if s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)):
-        yield f"--export: {s.export} exists already; choose another folder or remove it"
 
     # Without training
     if s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts or s.eval_interval):
@@ -137,7 +135,8 @@ def without_effect(s: Settings) -> Iterator[str]:
 
     for name, conditions in flags_with_condition().items():
         if name in s.given and not any(is_met(s, condition) for condition in conditions):
-            yield f"{names_of([name])}: only with {' or '.join(map(as_flag, conditions))}; give that too, or leave it out"
+            needed = " or ".join(map(as_flag, conditions))
+            yield f"{names_of([name])}: only with {needed}; give that too, or leave it out"
     if not s.checkpoint_interval and not s.keeps_last():
         yield from idle("keep_checkpoints", "no save is due without --checkpoint-interval and --final-checkpoint")
     if s.dataset == "synthetic":

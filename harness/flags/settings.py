@@ -72,8 +72,10 @@ def flag(
         also: what other trainers call it, for the error that names the nearest flag.
         options: argparse's own.
     """
-    about = {"group": group, "least": least, "below": below, "only_with": only_with, "on_resume": on_resume}
-    about |= {"from_checkpoint": from_checkpoint, "also": also, "options": options | {"help": help}}
+    about = {"least": least, "below": below, "only_with": only_with, "on_resume": on_resume, "also": also}
+    about |= {"from_checkpoint": from_checkpoint, "options": options | {"help": help}}
+    if group:
+        about["group"] = group
     return dataclasses.field(default=default, metadata=about)
 
 

@@ -352,7 +352,7 @@ def command(settings: Settings, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
     plan_flags, group = set(), None
     for field in dataclasses.fields(Settings):
-        group = field.metadata.get("group") or group
+        group = field.metadata.get("group", group)
         if group == "planning" and field.name != "own_plan":
             plan_flags.add(field.name)
     given = {name: value for name, value in settings.given.items() if name not in plan_flags}

@@ -20,7 +20,7 @@ NOT_MOVED_YET = {  # files of base that go to the wings that use them
     "harness.base.torch_internals",
     "harness.base.transformers_internals",
 }
-OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib", "plotly"}
+OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib"}
 FILES = ["train_fsdp.py", "utils.py", *(f"{folder}/**/*.py" for folder in ("harness", "benchmarks", "tools", "launch"))]
 
 
@@ -116,7 +116,8 @@ def test_importing_starts_nothing_and_loads_no_optional_package_and_a_door_nothi
     assert process.returncode == 0, process.stderr
     seen = json.loads(process.stdout)
     assert not {"torch", "numpy", "transformers"} & set(seen[doors[-1]]["loaded"])
-    assert "harness.plan.recorder" not in seen["train_fsdp"]["loaded"]  # only a plan needs it
+    of_plans = "torch.testing._internal.distributed.fake_pg"
+    assert of_plans not in seen["train_fsdp"]["loaded"]
     for name in ("utils", "train_fsdp", *modules):
         assert not OPTIONAL & set(seen[name]["loaded"]), name
         assert seen[name]["threads"] <= seen["transformers"]["threads"], name
