@@ -72,7 +72,13 @@ def flag(
         also: what other trainers call it, for the error that names the nearest flag.
         options: argparse's own.
     """
-    about = {"least": least, "below": below, "only_with": only_with, "on_resume": on_resume, "also": also}
+    about: dict[str, Any] = {
+        "least": least,
+        "below": below,
+        "only_with": only_with,
+        "on_resume": on_resume,
+        "also": also,
+    }
     about |= {"from_checkpoint": from_checkpoint, "options": options | {"help": help}}
     if group:
         about["group"] = group
