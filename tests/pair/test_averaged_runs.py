@@ -45,7 +45,9 @@ def run(device, flags, tmp_path):
 def finished(device, flags, tmp_path_factory):
     """A finished run with a checkpoint of every second step."""
     folder = tmp_path_factory.mktemp("finished")
-    more = words(f"--output-dir {folder} --run-name r --checkpoint-interval 2 --keep-checkpoints 9")
+    more = words(
+        f"--output-dir {folder} --run-name r --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint"
+    )
     assert train([*flags, *more], device) == 0
     return folder / "r"
 
@@ -71,7 +73,7 @@ def tensors_of(path, kind: str) -> dict[str, torch.Tensor]:
 
 
 def test_the_average_of_a_run_is_that_of_its_checkpoints(run, tmp_path):
-    assert run("r", *words("--checkpoint-interval 1 --keep-checkpoints 9 --eval-interval 0")) == 0
+    assert run("r", *words("--checkpoint-interval 1 --keep-checkpoints 9 --no-async-checkpoint --eval-interval 0")) == 0
     found = [tensors_of(checkpoint(tmp_path / "r", step), "average") for step in range(1, STEPS + 1)]
     weights = [tensors_of(checkpoint(tmp_path / "r", step), "model") for step in range(1, STEPS + 1)]
     assert found[0].keys() == weights[0].keys()
@@ -137,7 +139,15 @@ def test_a_run_begins_and_drops_an_average_at_a_resume_and_says_so(run, finished
     assert run("dropped", "--resume", checkpoint(finished, 4), "--ema", 0) == 0
     assert "ema 0.8 -> 0.0 (the average is dropped)" in " ".join(capsys.readouterr().out.split())
     assert not tensors_of(checkpoint(tmp_path / "dropped", STEPS), "average")
-    begun = ["--resume", checkpoint(tmp_path / "dropped", STEPS), "--num-steps", STEPS + 1, "--checkpoint-interval", 1]
+    begun = [
+        "--resume",
+        checkpoint(tmp_path / "dropped", STEPS),
+        "--num-steps",
+        STEPS + 1,
+        "--checkpoint-interval",
+        1,
+        "--no-async-checkpoint",
+    ]
     assert run("begun", *begun) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "ema 0.0 -> 0.8 (the average begins as a copy of the loaded weights)" in said

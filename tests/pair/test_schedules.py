@@ -53,7 +53,8 @@ def run(device, flags, tmp_path):
 def stable(device, flags, tmp_path_factory):
     """A run that ended in the stable phase, with a checkpoint of every second step."""
     folder = tmp_path_factory.mktemp("stable")
-    more = "--lr-scheduler warmup_stable_decay --decay-steps 0 --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint"
+    more = "--lr-scheduler warmup_stable_decay --decay-steps 0"
+    more += " --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint"
     assert train([*flags, *words(more), "--output-dir", folder, "--run-name", "stable"], device) == 0
     return folder / "stable"
 
