@@ -9,7 +9,7 @@ import torch.distributed as dist
 from harness.base import UserError, counted
 from harness.data.data_record import DataRecord, describe_changes, read_record, renamed
 from harness.data.documents import vocabulary_of
-from harness.flags import Settings, as_flags
+from harness.flags import Settings, as_flags, must_match, reported
 
 # Fields of a model's config that do not make it another model.
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -30,31 +30,6 @@ CHECKSUMS = {
     "corpus": DATA_FLAGS,  # of a stream, its files
     "tokenizer": ("tokenizer", "model", "dataset"),
 }
-# What may change and is reported, in this order.
-REPORTED = (
-    "world_size",
-    "num_steps",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "zero_stage",
-    "dp_replicate_size",
-    "precision",
-    "fp8_recipe",
-    "lr",
-    "adamw_lr",
-    "muon_iteration",
-    "muon_scale",
-    "momentum_dtype",
-    "lr_scheduler",
-    "warmup_steps",
-    "decay_steps",
-    "decay_shape",
-    "weight_decay",
-    "betas",
-    "max_grad_norm",
-    "ema",
-    "document_mask",
-)
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
 
 
@@ -65,12 +40,8 @@ def describe_identity(settings: Settings, config, tokenizer=None, data=None) -> 
     if data is not None:
         if data.is_mapped:  # no token of these is the tokenizer's
             tokenizer = None
-        identity |= {
-            "tokenizer": tokenizer and hashlib.sha256(vocabulary_of(tokenizer).encode()).hexdigest(),
-            "streaming": settings.streaming,
-            "sequence_length": settings.sequence_length,
-            "seed": settings.seed,
-        }
+        identity |= {"tokenizer": tokenizer and hashlib.sha256(vocabulary_of(tokenizer).encode()).hexdigest()}
+        identity |= must_match(settings)
         identity |= data.identity()
     return json.loads(json.dumps(identity, default=str))
 
@@ -106,7 +77,7 @@ def check_resume_compatible(settings: Settings, identity: dict, manifest: dict) 
             refuse(flag, saved[key], now)
     flags_now = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     now = flags_now | {"world_size": dist.get_world_size()}
-    for key in REPORTED:
+    for key in ("world_size", *reported(settings)):
         if saved.get(key) != now[key]:
             changed.append(f"{key.replace('_', ' ')} {saved[key]} -> {now[key]}")
             if key == "batch_size" and global_batch(saved) == global_batch(now):
