@@ -27,7 +27,9 @@ GONE_PATIENCE = 4.0  # seconds that a rank has to notice by itself that another 
 EXIT_PATIENCE = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
 GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
-RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]  # of all once they have met, of this one before
+NOWHERE = ("", 0)
+# (host, pid) of each rank, NOWHERE of one that has not come yet; before the first beat of this rank alone
+RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]
 
 
 @dataclasses.dataclass
@@ -67,7 +69,7 @@ def writing(part: str) -> Iterator[None]:
 
 def rank_name(rank: int) -> str:
     """`rank 3 (node-b, pid 411)`."""
-    host, pid = RANKS[rank] if rank < len(RANKS) else ("", 0)
+    host, pid = RANKS[rank]
     return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
 
 
@@ -79,9 +81,7 @@ def process_status(pid: int) -> str:
         return psutil.STATUS_DEAD
 
 
-def last_seen(beat: dict | None) -> str:
-    if beat is None:
-        return "never seen"
+def last_seen(beat: dict) -> str:
     return f"last seen {max(0.0, time.time() - beat['time']):.0f} s ago in {beat['phase']} of step {beat['step']}"
 
 
@@ -106,6 +106,8 @@ class Heartbeats(threading.Thread):
         self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # at most 250 beats a second in the whole job
         self.silence = max(SILENT_BEATS * self.interval, min(30.0, seconds / 2))  # a call into C can last that long
         self.beats = 0
+        own, RANKS[:] = RANKS[0], [NOWHERE] * self.world
+        RANKS[self.rank] = own
         self.store = store.clone()  # a connection of its own, as a call on the other one may block
         self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
         self.calls = concurrent.futures.ThreadPoolExecutor(max_workers=1)
@@ -129,13 +131,14 @@ class Heartbeats(threading.Thread):
     def beat(self) -> None:
         """Writes where this rank is, and which ranks beside it the system says are stopped or gone."""
         self.beats += 1
-        where = {"beat": self.beats, "phase": HERE.phase, "step": HERE.step, "moves": HERE.moves}
+        where = {"place": RANKS[self.rank], "beat": self.beats}
+        where |= {"phase": HERE.phase, "step": HERE.step, "moves": HERE.moves}
         where |= {"writing": HERE.writing, "seconds": time.monotonic() - HERE.since, "time": time.time()}
         where |= {"beside": self.neighbours, "down": self.beside(psutil.STATUS_STOPPED, *GONE)}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
 
     def read(self) -> list[dict | None]:
-        """The newest beat of each rank; None of a rank that has not come to the store."""
+        """The newest beat of each rank, None of one that has not come to the store; it fills RANKS."""
 
         def newest() -> list[dict | None]:
             keys = [f"heartbeat/{rank}" for rank in range(self.world)]
@@ -143,11 +146,13 @@ class Heartbeats(threading.Thread):
             beats = dict(zip(present, map(json.loads, self.store.multi_get(present)), strict=True))
             return [beats.get(key) for key in keys]
 
-        return self.ask(newest)
+        beats = self.ask(newest)
+        RANKS[:] = [tuple(beat["place"]) if beat else NOWHERE for beat in beats]
+        return beats
 
     def beside(self, *statuses: str) -> list[int]:
         """The ranks of this launcher whose process the system says is in one of these states."""
-        others = [rank for rank in self.neighbours if rank != self.rank and rank < len(RANKS)]
+        others = [rank for rank in self.neighbours if rank != self.rank and RANKS[rank] != NOWHERE]
         return [rank for rank in others if process_status(RANKS[rank][1]) in statuses]
 
     def gone(self) -> list[int]:

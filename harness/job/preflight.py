@@ -26,10 +26,7 @@ from harness.base.versions import versions
 from harness.flags.settings import ROOT, Settings
 from harness.job import host, terminal
 
-SHARED_MEMORY = "/dev/shm"
-# Of each rank of a node, where GPUs reach each other through shared memory: NCCL's segments of 9,637,888 bytes
-# (NVIDIA/nccl#342), one for each of two channels (NVIDIA/nccl#1518).
-NCCL_SHARED = 2 * 9_637_888
+SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFETCHED_BATCHES = 2  # that a data worker reads ahead
 PREFETCHED_BATCHES_STREAMING = 16
 BATCHES_IN_USE = 2  # that the training holds beside them
@@ -85,16 +82,17 @@ def check_machine(
     described = of_all_ranks(describe(device))
 
     def look() -> Settings:
-        warnings = [*check_versions(described), *check_taken(described), *check_shared_memory(settings, described)]
+        warnings = [*check_versions(described), *check_taken(described)]
+        check_shared_memory(settings, described)
         decided = settings
         if step < settings.num_steps:
             at_rest = each.at_rest * parameters / shards if on_host else 0
             staging = [*check_staging(settings, each.in_checkpoint * parameters / shards, at_rest, described)]
-            warnings += [*staging, *check_disk(settings, parameters, each, folder)]
-            lacks_disk = has_no_room_for_last(settings, parameters, each, folder)
+            disk, lacks_disk = check_disk(settings, parameters, each, folder)
+            warnings += [*staging, *disk]
             decided = dataclasses.replace(settings, lacks_memory=bool(staging), lacks_disk=lacks_disk)
         for warning in warnings:
-            terminal.print_error(f"train_fsdp.py: warning: {warning}")
+            terminal.warn(warning)
         return decided
 
     return on_main_rank(look)
@@ -144,24 +142,13 @@ def holders_of_gpu() -> list[tuple[int, int]]:
     return sorted(used.items(), key=lambda holder: -holder[1])
 
 
-def free_bytes(path: str | pathlib.Path) -> int | None:
-    """Free bytes of the file system in which a path is, or would be; None where that is not known."""
-    try:
-        return shutil.disk_usage(existing_part(pathlib.Path(path))).free
-    except OSError:
-        return None
+def free_bytes(path: pathlib.Path) -> int:
+    """Free bytes of the file system in which a path is, or would be."""
+    path = path.expanduser().absolute()
+    return shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists())).free
 
 
-def existing_part(path: pathlib.Path) -> pathlib.Path:
-    """A path, or the nearest of its parents that exists."""
-    path = path.absolute()
-    for part in (path, *path.parents):
-        if part.exists():
-            return part
-    return path
-
-
-# ---- The checks: each yields lines, by what all ranks reported -------------------------------------------------------
+# ---- The checks, by what all ranks reported --------------------------------------------------------------------------
 
 
 def names(ranks: list[int], described: list[dict]) -> str:
@@ -228,31 +215,20 @@ def batch_bytes(settings: Settings) -> int:
     return tensors * math.ceil(8 * tokens / PAGE) * PAGE
 
 
-def check_shared_memory(settings: Settings, described: list[dict]) -> Iterator[str]:
-    """The node that has the least shared memory for its needs.
-
-    Raises:
-        UserError: the batches that data workers read ahead have no room; the workers would die of SIGBUS.
-    """
-    workers, nodes = settings.num_workers, []
-    prefetched = PREFETCHED_BATCHES_STREAMING if settings.streaming else PREFETCHED_BATCHES
-    batches_a_rank = workers * prefetched + BATCHES_IN_USE if workers else 0
-    for node, ranks in group(about["node"] for about in described):
-        about = described[ranks[0]]
-        data = len(ranks) * batches_a_rank * batch_bytes(settings)
-        nccl = len(ranks) * NCCL_SHARED if "memory" in about and len(ranks) > 1 else 0
-        if about["shared"] is not None:
-            nodes.append((about["shared"] - data - nccl, node, len(ranks), about["shared"], data, nccl))
-    missing, node, count, free, data, nccl = min(nodes, default=(0, "", 0, 0, 0, 0))
-    if missing >= 0:
+def check_shared_memory(settings: Settings, described: list[dict]) -> None:
+    """Raises a UserError where the batches that a node's data workers read ahead have no room in its shared memory: the
+    workers would die of SIGBUS."""
+    workers = settings.num_workers
+    if not workers:
         return
-    where = f"{SHARED_MEMORY} of {node}: {amount(free)} free"
-    advice = "give the container more (docker run --shm-size=1g)"
-    if data > free:
-        need = f"what {count * workers} data workers read ahead takes {amount(data)}"
-        raise UserError(f"--num-workers {workers}: {where}, {need}; {advice}, or --num-workers 0", 1)
-    need = f"{amount(data)} for data workers and {amount(nccl)} for NCCL where GPUs have no other way"
-    yield f"{where}, {counted(count, 'rank')} may need {need}; {advice}"
+    prefetched = PREFETCHED_BATCHES_STREAMING if settings.streaming else PREFETCHED_BATCHES
+    of_rank = (workers * prefetched + BATCHES_IN_USE) * batch_bytes(settings)
+    for node, ranks in group(about["node"] for about in described):
+        need, free = len(ranks) * of_rank, described[ranks[0]]["shared"]
+        if need > free:
+            what = f"{amount(free)} free, what {len(ranks) * workers} data workers read ahead takes {amount(need)}"
+            advice = "give the container more (docker run --shm-size=1g), or --num-workers 0"
+            raise UserError(f"--num-workers {workers}: {SHARED_MEMORY} of {node}: {what}; {advice}", 1)
 
 
 def check_staging(settings: Settings, staged: float, at_rest: float, described: list[dict]) -> Iterator[str]:
@@ -273,60 +249,34 @@ def check_staging(settings: Settings, staged: float, at_rest: float, described: 
         yield f"--async-checkpoint: {what}; give the job more host memory to save beside the training"
 
 
-# ---- The disk --------------------------------------------------------------------------------------------------------
-
-
-def check_disk(settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path) -> Iterator[str]:
-    """A disk without room for the checkpoints that are kept, for the last state, or for one that a signal asks for.
+def check_disk(
+    settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path
+) -> tuple[list[str], bool]:
+    """(warnings, whether the state after the last step has no room): of a disk without room for the checkpoints that
+    are kept, for the last state, or for one that a signal asks for.
 
     Raises:
-        UserError: not even one checkpoint has room, or the export has none.
+        UserError: a flag asks for checkpoints and not even one has room, or the export has none.
     """
-    checkpoint, free = parameters * each.in_checkpoint, room_for_checkpoints(folder)
-    weights = parameters * each.weight if settings.export else 0
-    beside = weights if exports_beside(settings, folder) else 0
-    size = f"a checkpoint takes {amount(checkpoint)} ({parameters:,} parameters)"
-    if free is not None:
-        missing = max(0, settings.keep_checkpoints + 1 - len(saved.complete(folder)))
-        have, wanted = f"{folder} has {amount(free)} free", missing * checkpoint + beside
-        if (settings.checkpoint_interval or settings.final_checkpoint) and checkpoint > free:
-            raise UserError(f"--output-dir: {size}, {have}; name another disk, or make room", 1)
-        if settings.checkpoint_interval and wanted > free:
-            more = f" and the export of {amount(beside)}" if beside else ""
-            kept = f"{settings.keep_checkpoints} that are kept, the next one that is written{more}"
-            advice = "make room, or give a smaller --keep-checkpoints"
-            yield f"--output-dir: {size}, {have}: {kept} take {amount(wanted)}; {advice}"
-        elif has_no_room_for_last(settings, parameters, each, folder):
-            yield f"--output-dir: {size}, {have}: the last state will not be kept; make room"
-        elif not settings.checkpoint_interval and checkpoint > free:
-            yield f"--output-dir: {size}, {have}: SIGTERM would end this run without saving; make room"
-    room = free_bytes(pathlib.Path(settings.export).expanduser()) if settings.export else None
-    if room is not None and weights > room:
-        problem = f"it takes {amount(weights)}, there are {amount(room)} free"
-        raise UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
-
-
-def has_no_room_for_last(settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path) -> bool:
-    """Whether the state after the last step, which no flag asked for, has no room beside the export."""
-    if settings.checkpoint_interval or settings.final_checkpoint is not None or not settings.keeps_last():
-        return False
-    need, free = parameters * each.in_checkpoint, room_for_checkpoints(folder)
-    if exports_beside(settings, folder):
-        need += parameters * each.weight
-    return free is not None and need > free
-
-
-def exports_beside(settings: Settings, folder: pathlib.Path) -> bool:
-    """Whether --export writes on the disk that `folder` is, or will be, on."""
-    if not settings.export:
-        return False
-    target = pathlib.Path(settings.export).expanduser()
-    return existing_part(target).stat().st_dev == existing_part(folder).stat().st_dev
-
-
-def room_for_checkpoints(folder: pathlib.Path) -> int | None:
-    """Free bytes on a run's disk, with what a killed save left there, which is removed before the first save."""
-    free = free_bytes(folder)
-    if free is None:
-        return None
-    return free + sum(file.stat().st_size for left in saved.leftovers(folder) for file in left.glob("*"))
+    # what a killed save left is removed before the first save
+    left_over = sum(file.stat().st_size for part in saved.leftovers(folder) for file in part.glob("*"))
+    free, checkpoint = free_bytes(folder) + left_over, parameters * each.in_checkpoint
+    missing = max(0, settings.keep_checkpoints + 1 - len(saved.complete(folder)))
+    have = f"a checkpoint takes {amount(checkpoint)} ({parameters:,} parameters), {folder} has {amount(free)} free"
+    warnings, lacks_disk = [], False
+    if checkpoint > free and (settings.checkpoint_interval or settings.final_checkpoint):
+        raise UserError(f"--output-dir: {have}; name another disk, or make room", 1)
+    if settings.checkpoint_interval and missing * checkpoint > free:
+        what = f"{settings.keep_checkpoints} that are kept and the next one take {amount(missing * checkpoint)}"
+        warnings.append(f"--output-dir: {have}: {what}; make room, or give a smaller --keep-checkpoints")
+    elif checkpoint > free and settings.keeps_last():
+        lacks_disk = True
+        warnings.append(f"--output-dir: {have}: the last state will not be kept; make room")
+    elif checkpoint > free:
+        warnings.append(f"--output-dir: {have}: SIGTERM would end this run without saving; make room")
+    if settings.export:
+        weights, room = parameters * each.weight, free_bytes(pathlib.Path(settings.export))
+        if weights > room:
+            problem = f"it takes {amount(weights)}, there are {amount(room)} free"
+            raise UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
+    return warnings, lacks_disk

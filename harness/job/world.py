@@ -51,10 +51,8 @@ class World:
         store = open_store(minutes)
         self.watch = heartbeats.Heartbeats(60 * minutes, store, self.stop)  # it names a rank that never comes
         device = start_processes(minutes, store)
-        places: list = [None] * dist.get_world_size()
-        dist.all_gather_object(places, heartbeats.RANKS[0])
-        heartbeats.RANKS[:] = places
-        if len(places) > 1:
+        self.watch.read()  # all have come by now: from here on their places are known
+        if dist.get_world_size() > 1:
             self.stop.group = new_group()
         return device
 
