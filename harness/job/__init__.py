@@ -8,6 +8,8 @@ with job.World(settings) as world:             what is raised inside becomes one
     job.enter_phase("forward")                 where this rank is, for the line about a stall
     job.due(settings, step, first_step).save
     world.exit_code = 0
+
+Each name of the list has a docstring in its file.
 """
 
 from harness.base import doors

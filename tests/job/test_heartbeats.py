@@ -203,7 +203,10 @@ def test_a_rank_whose_launcher_died_in_its_first_seconds_leaves(store):
     world |= {"TORCHELASTIC_RUN_ID": "it", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     world |= {"TORCHELASTIC_USE_AGENT_STORE": str(store == "gone")}
     process = start([sys.executable, "-c", LAUNCHER, sys.executable, PROGRAM, "--demo"], **world)
-    assert process.stderr == "train_fsdp.py: the end of its launcher outside training, nothing to save\n"
+    if store == "gone":
+        assert process.stderr.endswith(": the launcher is gone, and its store with it; start it again\n")
+    else:
+        assert process.stderr == "train_fsdp.py: the end of its launcher outside training, nothing to save\n"
 
 
 def refused(rank: int, address: str, port: int) -> str:
