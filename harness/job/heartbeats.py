@@ -12,8 +12,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from typing import NoReturn
 
 import psutil
 
@@ -271,7 +272,7 @@ class Heartbeats(threading.Thread):
         except RuntimeError:
             return os.environ.get("LOCAL_RANK", "0") == "0"
 
-    def end(self, problem: str, ranks: list[int] = ()) -> None:
+    def end(self, problem: str, ranks: Collection[int] = ()) -> NoReturn:
         """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one stood.
         Those of `ranks` that the system says are stopped here cannot end themselves, and are killed; a rank that is
         only silent is not."""

@@ -211,7 +211,7 @@ def check_taken(described: list[dict]) -> Iterator[str]:
 def batch_bytes(settings: Settings) -> int:
     """Bytes of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
     tensors = 3 if settings.document_mask else 2
-    tokens = settings.batch_size * settings.sequence_length
+    tokens = int(settings.batch_size) * settings.sequence_length
     return tensors * math.ceil(8 * tokens / PAGE) * PAGE
 
 

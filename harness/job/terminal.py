@@ -85,9 +85,14 @@ def wrap_lines(text: str, indent: int = 0, columns: int | None = None) -> str:
     columns = columns or width()
     if not columns:
         return text
-    options = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    fill = textwrap.TextWrapper(columns, subsequent_indent=" " * min(indent, columns // 3), **options).fill
-    return "\n".join(map(fill, text.split("\n")))
+    wrapper = textwrap.TextWrapper(
+        columns,
+        subsequent_indent=" " * min(indent, columns // 3),
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 # ---- Bars ------------------------------------------------------------------------------------------------------------

@@ -115,7 +115,9 @@ def open_store(timeout_minutes: float = 10) -> dist.Store:
         wait_for_store(address, port, timeout_minutes)
     timeout = timedelta(minutes=timeout_minutes)
     try:
-        store = dist.TCPStore(address, port, int(env["WORLD_SIZE"]), is_server, timeout, wait_for_workers=False)
+        store: dist.Store = dist.TCPStore(
+            address, port, int(env["WORLD_SIZE"]), is_server, timeout, wait_for_workers=False
+        )
     except RuntimeError as error:
         problem = "rank 0 cannot listen there" if is_server else "rank 0's store does not answer"
         problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: {problem} ({first_line(error)})"

@@ -230,7 +230,7 @@ def test_a_store_that_cannot_be_reached_is_named():
         assert line.startswith(f"train_fsdp.py: error: MASTER_ADDR no-such-host.invalid, MASTER_PORT {taken}: ")
     waiting, error = refused(1, "127.0.0.1", taken).splitlines()
     assert waiting.startswith("train_fsdp.py: waiting for rank 0 at MASTER_ADDR 127.0.0.1")
-    assert error.endswith("rank 0's store does not answer (Connection refused)")
+    assert "rank 0's store does not answer (Connection refused)" in error
 
 
 def test_a_rank_that_ends_is_not_ended_for_what_it_still_waits_for(monkeypatch):
