@@ -62,6 +62,7 @@ from harness.flags.commands import as_flags
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.job import (
+    STOPPED,
     Due,
     World,
     check_machine,
@@ -690,7 +691,7 @@ def leave_early(job: Job, reporter: Report, saver: Checkpoints, stop) -> int:
     if reporter.page:
         lines["report"] = str(reporter.page)
     say(columns(lines))
-    return 1 if saver.failures or reporter.failed else stop.EXIT_CODE
+    return 1 if saver.failures or reporter.failed else STOPPED
 
 
 def nothing_to_train(job: Job) -> int:

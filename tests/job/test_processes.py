@@ -71,6 +71,32 @@ def test_a_signal_while_torch_is_loaded_ends_with_its_exit_code(number):
         assert (process.returncode, said) == (143, expected)
 
 
+def listen(training: bool, reports) -> None:
+    stop = signals.StopRequest()
+    stop.can_save = training
+    stop.listen()
+    reports.send("listens")
+    while not stop.name:
+        time.sleep(0.01)
+    time.sleep(2 * signals.StopRequest.SAME_REQUEST)  # what comes now is another request
+    reports.send("asked")
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("number", signals.StopRequest.SIGNALS)
+def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, monkeypatch):
+    monkeypatch.setattr(signals.StopRequest, "SAME_REQUEST", 0.2)
+    for training, waits_for in ((False, ["listens"]), (True, ["listens", "asked"])):
+        reports, sender = multiprocessing.Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(target=listen, args=(training, sender))
+        child.start()
+        for report in waits_for:
+            assert reports.recv() == report and child.is_alive()
+            os.kill(child.pid, number)
+        child.join(300)
+        assert child.exitcode == endings.STOPPED
+
+
 def wait_for_ever(listens, forked) -> None:
     signals.listen(parse(["--demo"]))
     child = os.fork()

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import re
@@ -1194,31 +1193,6 @@ def test_an_export_that_fails_is_one_line_and_leaves_nothing_behind(refused, tmp
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Signals, kills, other numbers of ranks: the program under torchrun
-
-
-def listen(training: bool, reports) -> None:
-    stop = StopRequest()
-    stop.can_save = training
-    reports.send("listens")
-    while not stop.name:
-        time.sleep(0.01)
-    time.sleep(2 * StopRequest.SAME_REQUEST)  # what comes now is another request
-    reports.send("asked")
-    time.sleep(1000)
-
-
-@pytest.mark.parametrize("number", StopRequest.SIGNALS)
-def test_a_second_signal_or_one_outside_training_ends_the_rank_at_once(number, monkeypatch):
-    monkeypatch.setattr(StopRequest, "SAME_REQUEST", 0.2)
-    for training, waits_for in ((False, ["listens"]), (True, ["listens", "asked"])):
-        reports, sender = multiprocessing.Pipe(duplex=False)
-        child = multiprocessing.get_context("fork").Process(target=listen, args=(training, sender))
-        child.start()
-        for report in waits_for:
-            assert reports.recv() == report and child.is_alive()
-            os.kill(child.pid, number)
-        child.join(300)
-        assert child.exitcode == StopRequest.EXIT_CODE
 
 
 SIGNAL_STEPS = 100_000  # never reached
