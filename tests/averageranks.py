@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import train_fsdp
 import utils
 from harness.base.package_internals import float8_scale, wrapped_weight
-from harness.job.world import start_processes, stop_processes
+from harness.job import start_processes, stop_processes
 from harness.model.averages import WeightAverage
 from harness.state.train_state import TrainState, unwrapped
 

@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.base import UserError, saved
 from harness.flags import Settings, parse_args
-from harness.job.world import start_processes
+from harness.job import start_processes
 
 torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.

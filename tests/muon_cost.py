@@ -24,7 +24,7 @@ from muonranks import Reference
 
 import train_fsdp
 import utils
-from harness.job.world import start_processes, stop_processes
+from harness.job import start_processes, stop_processes
 
 RESULTS = ROOT / "benchmarks" / "results" / "muon_cost.json"
 FLAGS = "--model demo --optimizer muon --sequence-length 256 --batch-size 4 --no-compile"

@@ -24,8 +24,8 @@ import train_fsdp
 import utils
 from harness.base import of_all_ranks
 from harness.flags import parse_args
+from harness.job import start_processes, stop_processes
 from harness.job.signals import StopRequest
-from harness.job.world import start_processes, stop_processes
 from harness.model import newton_schulz
 from harness.model.optimization import local
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
-from harness.job.world import start_processes, stop_processes
+from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
 from harness.model.averages import WeightAverage
 from harness.model.flops import known_flops

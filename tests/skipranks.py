@@ -12,7 +12,7 @@ from multirank import resolved
 import train_fsdp
 import utils
 from harness.base import of_all_ranks
-from harness.job.world import start_processes, stop_processes
+from harness.job import start_processes, stop_processes
 from harness.model.optimization import local
 
 STAGES = {f"stage {stage}": f"--zero-stage {stage}" for stage in (0, 1, 2, 3)}

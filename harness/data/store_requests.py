@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.base import UnreadableError, UserError, answer_from_cache_without_network, first_line
-from harness.job.printing import say
+from harness.job import say
 
 TIMEOUT_SECONDS = 30  # for a range of a file, or what is known about it
 LISTING_TRIES = 4  # at the start, when a user may have mistyped the name

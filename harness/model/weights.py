@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from harness.base import UserError, first_line
 from harness.base.torch_internals import was_written
 from harness.base.transformers_internals import checkpoint_rules, initialize, load_tensors, renamed_by, was_loaded
-from harness.job.terminal import is_first_rank
+from harness.job import is_first_rank
 from harness.model.attention import ONE_KERNEL
 
 

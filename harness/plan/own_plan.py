@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.base import ROOT, UserError
 from harness.flags import Settings, as_words
-from harness.job.printing import say
+from harness.job import say
 
 PATIENCE = 60  # seconds that the end of a run waits for its plan
 RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from harness.base import counted
 from harness.flags import Settings
-from harness.job.printing import columns
+from harness.job import columns
 from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer
 from harness.model.routing import describe_routing

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from harness.base import torch_internals, wait_for_device
-from harness.job.printing import columns, say
-from harness.job.schedule import Due
+from harness.job import Due, columns, say
 from harness.state.train_state import TrainState
 
 MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the latest

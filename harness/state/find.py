@@ -7,7 +7,7 @@ import torch.distributed as dist
 from harness.base import UserError, of_all_ranks, saved
 from harness.base.saved import MANIFEST
 from harness.flags import Settings, checkpoint_folder, no_checkpoint
-from harness.job.printing import say
+from harness.job import say
 from harness.state.shards import sha256
 
 

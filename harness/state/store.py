@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from harness import job
 from harness.base import first_line, of_all_ranks, saved, wait_for_device
 from harness.base.saved import MANIFEST, manifest_checksum, place_of
 from harness.flags import Settings, record_flags
-from harness.job import heartbeats
-from harness.job.printing import say
+from harness.job import say
 from harness.state.shards import Writer, checkpoint_error, sha256
 from harness.state.staging import Stager
 from harness.state.train_state import TrainState
@@ -95,13 +95,12 @@ class Checkpoints:
         """Does `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks; where it fails on
         one, all raise an OSError with its message."""
         result, error = None, ""
-        heartbeats.HERE.writing = work.__name__
         try:
             if not main_only or dist.get_rank() == 0:
-                result = work()
+                with job.writing(work.__name__):
+                    result = work()
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
-        heartbeats.HERE.writing = ""
         results, errors = zip(*of_all_ranks((result, error), self.group), strict=True)
         for error in errors:
             if error:
