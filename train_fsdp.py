@@ -9,7 +9,7 @@ Where to change what:
     a flag or its default              harness/flags/settings.py
     when a step logs, evaluates, saves harness/job/schedule.py
     a corpus format                    harness/data/readers/
-    the order and mixture of the data  harness/data/mixture.py, harness/data/sample_order.py
+    the order and mixture of the data  harness/data/mixture.py
     an optimizer, groups, clipping     harness/model/optimizers/, harness/model/optimization.py
     what a checkpoint holds            harness/state/train_state.py
     a figure and where it is shown     harness/report/figure_list.py, harness/report/figures.py
@@ -33,7 +33,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import math
 import pathlib
 import re
 import traceback
@@ -49,17 +48,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
+from harness import data
 from harness.base import saved, torch_internals
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line, one_line
-from harness.data.batches import training_batches
-from harness.data.corpora import first_words, needs_tokenizer
-from harness.data.corpus_files import check_sources_exist
-from harness.data.data_record import read_record
-from harness.data.loading import as_recorded, evaluates_own_data, load_data, mask_conversations
-from harness.data.show_samples import describe_step
-from harness.data.training_data import TrainingData
 from harness.flags.commands import as_flags
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
@@ -291,23 +284,6 @@ def build_scheduler(settings: Settings, optimizer: torch.optim.Optimizer):
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def held_out_batches(settings: Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
-    number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
-    per_round = settings.batch_size * dist.get_world_size()
-    windows = len(dataset)
-    if settings.eval_steps:
-        windows = min(windows, settings.eval_steps * per_round)
-    collate = utils.create_collate_fn(dataset.end_of_text, shift_labels=False)
-    for number in range(math.ceil(windows / per_round)):
-        first = number * per_round + dist.get_rank() * settings.batch_size
-        indices = range(first, first + settings.batch_size)
-        batch = collate([dataset[index % windows] for index in indices])
-        left_over = [index >= windows for index in indices]
-        batch["labels"][left_over] = IGNORE_INDEX
-        yield {name: tensor.to(device) for name, tensor in batch.items()}
-
-
 def evaluate(
     settings: Settings, model: nn.Module, held_out: dict[str, Any], device: torch.device
 ) -> tuple[dict[str, float], int]:
@@ -317,7 +293,7 @@ def evaluate(
     heartbeats.enter_phase("evaluation")
     with evaluating(model):
         for total, windows in zip(totals, held_out.values(), strict=True):
-            for batch in held_out_batches(settings, windows, device):
+            for batch in data.held_out_batches(settings, windows, device):
                 heartbeats.enter_phase("evaluation")
                 tokens = (batch["labels"] != IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
@@ -412,8 +388,7 @@ class Job:
     tokenizer: Any
     prompts: list[str]
     beginning: str  # of a story, for the summary: the first words of the text
-    data: TrainingData
-    held_out: dict[str, Any] | None  # windows of each source by its name; None without evaluation
+    train_set: Any  # data.TrainingData
     identity: dict  # what a resumed run must have in common with it
     flops_per_token: int
     state: TrainState
@@ -429,10 +404,10 @@ class Job:
         return self.prompts[0] if self.prompts else self.beginning
 
 
-def load_model_files(settings: Settings) -> tuple:
+def load_model_files(settings: Settings, corpora: list) -> tuple:
     """(the model's config, its tokenizer, the prompts to write stories from); the weights come later."""
     config = on_main_rank(lambda: load_config(settings.model))
-    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config, needs_tokenizer(settings)))
+    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config, data.needs_tokenizer(settings, corpora)))
     prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
     return config, tokenizer, prompts
 
@@ -448,21 +423,21 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     on_main_rank(endpoint.open)
     if settings.memory_snapshot:
         record_memory(folder)
-    on_main_rank(lambda: check_sources_exist(settings.sources()))
-    config, tokenizer, prompts = load_model_files(settings)
+    corpora = data.find(settings)
+    config, tokenizer, prompts = load_model_files(settings, corpora)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, folder)
-    settings = resolve(on_main_rank(lambda: mask_conversations(settings, manifest)), config, manifest)
+    settings = resolve(data.mask_conversations(settings, corpora), config, manifest)
     parameters, sizes = count_parameters(config), parameter_bytes(settings, config)
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, parameters, sizes, mesh["shard"].size())
     resumed_step = manifest["step"] if manifest else 0
     settings = preflight.check(settings, parameters, sizes, mesh, device, folder, resumed_step)
-    data, held_out = load_data(settings, tokenizer, config, utils.get_dataset, manifest)
-    beginning = on_main_rank(lambda: first_words(held_out or data.sources, tokenizer))
+    train_set = data.load(settings, corpora, tokenizer, config, manifest)
+    beginning = train_set.beginning
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
         prompts = [beginning]  # the demo's prompt is for the demo's stories
-    identity = describe_identity(settings, config, tokenizer, data)
+    identity = describe_identity(settings, config, tokenizer, train_set)
     changed = check_resume_compatible(settings, identity, manifest) if manifest else ""
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
@@ -482,7 +457,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         origin = on_main_rank(lambda: saved.find_origin(folder, checkpoint, manifest))
         state.load(checkpoint, manifest, *origin)
     refuse_broken(settings, state, checkpoint)
-    say(describe_setup(settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average, manifest))
+    say(describe_setup(settings, model, optimizer, mesh, train_set, flops_in_words, peak, verified, average, manifest))
     if checkpoint:
         say(columns({"resumed": f"{checkpoint} at step {state.step:,}"}))
         if changed:
@@ -497,8 +472,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         tokenizer=tokenizer,
         prompts=prompts,
         beginning=beginning,
-        data=data,
-        held_out=held_out,
+        train_set=train_set,
         identity=identity,
         flops_per_token=flops_per_token,
         state=state,
@@ -538,8 +512,8 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
     """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
     last_batch: list[dict] = []
-    batches = keep_last(training_batches(settings, job.data, state, job.device), last_batch)
-    schedule = Schedule(settings, job.first_step, has_held_out=job.held_out is not None)
+    batches = keep_last(data.training_batches(settings, job.train_set, state, job.device), last_batch)
+    schedule = Schedule(settings, job.first_step, has_held_out=job.train_set.held_out is not None)
     profiler, waiting, slow_ranks = Profiler(job.folder, state), Waiting(state.model), SlowRanks(job.device.type)
     recent_norms = RecentNorms(settings.skip_spikes, state.recent_norms) if settings.skip_spikes else None
     results, metrics, stopped, good_batch = [], {}, False, None
@@ -553,8 +527,8 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             if state.average:
                 state.average.update(result.skipped)
             state.scheduler.step()
-            samples = job.data.record.samples_of_step(due.step)
-            tokens, _ = job.data.count_tokens(samples)
+            samples = job.train_set.record.samples_of_step(due.step)
+            tokens, _ = job.train_set.count_tokens(samples)
             state.count(len(samples), tokens)
         reporter.count_step()
         if due.first:
@@ -573,7 +547,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             if due.log or problem:
                 gc.collect()
                 metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), slow_ranks)
-                metrics |= job.data.figures(state.samples, state.tokens)
+                metrics |= job.train_set.figures(state.samples, state.tokens)
                 problem = evaluate_and_log(job, reporter, due, metrics, problem)
             if problem:
                 saver.finish()
@@ -636,7 +610,7 @@ def evaluate_and_log(
     settings, state, stories = job.settings, job.state, []
     if due.evaluate and not problem:
         with state.tracker.excluded():
-            losses, _ = evaluate_with_average(settings, state, job.held_out, job.device)
+            losses, _ = evaluate_with_average(settings, state, job.train_set.held_out, job.device)
             metrics |= losses
             if not due.last:  # after the last step finish() writes them
                 stories = job.sample()
@@ -710,14 +684,14 @@ def nothing_to_train(job: Job) -> int:
 
 def show_samples(settings: Settings) -> int:
     """--show-samples: what a step of this run trains on, by the order that the run recorded, if there is one."""
-    config, tokenizer, _ = load_model_files(settings)
+    corpora = data.find(settings)
+    config, tokenizer, _ = load_model_files(settings, corpora)
     recorded = find_recorded_data(settings)
-    settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
-    data, _ = load_data(settings, tokenizer, config, utils.get_dataset, recorded)
+    settings = resolve(data.mask_conversations(settings, corpora), config)
+    train_set = data.load(settings, corpora, tokenizer, config, recorded)
     if recorded:
-        check_sources(read_record(recorded), data.record)
-        data = as_recorded(data, read_record(recorded))
-    say(describe_step(data, tokenizer, settings.show_samples))
+        check_sources(data.read_record(recorded), train_set.record)
+    data.show_samples(settings, train_set, tokenizer, recorded)
     return 0
 
 
@@ -725,15 +699,16 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     """--num-steps 0: loads a checkpoint or pretrained weights, then evaluates, writes stories, and exports."""
     if settings.export:
         on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
-    config, tokenizer, prompts = load_model_files(settings)
+    corpora = data.find(settings) if settings.eval_interval else []
+    config, tokenizer, prompts = load_model_files(settings, corpora)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, pathlib.Path())
-    settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
+    settings = resolve(data.mask_conversations(settings, corpora), config)
     if settings.eval_interval:
-        own_data = manifest is not None and on_main_rank(lambda: evaluates_own_data(settings, manifest))
-        data, held_out = load_data(settings, tokenizer, config, utils.get_dataset, manifest if own_data else None)
+        own_data = manifest is not None and on_main_rank(lambda: data.evaluates_own_data(settings, manifest))
+        train_set = data.load(settings, corpora, tokenizer, config, manifest if own_data else None)
         if own_data and settings.dataset != "synthetic":
-            check_same_corpus(settings, data.record, manifest)
+            check_same_corpus(settings, train_set.record, manifest)
     if checkpoint:
         check_resume_compatible(settings, describe_identity(settings, config), manifest)
     check_has_average(settings, manifest)
@@ -745,11 +720,11 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
         say(f"loaded     {checkpoint}, step {manifest['step']:,}")
     refuse_broken(settings, state, checkpoint)
     if settings.eval_interval:
-        losses, tokens = evaluate_with_average(settings, state, held_out, device)
+        losses, tokens = evaluate_with_average(settings, state, train_set.held_out, device)
         problem = first_not_finite({"step": state.step} | losses, [])
         if problem:
             raise UserError(f"--eval-interval: the {problem.words} by {checkpoint or settings.model}", exit_code=1)
-        say_evaluation(settings, held_out, losses, tokens, manifest["step"] if manifest else None, stdout)
+        say_evaluation(settings, train_set.held_out, losses, tokens, manifest["step"] if manifest else None, stdout)
     for prompt in prompts:
         say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
@@ -775,7 +750,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)
     with contextlib.ExitStack() as cleanup:
-        reporter = Report(job.settings, job.endpoint, job.folder, job.state, job.data.record, job.changed)
+        reporter = Report(job.settings, job.endpoint, job.folder, job.state, job.train_set.record, job.changed)
         cleanup.callback(reporter.close)
         saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
         planned = cleanup.enter_context(own_plan.planning_in_background(job.settings, device))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from harness.base.errors import UserError
 from harness.base.saved import place_of
 from harness.base.text import first_line
-from harness.data.data_record import DataRecord
+from harness.data.mixture import DataRecord
 from harness.flags.settings import Settings
 from harness.job import endings, terminal
 from harness.job.folders import lock_folder

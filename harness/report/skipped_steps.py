@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from harness.base.text import counted
-from harness.data.data_record import DataRecord
+from harness.data.mixture import DataRecord
 from harness.flags.commands import to_paste
 from harness.job import terminal
 from harness.job.printing import columns
