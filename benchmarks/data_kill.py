@@ -42,6 +42,7 @@ from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
+from harness import data
 from harness.flags.parser import parse_args
 from harness.report import run_record
 
@@ -111,10 +112,10 @@ def choose_layout(choose: random.Random, ranks: int) -> Layout:
 def record_batches(record: int, layout: Layout) -> None:
     """Lets this rank append a line to the file `record` for each microbatch that the training step takes: the optimizer
     step, its samples by their numbers in the run, and a checksum of each one's inputs and labels."""
-    training_batches, rank = train_fsdp.training_batches, int(os.environ.get("RANK", 0))
+    training_batches, rank = data.training_batches, int(os.environ.get("RANK", 0))
 
-    def recorded(settings, data, state, device):
-        for number, batch in enumerate(training_batches(settings, data, state, device)):
+    def recorded(settings, train_set, state, device):
+        for number, batch in enumerate(training_batches(settings, train_set, state, device)):
             step, samples = state.step + 1, state.samples
             microbatch = number % settings.gradient_accumulation_steps
             first = samples + (microbatch * layout.ranks + rank) * layout.batch_size
@@ -124,7 +125,7 @@ def record_batches(record: int, layout: Layout) -> None:
             os.write(record, (json.dumps([step, first, checksums]) + "\n").encode())
             yield batch
 
-    train_fsdp.training_batches = recorded
+    data.training_batches = recorded
 
 
 def as_rank(rank: int, layout: Layout, port: int, record: int, output: int, argv: list[str]) -> None:

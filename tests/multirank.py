@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_fsdp
 import utils
 from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank
-from harness.data.windows import PackedDataset
+from harness import data
 from harness.flags.parser import parse_args
 from harness.job import heartbeats, world
 from harness.job.signals import StopRequest
@@ -296,8 +296,9 @@ def stalled(how: str, *argv: str) -> None:
 
             dist.all_reduce = stop_in_backward
         if how == "data":
-            read, calls = PackedDataset.__getitem__, itertools.count()
-            PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
+            packed = data.PackedDataset
+            read, calls = packed.__getitem__, itertools.count()
+            packed.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "evaluation":
             train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":

@@ -24,7 +24,7 @@ from conftest import ROOT, parse, start, train, write_checkpoint
 
 from harness.base.devices import GIB
 from harness.base.errors import UserError
-from harness.data.windows import create_collate_fn
+from harness.data import create_collate_fn
 from harness.job import driver, host, preflight
 from harness.model.configs import load_config
 from harness.model.optimization import parameter_bytes

@@ -15,6 +15,7 @@ from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, start, 
 from transformers import AutoTokenizer
 
 import train_fsdp
+from harness import data
 from harness.base import saved
 from harness.base.errors import UserError
 
@@ -64,16 +65,16 @@ def run(device, flags, corpora, tmp_path, monkeypatch):
 @contextlib.contextmanager
 def recording(record):
     """Calls `record` with the step, the microbatch and the windows of each batch that the training step takes."""
-    training_batches = train_fsdp.training_batches
+    training_batches = data.training_batches
 
-    def recorded(settings, data, state, device):
-        for number, batch in enumerate(training_batches(settings, data, state, device)):
+    def recorded(settings, train_set, state, device):
+        for number, batch in enumerate(training_batches(settings, train_set, state, device)):
             windows = np.concatenate([batch["input_ids"].numpy(), batch["labels"].numpy()[:, -1:]], axis=1)
             record(state.step + 1, number % settings.gradient_accumulation_steps, windows.tolist())
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_fsdp, "training_batches", recorded)
+        patch.setattr(data, "training_batches", recorded)
         yield
 
 
