@@ -21,6 +21,7 @@ import tempfile
 import time
 from fractions import Fraction
 
+pytest_plugins = ["corpora"]  # fixtures of the tests of data
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "train_fsdp.py")
 STORIES = ROOT / "assets" / "demo" / "stories"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: what Arrow calls it
 DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
 MAX_TOKEN_ID = 2**32 - 1
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLOCK = 2**18  # bytes that are read of a file at a time
 FIRST_TAIL = 2**13  # of the first read behind a part of a file, for the end of its last record
 
@@ -137,19 +138,17 @@ def split_records(stream: BinaryIO, mark: bytes, start: int = 0, end: int | None
         block = stream.read(max(size, len(rest)))  # a long record is not joined block by block
         if not block:
             break
-        if not place:
-            block = block.removeprefix(b"\xef\xbb\xbf")
         place += len(block)
         *whole, rest = (rest + block).split(mark)
         for record in whole:
             if is_begun:
-                yield record
+                yield record if record_start else record.removeprefix(BYTE_ORDER_MARK)
             is_begun = True
             record_start += len(record) + len(mark)
             if record_start >= end:
                 return
     if is_begun and rest:
-        yield rest
+        yield rest if record_start else rest.removeprefix(BYTE_ORDER_MARK)
 
 
 @contextlib.contextmanager

@@ -394,6 +394,9 @@ def load(settings: Settings, corpora: list[Corpus], tokenizer, config, manifest:
         opened["synthetic"] = open_synthetic(settings, vocab_size)
     for corpus in corpora:
         rules = before.sources.get(corpus.name) if before else None
+        if before and rules is None and not settings.num_steps:
+            known = ", ".join(before.sources)
+            raise UserError(f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}")
         if settings.streaming and not corpus.is_mapped:
             opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes)
         else:

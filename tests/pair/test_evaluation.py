@@ -40,13 +40,13 @@ def evaluation(trained, device, capfd, monkeypatch):
 
     def evaluate(*flags) -> dict:
         def load_data(*args):
-            data = load(*args)
-            (evaluate.windows,) = data[1].values()
-            return data
+            train_set = load(*args)
+            (evaluate.windows,) = train_set.held_out.values()
+            return train_set
 
-        load = train_fsdp.load_data
+        load = data.load
         with monkeypatch.context() as patch:
-            patch.setattr(train_fsdp, "load_data", load_data)
+            patch.setattr(data, "load", load_data)
             start = ["--num-steps", 0, "--eval-interval", 1, "--json", "--cache-dir", trained / "cache"]
             capfd.readouterr()
             assert train([*start, *flags], device) == 0

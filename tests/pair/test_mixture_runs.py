@@ -14,7 +14,6 @@ import pytest
 from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, start, train, words, write_model
 from transformers import AutoTokenizer
 
-import train_fsdp
 from harness import data
 from harness.base import saved
 from harness.base.errors import UserError

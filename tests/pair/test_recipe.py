@@ -4,6 +4,7 @@ import functools
 import types
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -44,7 +45,11 @@ def trainer(device, tmp_path):
         args, config = resolved(["--model", source, "--dataset", "demo", *sizes, *flags])
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)
-        train_set = one_source(data.SyntheticDataset(config.vocab_size, args.sequence_length), args.seed)
+        windows = data.SyntheticDataset(config.vocab_size, args.sequence_length)
+        if args.document_mask:
+            tokens = np.concatenate([windows[index] for index in range(64)])
+            windows = data.PackedDataset(tokens, args.sequence_length, document_mask=True, end_of_text=END)
+        train_set = one_source(windows, args.seed)
         tracker = utils.PerformanceTracker(0, 1, 0)
         batches = data.training_batches(args, train_set, TrainState(model, optimizer, tracker=tracker), device)
         return model, lambda: train_fsdp.train_step(args, model, optimizer, batches, tracker)
