@@ -7,9 +7,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from torch import nn
-
-from harness.data.batches import RankBatches
 from harness.data.data_record import (
     DataRecord,
     StepSize,
@@ -19,8 +16,11 @@ from harness.data.data_record import (
     record_of_run,
     renamed,
 )
-from harness.data.mixture import MAX_WEIGHT, Mixture, Segment, as_integers, begin_history, change_history, read_history
 from harness.data.training_data import TrainingData
+from torch import nn
+
+from harness.data.batches import RankBatches
+from harness.data.mixture import MAX_WEIGHT, Mixture, Segment, as_integers, begin_history, change_history, read_history
 from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
 from harness.flags.sources import parse_stage

@@ -20,6 +20,11 @@ import multirank
 import numpy as np
 import pytest
 from conftest import PROGRAM, ROOT, STORIES, cold_python, losses_of, metrics_of, parse, start, words, write_model
+from harness.data.corpus_files import find_files, local_files
+from harness.data.formats import file_records, file_version
+from harness.data.splits import files_of_split
+from harness.data.storage import RemoteFile, open_file
+from harness.data.stream_parts import Division, Part, read_piece
 from transformers import AutoTokenizer
 
 import utils
@@ -27,12 +32,7 @@ from harness.base import hub
 from harness.base.errors import UnreadableError, UserError
 from harness.base.text import is_url
 from harness.data import byte_ranges, corpora, storage, store_requests, streaming
-from harness.data.corpus_files import find_files, local_files
-from harness.data.formats import file_records, file_version
 from harness.data.records import DEFAULT_FIELD, DOCUMENT_MARK, CountedFile
-from harness.data.splits import files_of_split
-from harness.data.storage import RemoteFile, open_file
-from harness.data.stream_parts import Division, Part, read_piece
 from harness.flags.settings import is_local
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 from conftest import ROOT, start
+from harness.data.faults import name_fault
 from transformers import AutoTokenizer
 
 from harness.base.errors import UnreadableError, UserError
 from harness.data import faults, formats
-from harness.data.faults import name_fault
 from harness.data.records import BadRecord
 
 CSV_READER = '''
