@@ -102,11 +102,9 @@ class ChatFormat(TextFormat):
         return examples
 
 
-def tools_of(document) -> str:
-    """What conversations that are encoded in one call have in common. A UserError for a document that is none."""
-    if not isinstance(document, Conversation):
-        raise UserError("--dataset: conversations and records without messages cannot be read together; divide them")
-    return json.dumps(document.tools)
+def tools_of(conversation: Conversation) -> str:
+    """What conversations that are encoded in one call have in common."""
+    return json.dumps(conversation.tools)
 
 
 def with_fixed_date(template: str) -> str:

@@ -187,14 +187,16 @@ def read_records(
 
 
 def read_documents(
-    records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter
+    records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter, is_chat: bool = False
 ) -> Iterator[str | np.ndarray | Conversation]:
     """The documents in records, those that are not empty: texts, token ids, conversations.
 
     `counts` gets the numbers of empty texts and of the bad records that `skip_bad` left out; else the first of these is
-    a UserError, and so is a token id that is not below `vocab_size`.
+    a UserError, and so is a token id that is not below `vocab_size`. With `is_chat` all are to be conversations.
     """
     for place, record in records:
+        if is_chat and isinstance(record, str):
+            record = BadRecord(f"{excerpt(record)} instead of a list of messages")
         if isinstance(record, BadRecord):
             refuse_or_count(place, record.fault, skip_bad, counts)
         elif isinstance(record, Conversation):

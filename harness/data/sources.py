@@ -219,7 +219,7 @@ class Reading:
             records = read_all(of_split, text_field, read)
             if rows:
                 records = itertools.islice(records, *rows)
-            documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts)
+            documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.is_chat)
             while batch := list(take(documents, TOKENIZE_BATCH)):
                 yield encoder.encode(batch, counts), sum(read), total
             if not counts["tokens"]:

@@ -308,11 +308,11 @@ def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, corp
 # Mistakes
 
 
-def test_a_stream_says_how_many_bad_records_it_leaves_out_and_else_names_the_first(device, flags, corpus, tmp_path, capfd):
+def test_a_stream_says_how_many_bad_records_it_leaves_out_or_names_the_first(device, flags, corpus, tmp_path, capfd):
     text = (corpus / "a.jsonl").read_text()
     (tmp_path / "bad.jsonl").write_text(text + '{"text": null}\n' * 21)
     run = [*flags, "--dataset", tmp_path / "bad.jsonl", "--output-dir", tmp_path]
-    assert train([*run, "--skip-bad-records"], device) == 0
+    assert train([*run, "--skip-bad-records", "--run-name", "skips"], device) == 0
     told = [line for line in capfd.readouterr().out.splitlines() if "bad records" in line]
     assert told and all(line.startswith("data       left out so far: bad records ") for line in told)
     (tmp_path / "bad.jsonl").write_text(text + '{"text": "A fo')
