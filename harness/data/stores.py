@@ -17,7 +17,7 @@ LISTING_SECONDS = 600  # of the names below a folder
 TRIES = 8
 FIRST_WAIT = 0.5  # seconds before the second try; twice as long before each further one
 # What a store calls the mark that changes with a file's content; the first that is there counts.
-MARKS = ("generation", "ETag", "etag", "blob_id", "md5Hash", "mtime", "created")
+MARKS = ("generation", "ETag", "etag", "blob_id", "md5Hash", "mtime")
 INDIRECT = ("blockcache", "cached", "dir", "filecache", "generic", "reference", "simplecache")
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=true",
@@ -75,7 +75,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def ask(url: str, operation: str, *arguments, seconds: float = TIMEOUT_SECONDS, tries: int = TRIES, **options) -> Any:
+def ask(url: str, operation: str, *arguments, seconds: float | None = None, tries: int = TRIES, **options) -> Any:
     """What an operation of the URL's file system gives, with the path in it as the first argument.
 
     It is tried again where the error may pass. A FileNotFoundError where the store has no such thing; a UserError for
@@ -90,7 +90,7 @@ def ask(url: str, operation: str, *arguments, seconds: float = TIMEOUT_SECONDS, 
             if filesystem.async_impl:
                 # private: the coroutine behind a public operation, which alone can be given up after some time
                 coroutine = getattr(filesystem, f"_{operation}")
-                return sync(filesystem.loop, coroutine, path, *arguments, timeout=seconds, **options)
+                return sync(filesystem.loop, coroutine, path, *arguments, timeout=seconds or TIMEOUT_SECONDS, **options)
             return getattr(filesystem, operation)(path, *arguments, **options)
         except Exception as error:
             if status_of(error) == 404 or isinstance(root_of(error), FileNotFoundError):

@@ -239,11 +239,7 @@ class PackedDataset(Dataset):
     padding_share = 0.0  # of the inputs of all windows
 
     def __init__(
-        self,
-        tokens: Tokens | np.ndarray,
-        seq_len: int,
-        document_mask: bool = False,
-        end_of_text: int | None = None,
+        self, tokens: Tokens | np.ndarray, seq_len: int, document_mask: bool = False, end_of_text: int | None = None
     ):
         """`end_of_text` ends a document of a plain array."""
         self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)

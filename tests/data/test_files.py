@@ -47,7 +47,9 @@ def test_a_split_is_a_folder_or_a_whole_file_name_and_nothing_else(tmp_path):
 
 
 def test_what_is_no_data_is_left_out_by_name_and_hidden_files_are_not_looked_at(tmp_path):
-    make(tmp_path, "a.txt", "NOTES.TXT", "README.md", "list.xyz", "sub/c.tsv", ".hidden.txt", ".cache/a.txt", "b.txt.gz")
+    make(
+        tmp_path, "a.txt", "NOTES.TXT", "README.md", "list.xyz", "sub/c.tsv", ".hidden.txt", ".cache/a.txt", "b.txt.gz"
+    )
     found = files.find(str(tmp_path))
     assert [file.name for file in found.splits["train"]] == ["NOTES.TXT", "a.txt", "b.txt.gz"]
     assert found.describe() == "3 of 6 (left out: README.md, list.xyz, sub/c.tsv)"
@@ -65,7 +67,11 @@ def test_each_real_file_and_folder_is_read_once(tmp_path):
     (data / "gone.txt").symlink_to("nowhere.txt")
     os.mkfifo(data / "pipe.txt")
     found = files.find(str(data))
-    assert [file.path for file in found.splits["train"]] == [str(data / "a.txt"), str(data / "b.txt"), str(data / "sub/c.txt")]
+    assert [file.path for file in found.splits["train"]] == [
+        str(data / "a.txt"),
+        str(data / "b.txt"),
+        str(data / "sub/c.txt"),
+    ]
     assert [file.name for file in found.splits["validation"]] == ["validation.txt"]
     assert found.left_out == ["0.txt (the same as a.txt)", "gone.txt (no regular file)", "pipe.txt (no regular file)"]
 

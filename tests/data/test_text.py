@@ -320,7 +320,9 @@ def test_a_long_tokenizing_says_how_long_it_takes_within_two_seconds(monkeypatch
     assert all(said in line and "tokenizing the text, once, takes about" in line for line in lines)
 
 
-def test_the_demo_and_all_of_a_local_file_are_the_defaults_of_a_library(load, encoded, write_jsonl, tmp_path, tokenizer):
+def test_the_demo_and_all_of_a_local_file_are_the_defaults_of_a_library(
+    load, encoded, write_jsonl, tmp_path, tokenizer
+):
     assert len(load("demo", 64)) == len(load(STORIES, 64))
     assert tokens_of(load(write_jsonl(tmp_path / "data.jsonl", FORTY))) == encoded(FORTY)
     mixed = utils.get_dataset(tokenizer, 64, dataset=["a=demo:1", f"b={STORIES}:1"], cache_dir=tmp_path / "cache")
@@ -404,7 +406,9 @@ def test_a_parquet_file_with_a_damaged_page_is_named(load, tmp_path):
         load(file)
 
 
-@pytest.mark.parametrize("bad", [content for _, content, says in UNUSABLE if ", line 2: " in says and b"1899" not in content])
+@pytest.mark.parametrize(
+    "bad", [content for _, content, says in UNUSABLE if ", line 2: " in says and b"1899" not in content]
+)
 def test_bad_records_are_left_out_and_counted_if_asked(load, encoded, write_jsonl, tmp_path, bad):
     lines = bad.removeprefix(GOOD).splitlines()
     text = json.loads(GOOD)["text"]

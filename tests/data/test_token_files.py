@@ -185,9 +185,7 @@ def test_the_program_has_the_same_losses_in_every_format(tmp_path, device):
     flags += ["--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), "--output-dir", str(tmp_path / "out")]
     flags += [*words("--eval-interval 2 --no-final-checkpoint"), "--cache-dir", str(tmp_path / "cache")]
     seen = {}
-    for number, name in enumerate(
-        ("JSON lines", "Megatron, int32", "datatrove, 4 bytes", "nanoGPT", "Parquet, int64")
-    ):
+    for number, name in enumerate(("JSON lines", "Megatron, int32", "datatrove, 4 bytes", "nanoGPT", "Parquet, int64")):
         folder = tmp_path / str(number)
         folder.mkdir()
         source = WRITERS[name](folder)
