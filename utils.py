@@ -54,7 +54,7 @@ def get_dataset(
         tokenizer: of transformers; its `eos_token` goes after each document. None for token files.
         accelerator: the run's `Accelerator`, or None for one process.
         dataset: hub id, with its `subset` if it has several, a file, folder, pattern or URL, or demo. A list of
-            several, each `[name=]dataset[:weight]`, is a mixture: sample i of the result is that of a run with this seed.
+            several, each `[name=]dataset[:weight]`, is a mixture: sample i of it is that of a run with this seed.
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.

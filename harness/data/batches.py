@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import os
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from harness import job
 from harness.base.errors import UserError
 from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
 from harness.data.stream import Position, Stream, StreamReader, report_left_out
 from harness.data.windows import IGNORE_INDEX, Window, create_collate_fn, squared_lengths, tokens_of
 from harness.flags.settings import Settings
-from harness.job.terminal import STOP_SIGNALS
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
@@ -222,7 +221,7 @@ def build_loader(settings: Settings, data: TrainingData, state, pin_memory: bool
         batch_size=None,
         num_workers=settings.num_workers,
         prefetch_factor=STREAM_PREFETCH if settings.streaming and settings.num_workers else None,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=job.ignore_signals,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
     )
@@ -231,8 +230,8 @@ def build_loader(settings: Settings, data: TrainingData, state, pin_memory: bool
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
     """Endless microbatches of one rank, divided among its data workers in turn: ranks are disjoint, and a step's
-    samples do not depend on how many ranks or microbatches share them. A UserError comes as the last item, as a DataLoader
-    would wrap it into a traceback."""
+    samples do not depend on how many ranks or microbatches share them. A UserError comes as the last item, as a
+    DataLoader would wrap it into a traceback."""
 
     data: TrainingData
     batch_size: int
@@ -295,12 +294,6 @@ def take_positions(batch, state) -> None:
     if isinstance(batch, UserError):
         raise batch
     state.move_positions(batch.pop("positions", {}))
-
-
-def ignore_signals(worker: int) -> None:
-    """A scheduler signals every process of a job; the data workers serve until their rank leaves."""
-    for number in (*STOP_SIGNALS, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def held_out_batches(settings: Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:

@@ -17,12 +17,12 @@ import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
+from harness import job
 from harness.base.errors import UserError
 from harness.base.text import counted, first_line
 from harness.data.encode import Encoded
 from harness.data.token_files import TokenFile
 from harness.data.windows import Tokens
-from harness.job import terminal
 
 VERSION = 3  # of the files; another one makes them anew
 LEFT_OUT = ("empty documents", "bad records", "conversations without a trained token")
@@ -133,7 +133,7 @@ def with_progress(batches: Batches, counts: Counter) -> Iterator[Encoded]:
     """The arrays of `batches`. Prints on rank 0 how far the tokenizing is: on a terminal in one line that goes away at
     the end, elsewhere in a line each half minute. Where it takes longer than that, a first line says how long."""
     start = last_report = time.monotonic()
-    on_terminal = terminal.is_terminal(sys.stderr)
+    on_terminal = job.is_terminal(sys.stderr)
     speaks, estimated = not dist.is_initialized() or dist.get_rank() == 0, False
     for encoded, read, total in batches:
         yield encoded
@@ -154,8 +154,8 @@ def with_progress(batches: Batches, counts: Counter) -> Iterator[Encoded]:
             line = f"tokenizing {seconds / whole:4.0%}  {counts['documents']:,} documents, {speed}, {left} left"
             if on_terminal:
                 width = shutil.get_terminal_size().columns - 1
-                print(terminal.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
+                print(job.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
             else:
                 print(f"data       {line}", flush=True)
     if speaks and on_terminal and last_report > start:
-        print(terminal.CLEAR, end="", file=sys.stderr, flush=True)
+        print(job.CLEAR, end="", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
+from harness import job
 from harness.base.errors import UserError
 from harness.base.ranks import from_main_process, on_main_rank
 from harness.base.text import counted
@@ -43,8 +44,6 @@ from harness.data.windows import EVERY, BestFitDataset, PackedDataset, Synthetic
 from harness.flags.commands import given
 from harness.flags.settings import ASSETS, Settings
 from harness.flags.sources import Source, same_dataset, sources_of, splits_overlap
-from harness.job import terminal
-from harness.job.printing import say
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 DEFAULT_EVAL_SPLIT = "validation"
@@ -189,7 +188,7 @@ class Reading:
         return chat
 
     def tokens(self, corpus: Corpus, split: str) -> Tokens:
-        """The tokens of a split, mapped; of text tokenized now, where nobody has. A slice is cut at ends of documents."""
+        """The tokens of a split, mapped; text is tokenized now where it was not yet. A slice is cut at ends of documents."""
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
@@ -471,10 +470,10 @@ def open_cached(settings: Settings, corpus: Corpus, reading: Reading, rules: dic
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens = reading.tokens(corpus, corpus.split)
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
-    say("data      ", of_source + tokens.line)
+    job.say("data      ", of_source + tokens.line)
     warning = token_files.differing_tokenizer(tokens.files, reading.tokenizer)
     if warning and dist.get_rank() == 0:
-        terminal.print_error(f"train_fsdp.py: warning: {warning}")
+        job.print_error(f"train_fsdp.py: warning: {warning}")
     held_out, name = None, split or ""
     if rule:
         divided = reading.with_ends(tokens).divide()
@@ -484,12 +483,12 @@ def open_cached(settings: Settings, corpus: Corpus, reading: Reading, rules: dic
             name = f"the last {100 // EVERY} % of it"
     if split:
         of_split = reading.tokens(corpus, split)
-        say("data      ", of_source + of_split.line)
+        job.say("data      ", of_source + of_split.line)
         held_out, name = reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(train, reading, corpus, with_example=trains).items():
-        say(f"{word:10}", of_source + line)
+        job.say(f"{word:10}", of_source + line)
     return OpenedSource(train, held_out, name, {"held_out": rule, "dataset": tokens.fingerprint()})
 
 
@@ -611,7 +610,7 @@ def describe_packing(train: PackedDataset, reading: Reading, corpus: Corpus, wit
         if reading.encoder(corpus).asks_for_date():
             lines["chat"] += f"; their template prints today's date, which is {TODAY:%Y-%m-%d} every day"
     if train.is_chat and with_example:
-        colours = terminal.is_terminal(sys.stdout)
+        colours = job.is_terminal(sys.stdout)
         how = "dim text is not trained on" if colours else "[[ ]] is around what is trained on"
         example = describe_example(train[0], reading.tokenizer, colours, train.real_tokens(0))
         lines["example"] = f"({how})\n{example}"
@@ -691,7 +690,7 @@ def show_samples(settings: Settings, data: TrainingData, tokenizer, recorded: di
         if len(record.sources) == len(data.sources) == 1:
             record = renamed(record, next(iter(data.sources)))
         data = dataclasses.replace(data, record=record)
-    say(describe_step(data, tokenizer, settings.show_samples))
+    job.say(describe_step(data, tokenizer, settings.show_samples))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

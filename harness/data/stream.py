@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
+from harness import job
 from harness.base.errors import UserError
 from harness.base.ranks import of_all_ranks
 from harness.data.encode import TextFormat, take
@@ -27,7 +28,6 @@ from harness.data.files import DataFile
 from harness.data.readers import reader_of
 from harness.data.records import Field, read_documents, read_records
 from harness.data.windows import EVERY, PackedDataset, TokenFile, Tokens, Window
-from harness.job.printing import say
 
 LEAST_CHUNK = 2**12  # bytes: a corpus has no more lanes than chunks
 MOST_CHUNK = 2**18  # bytes, and characters of a piece: about what an open lane holds in memory
@@ -294,4 +294,4 @@ def report_left_out(counts: Counter) -> None:
     """Prints how many documents were left out so far."""
     empty, bad = counts["empty documents"], counts["bad records"]
     left_out = f"empty documents {empty:,}, bad records {bad:,}" if empty else f"bad records {bad:,}"
-    say("data      ", f"left out so far: {left_out}")
+    job.say("data      ", f"left out so far: {left_out}")

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from harness.base.errors import UserError
 from harness.base.text import counted
-from harness.data.encode import vocabulary_of
-from harness.data.mixture import DataRecord, describe_changes, read_record, renamed
+from harness.data import DataRecord, describe_changes, read_record, renamed, vocabulary_of
 from harness.flags.commands import as_flags, given
 from harness.flags.settings import Settings
 
