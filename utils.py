@@ -6,24 +6,20 @@ Importing this module starts nothing and needs no GPU, no network and no optiona
 import contextlib
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from harness.base import find_gpu, wait_for_device
-from harness.data.best_fit import BinnedDataset
-from harness.data.corpus_tokens import CorpusReader, load_windows
-from harness.data.records import DEFAULT_FIELD, Field
-from harness.data.training_data import TrainingData, mix
-from harness.data.windows import PackedDataset, create_collate_fn
 from harness.flags import sources_of
+from harness import data
 from harness.model.flops import DocumentFlops, count_flops_per_token, document_flops, formula_holds
 
+create_collate_fn = data.create_collate_fn
+
 __all__ = [
-    "PackedDataset",
     "PerformanceTracker",
     "create_collate_fn",
     "estimate_mfu",
@@ -43,37 +39,29 @@ def get_dataset(
     vocab_size: int | None = None,
     cache_dir: str | os.PathLike | None = None,
     skip_bad_records: bool = False,
-    check_whole: bool = False,
-    text_field: Field = DEFAULT_FIELD,
+    text_field: str | tuple[str, ...] = ("input_ids", "text"),
     subset: str | None = None,
-    progress: Callable[[Counter, int], None] = lambda counts, total: None,
     packing: str | None = None,
     chat_template: str | None = None,
     chat_loss: str = "assistant",
     document_mask: bool | None = None,
     seed: int = 0,
-) -> PackedDataset | BinnedDataset | TrainingData:
-    """Tokenizes a corpus once, caches it as one flat file, and returns it as packed windows. Token files that can be
-    mapped (`harness/data/token_files.py`) are neither tokenized nor cached; of them `mapped` has the tokens.
-
-    The main process of each node tokenizes, on all cores; the others map the same file. The file's name covers the
-    documents, the tokenizer and the vocabulary, so a second start only reads it. Local files are tokenized whole, and a
-    slice is taken of their tokens, see `cut_positions`.
+):
+    """The windows of a corpus, a `data.PackedDataset`: tokenized once, kept as one flat file, and mapped. Token files
+    are mapped where they lie. The main process of each node tokenizes, on all cores; the others map the same file.
 
     Args:
         tokenizer: of transformers; its `eos_token` goes after each document. None for token files.
         accelerator: the run's `Accelerator`, or None for one process.
-        dataset: hub id, with its `subset` if it has several, or a file, folder, pattern or URL. A list of several, each
-            `[name=]dataset[:weight]`, is a mixture: sample i of the result is that of a run with this seed.
+        dataset: hub id, with its `subset` if it has several, a file, folder, pattern or URL, or demo. A list of
+            several, each `[name=]dataset[:weight]`, is a mixture: sample i of it is that of a run with this seed.
         split: with an optional slice; by default `train`, of hub data its first 5 %.
         vocab_size: embeddings of the model; by default the tokenizer's own size.
         cache_dir: where the flat files lie; by default `$XDG_CACHE_HOME/train_fsdp` or `~/.cache/train_fsdp`.
         text_field: column of the text, or of token ids where it is `input_ids`; of several the first that is there.
-        skip_bad_records: leave out, and count, records that have no text; otherwise the first is an UnreadableError.
-        check_whole: compare a cache with its checksum even if it has not changed since that was last done.
-        progress: called while tokenizing with the counts so far (documents, tokens, read) and what "read" will reach.
-        packing: "concatenate" cuts documents where windows end, "best-fit" makes windows of whole ones (`best_fit.py`);
-            by default conversations, which are records with `messages`, are packed best-fit and all else concatenated.
+        skip_bad_records: leave out, and count, records that have no text; otherwise the first is a UserError.
+        packing: "concatenate" cuts documents where windows end, "best-fit" fills windows with whole ones; by default
+            conversations, which are records with `messages`, are packed best-fit and all else concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
         document_mask: whether windows say where their documents begin; by default those of conversations do.
@@ -83,27 +71,20 @@ def get_dataset(
         UserError: no such data or split, no text in it, the hub is not reachable, less than one window, a token id
             without an embedding.
     """
-    reader = CorpusReader(
+    reading = data.Reading(
         tokenizer,
+        seq_len,
         vocab_size or len(tokenizer),
         cache_dir,
         skip_bad_records,
-        check_whole,
-        text_field,
-        subset,
+        packing,
         chat_template,
         chat_loss,
-        progress,
+        document_mask,
+        seed,
+        is_main=accelerator is None or accelerator.is_local_main_process,
     )
-    is_main = accelerator is None or accelerator.is_local_main_process
-
-    def load(place: str):
-        return load_windows(reader, os.path.expanduser(place), split, seq_len, packing, document_mask, seed, is_main)
-
-    if isinstance(dataset, str):
-        return load(dataset)
-    sources = sources_of(tuple(dataset))
-    return mix({source.name: load(source.dataset) for source in sources}, sources, seq_len, seed)
+    return data.open_windows(reading, dataset, split, text_field, subset)
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:

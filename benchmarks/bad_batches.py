@@ -30,12 +30,12 @@ def run_rank(arguments: list[str]) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from harness.data import batches
+    from harness import data
     from harness.model import skipping
 
     planted = json.loads(os.environ["PLANT"])
     left_out = json.loads(os.environ["LEAVE_OUT"])
-    make_batches = batches.training_batches
+    make_batches = data.training_batches
     steps_taken = 0
 
     def planted_batches(*inputs):
@@ -51,7 +51,7 @@ def run_rank(arguments: list[str]) -> None:
         if steps_taken not in left_out:
             optimizer.step()
 
-    batches.training_batches = planted_batches
+    data.training_batches = planted_batches
     if left_out:
         skipping.step_or_skip = step_unless_left_out
     sys.argv = [str(ROOT / "train_fsdp.py"), *arguments]

@@ -81,19 +81,6 @@ def start() -> tuple:
     return "seconds from command to the end of the first step, demo model", "first_step_s", pairs, configs
 
 
-def data() -> tuple:
-    ways = ("pack ours", "pack map_and_lists", "read ours", "read map_and_lists")
-    ways += ("tokenize ours", "tokenize map", "tokenize library")
-    pairs = {
-        "packing / map and Python lists": ("pack ours", "pack map_and_lists", "at least 50"),
-        "reading / map and Python lists": ("read ours", "read map_and_lists", "at least 20"),
-        "tokenizing / datasets.map": ("tokenize ours", "tokenize map", "over 1"),
-        "tokenizing / the tokenizers library alone": ("tokenize ours", "tokenize library", "at least 0.8"),
-    }
-    configs = {way: Config(f"benchmarks/data_speed.py {way}", {}) for way in ways}
-    return "tokens per second: packing, reading, tokenizing", "tokens_per_sec", pairs, configs
-
-
 def compiling() -> tuple:
     configs, pairs = {}, {}
     for layers in (4, 16):
@@ -269,7 +256,7 @@ def compare_cpu() -> dict[str, tuple]:
 
 def parts_of(suite: str, available: int) -> dict[str, tuple]:
     if suite == "cpu":
-        return {"harness": harness(), "start": start(), "data": data(), "compile": compiling(), "loss": loss_cpu()}
+        return {"harness": harness(), "start": start(), "compile": compiling(), "loss": loss_cpu()}
     if suite == "compare":
         return {"peers": peers()}
     if suite == "compare-cpu":

@@ -1,206 +1,216 @@
-"""Tokens per second of one way to prepare data, in a fresh process; prints one JSON object.
+"""The data wing of this tree beside another one's, on the same files: times and memory as ratios.
 
-    python benchmarks/data_speed.py {pack,read} {ours,map_and_lists}
-    python benchmarks/data_speed.py tokenize {ours,map,library}
-    python benchmarks/data_speed.py stream {1,64,2x64,1p,64p}
-    python benchmarks/data_speed.py batches {single,mixture}
+    git worktree add /tmp/before COMMIT
+    python benchmarks/data_speed.py /tmp/before --json data.json
 
-pack: from a tokenized corpus of 8 M tokens to windows of 8,192. read: each window once, as tensors. tokenize: the
-demo's stories, four times; `library` calls the tokenizers library and nothing else, 2,000 stories a call. stream: the
-demo's stories, 7 times, in one .jsonl file that is read and tokenized on one core, one epoch in windows of 512, as one
-stream (1) or divided into 64 (64), by two processes that have 32 streams each (2x64), of a Parquet file (1p, 64p). Its
-time is the CPU time of reading, from the first window on; of two processes that of the longer one. batches: the batches
-of a rank, 64 M tokens in windows of 2,048, of one source or of the same tokens as three in unequal shares; CPU time.
+Every figure is of a fresh process, the trees in turn, and the median of --repeats. Only `utils.get_dataset` and the
+command line are used, so the other tree may be of any commit that has them. A ratio is this tree's speed divided by the
+other's, from seconds of the call alone (library) or of all CPU time of a run (program); memory is the peak in MiB.
 """
 
-import collections
+import argparse
 import json
-import multiprocessing
 import os
 import pathlib
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from fractions import Fraction
+
+import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import datasets
-import numpy as np
-import torch
-from transformers import AutoTokenizer
-
-from harness.data.batches import RankBatches
-from harness.data.documents import TOKENIZE_BATCH, read_documents, token_batches, token_dtype
-from harness.data.hub_rows import hub_records
-from harness.data.records import DEFAULT_FIELD
-from harness.data.streaming import StreamReader, stream_dataset
-from harness.data.token_cache import pack_tokens
-from harness.data.training_data import mix
-from harness.data.windows import PackedDataset, create_collate_fn
-from harness.flags import Source
-
-SEQUENCE, VOCABULARY = 8192, 49152
-os.environ["TOKENIZERS_PARALLELISM"] = "true"
-datasets.disable_progress_bars()
-datasets.disable_caching()
+DEMO = ROOT / "assets" / "demo"
+VOCABULARY = 1536  # of the demo's tokenizer
+MODEL = {
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 4096,
+    "bos_token_id": 0, "eos_token_id": 0, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+RUN = """--num-workers 0 --precision fp32 --no-compile --no-final-checkpoint --perf-warmup-steps 0 --log-interval 1000
+    --no-own-plan --sequence-length 64 --batch-size 64 --num-steps 4"""
 
 
-def read(documents):
-    """The documents of a `datasets.Dataset` as the program reads those of the hub."""
-    counts = collections.Counter()
-    records = hub_records(documents, "benchmark", DEFAULT_FIELD, counts, batched=True)
-    return read_documents(records, "benchmark", False, counts)
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
 
 
-def pack_ours(documents, folder: str) -> PackedDataset:
-    path = pathlib.Path(folder, "tokens.bin")
-    pack_tokens(token_batches(read(documents), None), path, VOCABULARY)
-    return PackedDataset(np.memmap(path, dtype=token_dtype(VOCABULARY), mode="r"), SEQUENCE)
+def write_files(folder: pathlib.Path, scale: float) -> None:
+    """All files that are read, at `scale` 1 some 6 GB."""
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    stories = (DEMO / "stories" / "train.jsonl").read_text()
+    (folder / "stories.jsonl").write_text(stories * max(1, round(4 * scale)))
+    for name, copies in (("stream-1", 16), ("stream-4", 64)):  # to 250 MB
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for _ in range(max(1, round(copies * scale))):
+                file.write(stories)
+    generator = np.random.default_rng(0)
+
+    def write_ids(name: str, tokens: int) -> None:
+        ids = generator.integers(1, VOCABULARY, tokens // 500 * 500, dtype=np.int16)
+        column = pyarrow.ListArray.from_arrays(np.arange(0, len(ids) + 1, 500, dtype=np.int32), ids)
+        pyarrow.parquet.write_table(pyarrow.table({"input_ids": column}), folder / f"{name}.parquet")
+
+    write_ids("ids", round(20_000_000 * scale))
+    for name in "abcd":  # token caches of a gigabyte each
+        write_ids(name, round(500_000_000 * scale))
+    np.save(folder / "read.npy", generator.integers(1, VOCABULARY, round(64_000_000 * scale), dtype=np.uint16))
+    with (folder / "sparse.bin").open("wb") as file:
+        file.truncate(2 * round(10_000_000_000 * scale))
+    (folder / "documents").mkdir()
+    lengths = generator.integers(1, 1000, round(1_000_000 * scale))
+    lengths.cumsum().astype("<u8").tofile(folder / "documents" / "a.ds.index")
+    with (folder / "documents" / "a.ds").open("wb") as file:
+        file.truncate(2 * int(lengths.sum()))
 
 
-def group_tokens(batch: dict) -> dict:
-    """The packing of most training scripts: concatenate a map batch's lists, cut them, drop the tail."""
-    tokens = [token for ids in batch["input_ids"] for token in ids]
-    starts = range(0, (len(tokens) - 1) // SEQUENCE * SEQUENCE, SEQUENCE)
-    return {
-        "input_ids": [tokens[start : start + SEQUENCE] for start in starts],
-        "shift_labels": [tokens[start + 1 : start + SEQUENCE + 1] for start in starts],
-    }
+# ----------------------------------------------------------------------------------------------------------------------
+# Figures of the library: this file runs again in a process of its own, and imports the tree's utils
+
+LIBRARY = {  # the dataset, its sequence length, and what else get_dataset takes
+    "tokenizing": ("stories.jsonl", 2048, {}),
+    "packing token ids": ("ids.parquet", 2048, {}),
+    "reading samples": ("read.npy", 2048, {}),
+    "opening ten billion tokens": ("sparse.bin", 8192, {}),
+    "best-fit of a million documents": ("documents", 1024, {"packing": "best-fit"}),
+}
 
 
-def pack_map_and_lists(documents, folder: str):
-    return documents.map(group_tokens, batched=True, remove_columns="input_ids")
+def measure_in_library(name: str, tree: str, folder: pathlib.Path, cache: str) -> float:
+    """Seconds of get_dataset and its first sample, or of reading all samples in a random order."""
+    sys.path.insert(0, tree)
+    from transformers import AutoTokenizer
+
+    import utils
+
+    dataset, seq_len, options = LIBRARY[name]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    collate = utils.create_collate_fn()
+    start = time.perf_counter()
+    windows = utils.get_dataset(
+        tokenizer, seq_len, dataset=str(folder / dataset), vocab_size=VOCABULARY, cache_dir=cache, **options
+    )
+    collate([windows[0]])
+    if name == "reading samples":
+        order = np.random.default_rng(1).permutation(len(windows))
+        start = time.perf_counter()
+        for index in order:
+            collate([windows[int(index)]])
+    return time.perf_counter() - start
 
 
-def read_ours(packed: PackedDataset) -> None:
-    collate = create_collate_fn()
-    for index in range(len(packed)):
-        collate([packed[index]])
+def library_seconds(name: str, tree: pathlib.Path, folder: pathlib.Path) -> float:
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        command = [sys.executable, __file__, "--measure", name, str(tree), "--folder", str(folder), "--cache", cache]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tree)
+    if ended.returncode:
+        sys.exit(f"{name}, {tree}: {ended.stderr[-2000:]}")
+    return float(ended.stdout.split()[-1])
 
 
-def read_map_and_lists(grouped) -> None:
-    for index in range(len(grouped)):
-        row = grouped[index]
-        {"input_ids": torch.tensor([row["input_ids"]]), "labels": torch.tensor([row["shift_labels"]])}
+# ----------------------------------------------------------------------------------------------------------------------
+# Figures of the program
+
+FOUR = "a=a.parquet:0.4 b=b.parquet:0.3 c=c.parquet:0.2 d=d.parquet:0.1"
+PROGRAM = {  # flags of a run that is not measured and comes first, flags of the one that is
+    "start of a mixture of four": (f"--dataset {FOUR}", f"--dataset {FOUR}"),
+    "resume of a mixture of four": (
+        f"--dataset {FOUR} --final-checkpoint --run-name before",
+        f"--dataset {FOUR} --num-steps 5 --resume WORK/before",
+    ),
+    "a stream": ("", "--dataset stream-1.jsonl --streaming --streams 64 --num-steps 50"),
+    "two streams in 1,024 lanes": (
+        "",
+        "--dataset a=stream-1.jsonl:0.6 b=stream-4.jsonl:0.4 --streaming --streams 1024 --batch-size 1024",
+    ),
+    "evaluation of a stream": ("", "--dataset stream-1.jsonl --streaming --num-steps 1 --eval-interval 1"),
+}
+MEMORY = {
+    "memory of a stream": ("", "--dataset stream-1.jsonl --streaming --streams 64 --num-steps 20"),
+    "memory of a stream of four times the size": (
+        "",
+        "--dataset stream-4.jsonl --streaming --streams 64 --num-steps 20",
+    ),
+}
 
 
-def tokenize_ours(stories, tokenizer) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        batches = token_batches(read(stories), tokenizer)
-        return pack_tokens(batches, pathlib.Path(folder, "tokens.bin"), len(tokenizer))
+def run_program(tree: pathlib.Path, folder: pathlib.Path, work: pathlib.Path, flags: str) -> tuple[float, float]:
+    """(CPU seconds of a run, the peak memory of its largest process in MiB)."""
+    where = f"--model model --tokenizer {DEMO} --output-dir {work} --cache-dir {work}/cache --run-name run"
+    words = f"{where} {RUN} {flags}".replace("WORK", str(work)).split()
+    shutil.rmtree(work / "run", ignore_errors=True)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(tree / "train_fsdp.py"), *words], cwd=folder, stdout=output, stderr=output
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            sys.exit(f"{tree}, {flags}: {output.read()[-2000:]}")
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
-def tokenize_map(stories, tokenizer) -> int:
-    end = [tokenizer.eos_token_id]
-    encode = lambda batch: {"input_ids": [ids + end for ids in tokenizer(batch["text"])["input_ids"]]}  # noqa: E731
-    return sum(map(len, stories.map(encode, batched=True, remove_columns="text")["input_ids"]))
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def tokenize_library(texts: list[str], tokenizer) -> int:
-    encode, total = tokenizer.backend_tokenizer.encode_batch_fast, len(texts)
-    for start in range(0, len(texts), TOKENIZE_BATCH):
-        encodings = encode(texts[start : start + TOKENIZE_BATCH], add_special_tokens=False)
-        total += sum(map(len, encodings))
-    return total
-
-
-def read_streams(dataset, streams: list[int], windows: int, begin, results) -> None:
-    """Reads so many windows of all streams together, in their order."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    reader = StreamReader(dataset, {})
-    begin.wait()
-    start = time.process_time()
-    for number in range(windows):
-        reader.window(streams[number % len(streams)], number // len(streams))
-    results.put(time.process_time() - start)
-
-
-def time_streams(way: str, folder: str) -> tuple[float, int]:
-    """(seconds, tokens) of one epoch."""
-    processes = 2 if way.startswith("2x") else 1
-    streams = int(way.removeprefix("2x").removesuffix("p"))
-    stories = (ROOT / "assets/demo/stories/train.jsonl").read_text().splitlines() * 7
-    file = pathlib.Path(folder, "stories.jsonl")
-    file.write_text("\n".join(stories))
-    if way.endswith("p"):
-        table = datasets.load_dataset("json", data_files=str(file), split="train").select_columns("text")
-        file = pathlib.Path(folder, "stories.parquet")
-        table.to_parquet(str(file))
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/demo")
-    dataset = stream_dataset(tokenizer, 512, dataset=str(file))
-    windows = 2_000_000 // 512
-    begin, results = multiprocessing.Barrier(processes), multiprocessing.Queue()
-    divided = dataset.divide(streams)
-    readers = []
-    for process in range(processes):
-        own = list(range(process, streams, processes))
-        arguments = (divided, own, windows // processes, begin, results)
-        readers.append(multiprocessing.Process(target=read_streams, args=arguments))
-    for reader in readers:
-        reader.start()
-    seconds = max(results.get() for _ in readers)
-    for reader in readers:
-        reader.join()
-    return seconds, windows * 512
-
-
-def time_batches(way: str, folder: str) -> tuple[float, int]:
-    """(seconds, tokens) of the batches of one rank."""
-    seq_len, windows = 2048, 2**15
-    path = pathlib.Path(folder, "tokens.bin")
-    np.random.default_rng(0).integers(0, VOCABULARY, windows * seq_len + 1, dtype=np.uint16).tofile(path)
-    tokens = np.memmap(path, np.uint16, mode="r")
-    weights = {"web": Fraction(7, 10), "code": Fraction(2, 10), "math": Fraction(1, 10)}
-    if way == "single":
-        weights = {"web": Fraction(1)}
-    sources = [Source(name, name, weight) for name, weight in weights.items()]
-    parts = np.array_split(np.arange(windows), len(sources))
-    packed = {}
-    for source, part in zip(sources, parts, strict=True):
-        packed[source.name] = PackedDataset(tokens[part[0] * seq_len : (part[-1] + 1) * seq_len + 1], seq_len)
-    batches = iter(RankBatches(mix(packed, sources, seq_len, seed=0), batch_size=8))
-    next(batches)  # the first permutations
-    start = time.process_time()
-    for _ in range(windows // 8):
-        next(batches)
-    return time.process_time() - start, windows * seq_len
+def measure(name: str, tree: pathlib.Path, folder: pathlib.Path, work: pathlib.Path) -> float:
+    """One figure of a tree: seconds, or MiB."""
+    if name in LIBRARY:
+        return library_seconds(name, tree, folder)
+    first, flags = (PROGRAM | MEMORY)[name]
+    if first and not (work / name).exists():
+        run_program(tree, folder, work, first)
+        (work / name).touch()
+    seconds, mebibytes = run_program(tree, folder, work, flags)
+    return mebibytes if name in MEMORY else seconds
 
 
 def main() -> None:
-    task, way = sys.argv[1:]
-    if task == "batches":
-        with tempfile.TemporaryDirectory() as folder:
-            seconds, tokens = time_batches(way, folder)
-        print(json.dumps({"tokens_per_sec": tokens / seconds, "tokens": tokens, "seconds": seconds}))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*LIBRARY, *PROGRAM, *MEMORY]
+    parser.add_argument("other", type=pathlib.Path, help="the root of the other tree")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1, help="of all files; 1 is some 6 GB [1]")
+    parser.add_argument("--folder", type=pathlib.Path, help="for the files [a temporary one]")
+    parser.add_argument("--json", type=pathlib.Path, help="file for the result")
+    parser.add_argument("--measure", choices=LIBRARY, help=argparse.SUPPRESS)
+    parser.add_argument("--cache", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(measure_in_library(args.measure, str(args.other), args.folder, args.cache))
         return
-    if task == "stream":
-        with tempfile.TemporaryDirectory() as folder:
-            seconds, tokens = time_streams(way, folder)
-        print(json.dumps({"tokens_per_sec": tokens / seconds, "tokens": tokens, "seconds": seconds}))
-        return
-    call = globals()[f"{task}_{way}"]
-    with tempfile.TemporaryDirectory() as folder:
-        if task == "tokenize":
-            file = str(ROOT / "assets/demo/stories/train.jsonl")
-            stories = datasets.load_dataset("json", data_files=file, split="train").select_columns("text")
-            stories = datasets.concatenate_datasets([stories] * 4)
-            tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/demo")
-            inputs = (stories["text"][:] if way == "library" else stories, tokenizer)
-        else:
-            generator = np.random.default_rng(0)
-            lengths = generator.integers(50, 400, 36_000)
-            ids = [generator.integers(0, VOCABULARY, n, dtype=np.int32) for n in lengths]
-            inputs = (datasets.Dataset.from_dict({"input_ids": ids}), folder)
-            if task == "read":
-                inputs = (globals()[f"pack_{way}"](*inputs),)
-        start = time.perf_counter()
-        result = call(*inputs)
-        seconds = time.perf_counter() - start
-        made = inputs[0] if task == "read" else result
-        tokens = made if isinstance(made, int) else len(made) * SEQUENCE
-    print(json.dumps({"tokens_per_sec": tokens / seconds, "tokens": tokens, "seconds": seconds}))
+    trees = {"other": args.other.resolve(), "this": ROOT}
+    found: dict[str, dict[str, list[float]]] = {name: {tree: [] for tree in trees} for name in args.only}
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder = pathlib.Path(temporary)
+        write_files(folder, args.scale)
+        for tree in trees:
+            (folder / f"work-{tree}").mkdir()
+        for name in args.only:
+            for _ in range(args.repeats):  # in turn, so that other work on the machine meets both
+                for tree, root in trees.items():
+                    found[name][tree].append(measure(name, root, folder, folder / f"work-{tree}"))
+            other, this = (statistics.median(found[name][tree]) for tree in trees)
+            figures = f"{other:8.0f} MiB -> {this:8.0f} MiB" if name in MEMORY else f"{other:8.3f} s -> {this:8.3f} s"
+            print(f"{name:45} {figures}   ratio {other / this:.2f}", flush=True)
+    if args.json:
+        commits = {
+            tree: subprocess.run(
+                ["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True
+            ).stdout.strip()
+            for tree, root in trees.items()
+        }
+        machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "date": time.strftime("%Y-%m-%d")}
+        result = machine | {"commits": commits, "scale": args.scale, "figures": found}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ from urllib.parse import urlsplit
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.base import UserError
-from harness.data import storage
-from harness.data.corpus_files import local_files
-from harness.data.formats import file_records
+from harness.base.errors import UserError
+from harness.data import stores
+from harness.data.files import find
+from harness.data.records import read_records
 
 STORIES = ROOT / "assets" / "demo" / "stories" / "train.jsonl"
 FIELD = ("input_ids", "text")
@@ -202,12 +202,13 @@ def read_with(fault: str, url: str, local: pathlib.Path, faults: Faults) -> dict
     start = time.perf_counter()
     outcome = "every document once, unchanged"
     try:
-        (file,) = local_files(url)
-        documents = list(file_records(file, FIELD, Counter()))
+        (file,) = find(url).of_split("train")
+        documents = [record for _, record in read_records(file, FIELD)]
     except UserError as error:
         outcome, documents = str(error), []
     seconds = time.perf_counter() - start
-    if documents and documents != list(file_records(local, FIELD, Counter())):
+    (local_file,) = find(str(local)).of_split("train")
+    if documents and documents != [record for _, record in read_records(local_file, FIELD)]:
         outcome = "WRONG"
     return {
         "fault": fault,
@@ -223,16 +224,16 @@ def read_with(fault: str, url: str, local: pathlib.Path, faults: Faults) -> dict
 def refusals(url: str, faults: Faults) -> list[dict]:
     """Rows of what is not waited for, or for which the tries run out."""
     rows = []
-    (file,) = local_files(url)
+    (file,) = find(url).of_split("train")
     for fault, what in (("503", "every request 503"), ("403", "every request 403")):
         for kind in ("listing", "reading"):
             faults.always = fault
             start = time.perf_counter()
             try:
                 if kind == "listing":
-                    local_files(url)
+                    find(url)
                 else:
-                    storage.open_file(file)
+                    file.open()
                 outcome = "WRONG"
             except UserError as error:
                 outcome = str(error)
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--timeout", type=float, default=2.0, help="seconds after which a range is slow [2]")
     arguments = parser.parse_args()
-    storage.TIMEOUT_SECONDS = arguments.timeout
+    stores.TIMEOUT_SECONDS = arguments.timeout
     rows = []
     with s3_server() as (store, faults), tempfile.TemporaryDirectory() as folder:
         for name, content in contents().items():

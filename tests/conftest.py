@@ -21,6 +21,7 @@ import tempfile
 import time
 from fractions import Fraction
 
+pytest_plugins = ["corpora"]  # fixtures of the tests of data
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = str(ROOT / "train_fsdp.py")
 STORIES = ROOT / "assets" / "demo" / "stories"
@@ -279,14 +280,9 @@ def train(arguments: list, device, stop: Stop | None = None) -> int:
 
 def one_source(windows, seed: int):
     """The training data of a run of these windows alone."""
-    from harness.data.data_record import DataRecord, StepSize
-    from harness.data.mixture import Mixture, Segment
-    from harness.data.training_data import TrainingData
+    from harness import data
 
-    ones = {"data": Fraction(1)}
-    history = [Segment(0, ones, ones)]
-    record = DataRecord({"data": {}}, "data", 1, {}, history, [StepSize(0, 0, 1)])
-    return TrainingData({"data": windows}, Mixture(history), record, windows.seq_len, seed)
+    return data.mix({"data": windows}, {"data": None}, windows.seq_len, seed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

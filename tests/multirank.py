@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_fsdp
 import utils
 from harness.base import from_main_process, of_all_ranks, on_main_rank
-from harness.data.windows import PackedDataset
 from harness.flags import parse_args
 from harness.job import endings, heartbeats, start_processes, stop_processes, world
+from harness import data
 from harness.job.signals import StopRequest
 from harness.job.world import new_group
 from harness.model import collectives
@@ -316,8 +316,9 @@ def stalled(how: str, *argv: str) -> None:
 
             dist.all_reduce = stop_in_backward
         if how == "data":
-            read, calls = PackedDataset.__getitem__, itertools.count()
-            PackedDataset.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
+            packed = data.PackedDataset
+            read, calls = packed.__getitem__, itertools.count()
+            packed.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "evaluation":
             train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import utils  # comparison
-from harness.data import sample_order  # comparison
+from harness import data  # comparison
 from harness.report.figures import memory_figures  # comparison
 
 
@@ -95,7 +95,7 @@ class RandomTokens(torch.utils.data.Dataset):  # comparison
     def __init__(self, args: argparse.Namespace, vocab_size: int):
         world = int(os.environ.get("WORLD_SIZE", 1))
         windows = args.num_steps * args.batch_size * world
-        self.windows = sample_order.SyntheticDataset(vocab_size, args.sequence_length, seed=42, windows=windows)
+        self.windows = data.SyntheticDataset(vocab_size, args.sequence_length, seed=42, windows=windows)
 
     def __len__(self) -> int:
         return len(self.windows)

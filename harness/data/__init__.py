@@ -1,2 +1,42 @@
-"""Data: from files or a hub to windows of tokens: formats, documents, splits, the token cache, streaming, the order of
-samples, held-out documents, and the faults of a corpus."""
+"""Data: from files, buckets and the hub to the microbatches of a rank.
+
+    corpora = data.find(settings)                     one listing, by rank 0
+    train_set = data.load(settings, corpora, tokenizer, config, manifest)
+    for batch in data.training_batches(settings, train_set, state, device): ...
+
+`needs_tokenizer` and `mask_conversations` answer what a run must know before it loads. `held_out_batches` are those of
+an evaluation, `evaluates_own_data` says whether one reads what its run read, `show_samples` prints what a step trains
+on. `open_windows` with a `Reading` is the library's way in (`utils.get_dataset`). Of a checkpoint `read_record` reads
+the `DataRecord`, `renamed` and `describe_changes` compare it, and `vocabulary_of` tells tokenizers apart. `mix`,
+`PackedDataset`, `SyntheticDataset`, `Window`, `create_collate_fn` and `squared_lengths` are for tests and comparisons.
+"""
+
+from harness.base import doors
+
+__getattr__, __all__ = doors.open_door(
+    __name__,
+    {
+        "find": "sources",
+        "load": "sources",
+        "needs_tokenizer": "sources",
+        "mask_conversations": "sources",
+        "evaluates_own_data": "sources",
+        "show_samples": "sources",
+        "open_windows": "sources",
+        "Reading": "sources",
+        "TrainingData": "batches",
+        "mix": "batches",
+        "training_batches": "batches",
+        "held_out_batches": "batches",
+        "DataRecord": "mixture",
+        "read_record": "mixture",
+        "renamed": "mixture",
+        "describe_changes": "mixture",
+        "vocabulary_of": "encode",
+        "PackedDataset": "windows",
+        "SyntheticDataset": "windows",
+        "Window": "windows",
+        "create_collate_fn": "windows",
+        "squared_lengths": "windows",
+    },
+)

@@ -1,12 +1,14 @@
-"""Batches: the microbatches that one rank trains on, read ahead by data workers and moved to its device. Called by the
-script."""
+"""Batches: what a run trains on, sample by sample; the microbatches of one rank, read ahead by data workers and moved
+to its device; the held-out batches of an evaluation; what a step trained on in words."""
 
 import itertools
 import logging
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,157 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import job
-from harness.base import UserError
-from harness.data.document_lengths import squared_lengths
-from harness.data.sample_order import samples_of_microbatch
-from harness.data.streaming import report_left_out
-from harness.data.training_data import Positions, SampleReader, TrainingData
-from harness.data.windows import create_collate_fn
-from harness.flags import Settings
+from harness.base.errors import UserError
+from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
+from harness.data.stream import Position, Stream, StreamReader, report_left_out
+from harness.data.windows import IGNORE_INDEX, Window, create_collate_fn, squared_lengths, tokens_of
+from harness.flags.settings import Settings
 
-STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which the shuffle buffer is filled
+STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
+EXCERPT = 200  # characters of a document that are printed
+
+Positions = dict[str, dict[int, Position]]  # by source and lane
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The samples of a run
+
+
+@dataclass(eq=False)
+class TrainingData:
+    """What a run trains on.
+
+    Sample i of the run comes from the source that the mixture says, as the m-th of it in the lane i % N. Of a stream it
+    is the m-th window of that lane; of a data set, whose samples all lanes share, it is the one of number m x N + lane
+    in the order of `WindowOrder`.
+    """
+
+    sources: dict[str, Any]  # data sets of windows, and streams
+    record: DataRecord
+    seq_len: int
+    seed: int
+    held_out: dict[str, Any] | None = None  # windows of each source; None where nothing is evaluated
+    header: dict[str, str] = field(default_factory=dict)  # lines of the header
+    beginning: str = ""  # the first words of the text, for a story
+
+    def __post_init__(self):
+        self.mixture, self.orders = Mixture(self.record.history, self.record.lanes), {}
+        for name, source in self.sources.items():
+            if not isinstance(source, Stream):
+                self.orders[name] = WindowOrder(len(source), self.seed, None if name == self.record.plain else name)
+
+    def __len__(self) -> int:
+        """Samples after which each source has been read once; there are more, in further epochs. Not of streams."""
+        first = self.record.history[0]
+        weights = {name: weight / first.per_sample[name] for name, weight in first.weights.items() if weight}
+        total = sum(weights.values())  # of samples, whose share is that of the tokens only where all have as many
+        return max(math.ceil(self.orders[name].windows * total / weight) for name, weight in weights.items())
+
+    def __getitem__(self, sample: int) -> np.ndarray | Window:
+        """A global sample; not of streams."""
+        source, window = self.locate(sample)
+        return source[window]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether each sample has `seq_len` tokens, all of which are trained on."""
+        return all(source.is_uniform for source in self.sources.values())
+
+    @property
+    def has_padding(self) -> bool:
+        return any(source.padding_share > 0 for source in self.sources.values())
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all tokens come from token files, whatever the run's tokenizer."""
+        tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
+        return all(of_source is not None and of_source.is_mapped for of_source in tokens)
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint records of the data; of a run of one source its rules at the top too."""
+        identity: dict[str, Any] = {"data": self.record.record()}
+        if len(self.record.sources) == 1:
+            (rules,) = self.record.sources.values()
+            identity |= rules
+        return identity
+
+    def locate(self, sample: int) -> tuple[Any, int]:
+        """(the data set that a global sample comes from, its window there); not of streams."""
+        name, lane, number = self.mixture.locate(sample)
+        return self.sources[name], self.orders[name].window_of(number * self.mixture.lanes + lane)
+
+    def count_tokens(self, samples: range) -> tuple[int, int]:
+        """(tokens that are not padding, tokens that are trained on) of global samples."""
+        if self.is_uniform:
+            return len(samples) * self.seq_len, len(samples) * self.seq_len
+        real = trained = 0
+        for sample in samples:
+            source, window = self.locate(sample)
+            real += source.real_tokens(window)
+            trained += source.trained_tokens(window)
+        return real, trained
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often each source is read by the first `samples` of the run; without streams, whose size is not known."""
+        counts = self.mixture.counts(samples)
+        return {name: counts.get(name, 0) / order.windows for name, order in self.orders.items()}
+
+    def figures(self, samples: int, tokens: int) -> dict[str, float]:
+        """The figures of a log line after so many samples and tokens: of each source of a mixture its share now and how
+        often it was read; the share of padding so far."""
+        figures = {}
+        if len(self.mixture.names) > 1:
+            shares = self.mixture.shares_at(max(samples - 1, 0))
+            for name in self.sources:
+                figures[f"share/{name}"] = shares.get(name, 0.0)
+            for name, epochs in self.epochs(samples).items():
+                figures[f"epochs/{name}"] = epochs
+        if not self.is_uniform:
+            figures["padding_percent"] = 100 * (1 - tokens / (samples * self.seq_len))
+        return figures
+
+
+def mix(windows: dict[str, Any], weights: dict[str, Fraction | None], seq_len: int, seed: int) -> TrainingData:
+    """The windows of sources in the order of a run without stages, by these weights or by size."""
+    per_sample = {name: Fraction(source.total_tokens(), len(source)) for name, source in windows.items()}
+    known = {name: Fraction(windows[name].total_tokens()) if w is None else w for name, w in weights.items()}
+    plain = next(iter(windows)) if len(windows) == 1 else None
+    history, sizes = [Segment(0, known, per_sample)], [StepSize(0, 0, 1)]
+    record = DataRecord({name: {} for name in windows}, plain, 1, {"weights": {}}, history, sizes)
+    return TrainingData(windows, record, seq_len, seed)
+
+
+class SampleReader:
+    """Reads the samples of a run for one data worker. `positions` are where lanes of streams can be read from on; a
+    lane is opened when its first sample is read. `report` is that of `StreamReader`."""
+
+    def __init__(self, data: TrainingData, positions: Positions, report: Callable[[Counter], None] | None = None):
+        self.data = data
+        self.streams = {}
+        for name, source in data.sources.items():
+            if isinstance(source, Stream):
+                of_source = positions.get(name, {})
+                if name == data.record.plain and len(positions) == 1:  # the only source, which may have been renamed
+                    (of_source,) = positions.values()
+                self.streams[name] = StreamReader(source, of_source, report)
+
+    def read(self, samples: range) -> tuple[list, Positions]:
+        """(these samples, and for each lane of theirs where to begin to read the first of them again). A UserError
+        where one cannot be read."""
+        windows = []
+        positions: Positions = {}
+        for sample in samples:
+            name, lane, number = self.data.mixture.locate(sample)
+            if name in self.streams:
+                windows.append(self.streams[name].window(lane, number))
+                positions.setdefault(name, {}).setdefault(lane, self.streams[name].position(lane))
+            else:
+                windows.append(self.data[sample])
+        return windows, positions
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Microbatches
 
 
 def training_batches(settings: Settings, data: TrainingData, state, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -72,12 +216,11 @@ def build_loader(settings: Settings, data: TrainingData, state, pin_memory: bool
         state.samples,
         state.positions,
     )
-    prefetch = STREAM_PREFETCH if settings.streaming and settings.num_workers else None
     return DataLoader(
         batches,
         batch_size=None,
         num_workers=settings.num_workers,
-        prefetch_factor=prefetch,
+        prefetch_factor=STREAM_PREFETCH if settings.streaming and settings.num_workers else None,
         worker_init_fn=job.ignore_signals,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
@@ -86,8 +229,9 @@ def build_loader(settings: Settings, data: TrainingData, state, pin_memory: bool
 
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
-    """Endless microbatches of one rank, divided among its data workers in turn. A UserError comes as the last item, as
-    a DataLoader would wrap it into a traceback."""
+    """Endless microbatches of one rank, divided among its data workers in turn: ranks are disjoint, and a step's
+    samples do not depend on how many ranks or microbatches share them. A UserError comes as the last item, as a
+    DataLoader would wrap it into a traceback."""
 
     data: TrainingData
     batch_size: int
@@ -109,35 +253,33 @@ class RankBatches(IterableDataset):
     def batches_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
         report = report_left_out if self.rank == 0 else None
-        reader = SampleReader(self.data, self.first_sample, self.positions or {}, report)
-        collate = create_collate_fn(self.data.end_of_text, shift_labels=False)
-        per_step = self.accumulation * self.world_size * self.batch_size
-        for step in itertools.count():
-            first = self.first_sample + step * per_step
-            step_samples = range(first, first + per_step)
-            reader.enter_step(step_samples)
-            trained_in_step = 0
+        reader = SampleReader(self.data, self.positions or {}, report)
+        collate = create_collate_fn(shift_labels=False)
+        for microbatch in itertools.count(worker, workers):
+            first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
+            samples = range(first, first + self.batch_size)
+            windows, positions = reader.read(samples)
+            batch = collate(windows)
+            if positions:
+                batch["positions"] = positions
             if not self.data.is_uniform:
-                _, trained_in_step = self.data.count_tokens(step_samples)
-                if not trained_in_step:
-                    raise no_trained_token(self.data, step_samples)
-            for number in range(self.accumulation):
-                microbatch = step * self.accumulation + number
-                if microbatch % workers != worker:
-                    continue
-                samples = samples_of_microbatch(
-                    self.first_sample, microbatch, self.batch_size, self.rank, self.world_size
-                )
-                windows, positions = reader.read(samples)
-                batch = collate(windows)
-                if positions:
-                    batch["positions"] = positions
-                if not self.data.is_uniform:
-                    _, trained = self.data.count_tokens(samples)
-                    batch["loss_divisor"] = trained_in_step / (trained * self.world_size) if trained else math.inf
-                if "position_ids" in batch:
-                    batch["squared_lengths"] = squared_lengths(batch["position_ids"], self.real_inputs(samples))
-                yield batch
+                batch["loss_divisor"] = self.loss_divisor(microbatch // self.accumulation, samples)
+            if "position_ids" in batch:
+                batch["squared_lengths"] = squared_lengths(batch["position_ids"], self.real_inputs(samples))
+            yield batch
+
+    def loss_divisor(self, step: int, samples: range) -> float:
+        """What the mean loss of a microbatch of a step, from 0 on, is divided by, see `training_batches`."""
+        per_step = self.accumulation * self.world_size * self.batch_size
+        first = self.first_sample + step * per_step
+        _, in_step = self.data.count_tokens(range(first, first + per_step))
+        if not in_step:
+            number = self.data.record.step_of_sample(first)
+            problem = f"step {number:,} has no trained token in its samples {first:,} to {first + per_step - 1:,}"
+            advice = f"--show-samples {number} shows them; use a longer --sequence-length, larger batches or other data"
+            raise UserError(f"--dataset: {problem}; {advice}")
+        _, trained = self.data.count_tokens(samples)
+        return in_step / (trained * self.world_size) if trained else math.inf
 
     def real_inputs(self, samples: range) -> np.ndarray | None:
         """Booleans of shape (samples, seq_len), False for padding; None where there is none."""
@@ -147,16 +289,67 @@ class RankBatches(IterableDataset):
         return np.arange(self.data.seq_len) < np.array(lengths)[:, None]
 
 
-def no_trained_token(data: TrainingData, samples: range) -> UserError:
-    """A step of these samples would have no loss."""
-    step = data.record.step_of_sample(samples.start)
-    problem = f"step {step:,} has no trained token in its samples {samples.start:,} to {samples.stop - 1:,}"
-    advice = f"--show-samples {step} shows them; use a longer --sequence-length, larger batches or other data"
-    return UserError(f"--dataset: {problem}; {advice}")
-
-
 def take_positions(batch, state) -> None:
     """Moves the positions of the state to those of a batch of streams, or raises what a data worker met."""
     if isinstance(batch, UserError):
         raise batch
     state.move_positions(batch.pop("positions", {}))
+
+
+def held_out_batches(settings: Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
+    number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
+    per_round = settings.batch_size * dist.get_world_size()
+    windows = len(dataset)
+    if settings.eval_steps:
+        windows = min(windows, settings.eval_steps * per_round)
+    collate = create_collate_fn(shift_labels=False)
+    for number in range(math.ceil(windows / per_round)):
+        first = number * per_round + dist.get_rank() * settings.batch_size
+        indices = range(first, first + settings.batch_size)
+        batch = collate([dataset[index % windows] for index in indices])
+        left_over = [index >= windows for index in indices]
+        batch["labels"][left_over] = IGNORE_INDEX
+        yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --show-samples
+
+
+def describe_step(data: TrainingData, tokenizer, step: int) -> str:
+    """The samples of an optimizer step: each with its source, its documents, and how each begins. A UserError where a
+    source is no longer one of the run's."""
+    samples = data.record.samples_of_step(step)
+    reader = SampleReader(data, {})
+    lines = [f"step {step:,}: {len(samples):,} samples, from sample {samples.start:,} on"]
+    for sample in samples:
+        name, lane, _ = data.mixture.locate(sample)
+        if name not in data.sources:
+            raise UserError(
+                f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
+                f"too, as in --dataset {name}=FILE:1 beside the others"
+            )
+        (window,), _ = reader.read(range(sample, sample + 1))
+        tokens = tokens_of(window)
+        if name in reader.streams:
+            lines.append(f"sample {sample:,}: {name}, lane {lane:,}")
+            lines.append(f"  {excerpt(tokens, tokenizer)}")
+            continue
+        source, index = data.locate(sample)
+        lines.append(f"sample {sample:,}: {name}, window {index:,} of {len(source):,}")
+        passages = source.documents(index)
+        ends = [start for start, _, _ in passages[1:]] + [source.real_tokens(index)]
+        for (start, place, offset), end in zip(passages, ends, strict=True):
+            if offset:
+                place += f", from token {offset:,}"
+            lines.append(f"  {place}: {excerpt(tokens[start:end], tokenizer)}")
+    return "\n".join(lines)
+
+
+def excerpt(tokens: np.ndarray, tokenizer) -> str:
+    """How a stretch of tokens begins, in one line; as ids where there is no tokenizer."""
+    if tokenizer is None:
+        return " ".join(map(str, tokens[: EXCERPT // 8]))
+    text = " ".join(tokenizer.decode(tokens).split())
+    return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."

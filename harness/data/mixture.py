@@ -1,57 +1,61 @@
-"""Mixtures: which source each sample of a run comes from, as a pure function of the sample's number and the mixture's
-history. Independent of what a source holds.
+"""Mixtures: which source each sample of a run comes from, and which of that source's samples it is: a function of the
+sample's number and of the mixture's history, which checkpoints record. Independent of what a source holds.
 
-The history is a list of segments. From its first sample on, a segment has sources with weights. Within a segment the
-sources divide the samples by a binary tree: at each node, of the first n samples the left part takes
-floor(left weight / weight of both x n + 1/2). So the counts after any number of samples, and the source of any sample,
-follow from its number alone. With two or three sources each is within one sample of its share at any time, with more
-within two.
+The history is a list of segments. From its first sample on, a segment has sources with weights, which divide samples by
+a binary tree: of the first n samples of a node its left part takes floor(left weight / weight of both x n + 1/2). So
+the source of any sample, and how many of its source come before it, follow from its number alone. With two or three
+sources each is within one sample of its share at any time, with more within two.
 
-Where sources are streamed in N lanes, sample i reads lane i mod N of its source. Shares repeat themselves: of two equal
-ones the first would only ever have the samples of even numbers, and half of each corpus would never be read. So the
-samples of a segment are taken in blocks of N, and each block begins at a drawn place of its part of the order. In the
-long run each lane is of each source as often as any other, and after any number of samples each source is within six
-of its share.
+A run that streams has N lanes: sample i is the (i // N)-th sample of lane i % N, and how many of a source come before
+it in its lane must follow from its number too. There sample i is of the source whose part of [0, 1) has the fractional
+part of i times an irrational number: such points lie evenly over all samples and over those of each lane, and sums of
+`floor_sum` count them. Each source is within six samples of its share.
 """
 
+import bisect
+import dataclasses
 import heapq
+import itertools
 import math
-from collections import Counter
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from harness.flags import Stage
+from harness.flags.settings import Settings
+from harness.flags.sources import Stage, stages_of
 
-MAX_WEIGHT = 2**30  # of a tree: products of two weights fit 64 bits
+MAX_WEIGHT = 2**30  # of all sources
+UNIT = 2**64  # parts that [0, 1) is divided into
+STEP = (5 * UNIT + math.isqrt(5 * UNIT * UNIT)) // 10  # (5 + sqrt 5) / 10: multiples of few batch sizes are near 1
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shares
 
 
 @dataclass(frozen=True)
 class Node:
-    """Two parts of a mixture, each a node or the index of a source."""
+    """Two parts of a mixture, each a node or the name of a source."""
 
-    left: "Node | int"
-    right: "Node | int"
+    left: "Node | str"
+    right: "Node | str"
     left_weight: int
     weight: int  # of both
 
-    def count_left(self, samples):
-        """How many of the first `samples` of this node go to the left; an int or an array of int64."""
-        whole, rest = samples // self.weight, samples % self.weight
-        return whole * self.left_weight + (2 * self.left_weight * rest + self.weight) // (2 * self.weight)
+    def count_left(self, samples: int) -> int:
+        """How many of the first `samples` of this node go to the left."""
+        return (2 * self.left_weight * samples + self.weight) // (2 * self.weight)
 
 
-class Shares:
-    """Sources that divide samples by their weights."""
+class TreeShares:
+    """Sources that divide samples by their weights, in one lane."""
 
-    def __init__(self, weights: dict[str, Fraction]):
-        self.names = [name for name, weight in weights.items() if weight > 0]
-        self.tree = build_tree(as_integers([weights[name] for name in self.names]))
+    def __init__(self, weights: dict[str, int]):
+        self.tree = build_tree(weights)
 
-    def pick(self, sample: int) -> tuple[str, int]:
-        """(the source of a sample, how many samples before it are of that source)."""
+    def source_of(self, sample: int) -> str:
         node = self.tree
         while isinstance(node, Node):
             before = node.count_left(sample)
@@ -59,50 +63,68 @@ class Shares:
                 node, sample = node.left, before
             else:
                 node, sample = node.right, sample - before
-        return self.names[node], sample
+        return node
 
-    def counts(self, samples: int) -> dict[str, int]:
-        """How many of the first `samples` are of each source."""
-        counts, parts = {}, [(self.tree, samples)]
+    def count(self, name: str, lane: int, turns: int) -> int:
+        """How many of the first `turns` samples of the lane are of a source."""
+        parts = [(self.tree, turns)]
         while parts:
             node, samples = parts.pop()
             if isinstance(node, Node):
                 left = node.count_left(samples)
                 parts += [(node.left, left), (node.right, samples - left)]
-            else:
-                counts[self.names[node]] = samples
-        return counts
-
-    def picks(self, samples: np.ndarray) -> np.ndarray:
-        """The index in `names` of the source of each of these samples, int64."""
-        sources = np.empty(len(samples), np.int64)
-        parts = [(self.tree, np.arange(len(samples)), samples)]
-        while parts:
-            node, places, numbers = parts.pop()
-            if not isinstance(node, Node):
-                sources[places] = node
-                continue
-            before = node.count_left(numbers)
-            goes_left = node.count_left(numbers + 1) > before
-            parts.append((node.left, places[goes_left], before[goes_left]))
-            parts.append((node.right, places[~goes_left], (numbers - before)[~goes_left]))
-        return sources
+            elif node == name:
+                return samples
+        return 0
 
 
-def as_integers(weights: list[Fraction]) -> list[int]:
-    """Weights as whole numbers of the same proportions, each at least 1; rounded where they would be huge."""
-    common = math.lcm(*(weight.denominator for weight in weights))
-    integers = [int(weight * common) for weight in weights]
-    divisor = math.gcd(*integers)
-    total = sum(integers) // divisor
-    if total <= MAX_WEIGHT:
-        return [integer // divisor for integer in integers]
-    return [max(1, round(Fraction(integer, sum(integers)) * (MAX_WEIGHT // 2))) for integer in integers]
+class LaneShares:
+    """Sources that divide samples by their weights, in several lanes."""
+
+    def __init__(self, weights: dict[str, int], lanes: int):
+        self.lanes, self.names, total = lanes, list(weights), sum(weights.values())
+        borders = [UNIT * sum(list(weights.values())[:number]) // total for number in range(len(weights) + 1)]
+        self.parts = dict(zip(self.names, itertools.pairwise(borders), strict=True))
+
+    def source_of(self, sample: int) -> str:
+        point = (sample * STEP + UNIT // 2) % UNIT
+        return next(name for name, (first, end) in self.parts.items() if first <= point < end)
+
+    def count(self, name: str, lane: int, turns: int) -> int:
+        """How many of the first `turns` samples of a lane are of a source."""
+        if name not in self.parts:
+            return 0
+        step, point = self.lanes * STEP, lane * STEP + UNIT // 2  # from turn to turn; at the first one
+        first, end = self.parts[name]
+        # a point is at or beyond a border where adding UNIT - border takes it over the next whole number
+        return floor_sum(turns, UNIT, step, point + UNIT - first) - floor_sum(turns, UNIT, step, point + UNIT - end)
 
 
-def build_tree(weights: list[int]) -> Node | int:
+def floor_sum(count: int, divisor: int, step: int, start: int) -> int:
+    """The sum of (start + i * step) // divisor for i from 0 to before `count`, by Euclid's algorithm (ACL)."""
+    total = 0
+    while count:
+        total += (count - 1) * count // 2 * (step // divisor) + count * (start // divisor)
+        step, start = step % divisor, start % divisor
+        top = step * count + start
+        count, start, divisor, step = top // divisor, top % divisor, step, divisor
+    return total
+
+
+def as_integers(weights: dict[str, Fraction]) -> dict[str, int]:
+    """Weights above 0 as whole numbers of the same proportions, each at least 1; rounded where they would be huge."""
+    weights = {name: weight for name, weight in weights.items() if weight > 0}
+    common, total = math.lcm(*(weight.denominator for weight in weights.values())), sum(weights.values())
+    if common * total > MAX_WEIGHT:
+        return {name: max(1, round(weight / total * MAX_WEIGHT)) for name, weight in weights.items()}
+    integers = {name: int(weight * common) for name, weight in weights.items()}
+    divisor = math.gcd(*integers.values())
+    return {name: integer // divisor for name, integer in integers.items()}
+
+
+def build_tree(weights: dict[str, int]) -> Node | str:
     """Joins the two lightest parts until one is left, as Huffman's code does: roundings of heavy parts add up least."""
-    parts = [(weight, index, index) for index, weight in enumerate(weights)]  # (weight, order among equals, node)
+    parts: list = [(weight, order, name) for order, (name, weight) in enumerate(weights.items())]
     heapq.heapify(parts)
     order = len(parts)
     while len(parts) > 1:
@@ -127,12 +149,9 @@ class Segment:
         total = sum(self.weights.values())
         return {name: float(weight / total) for name, weight in self.weights.items()}
 
-    def record(self) -> dict[str, Any]:
-        return {
-            "from": self.first,
-            "weights": {name: str(weight) for name, weight in self.weights.items()},
-            "per_sample": {name: str(tokens) for name, tokens in self.per_sample.items()},
-        }
+    def describe(self) -> str:
+        """The sources with their shares: `web 70 %, code 30 %`."""
+        return ", ".join(f"{name} {100 * share:.4g} %" for name, share in self.shares().items() if share)
 
 
 class Mixture:
@@ -140,82 +159,52 @@ class Mixture:
 
     def __init__(self, history: list[Segment], lanes: int = 1):
         self.history, self.lanes = history, lanes
+        self.firsts = [segment.first for segment in history]
         self.names = list(dict.fromkeys(name for segment in history for name in segment.weights))
-        self.shares = []
+        self.shares: list[TreeShares | LaneShares] = []
         for segment in history:
-            self.shares.append(Shares({name: w / segment.per_sample[name] for name, w in segment.weights.items()}))
-        self.before: list[Counter] = [Counter()]  # of each segment: how many samples of each source come before it
-        for number in range(1, len(history)):
-            self.before.append(self.counts_within(number - 1, history[number].first))
+            weights = as_integers({name: w / segment.per_sample[name] for name, w in segment.weights.items()})
+            self.shares.append(TreeShares(weights) if lanes == 1 else LaneShares(weights, lanes))
 
     def segment_of(self, sample: int) -> int:
         """The number of the segment that a sample is in."""
-        firsts = [segment.first for segment in self.history]
-        return int(np.searchsorted(firsts, sample, "right")) - 1
+        return bisect.bisect_right(self.firsts, sample) - 1
 
-    def locate(self, sample: int) -> tuple[str, int]:
-        """(the source of a sample, how many samples of that source come before it in the whole run)."""
-        number = self.segment_of(sample)
-        if self.lanes > 1:
-            (source,) = self.sources_between(sample, sample + 1)
-            return self.names[source], self.counts_within(number, sample)[self.names[source]]
-        name, count = self.shares[number].pick(sample - self.history[number].first)
-        return name, self.before[number][name] + count
+    def locate(self, sample: int) -> tuple[str, int, int]:
+        """(the source of a sample, its lane, how many samples of that source come before it in the lane)."""
+        number, lane = self.segment_of(sample), sample % self.lanes
+        # in one lane each segment begins its shares anew, in several the points go on
+        name = self.shares[number].source_of(sample - self.firsts[number] if self.lanes == 1 else sample)
+        return name, lane, self.count(name, lane, sample)
 
-    def counts(self, samples: int) -> Counter:
+    def count(self, name: str, lane: int, samples: int) -> int:
+        """How many of the first `samples` of the run are of a source and in a lane."""
+        found = 0
+        for number, first in enumerate(self.firsts):
+            end = samples
+            if number + 1 < len(self.firsts):
+                end = min(samples, self.firsts[number + 1])
+            if end <= first:
+                break
+            begin, end = self.turns(lane, first), self.turns(lane, end)
+            if self.lanes == 1:
+                found += self.shares[number].count(name, lane, end - begin)
+            else:
+                found += self.shares[number].count(name, lane, end) - self.shares[number].count(name, lane, begin)
+        return found
+
+    def turns(self, lane: int, samples: int) -> int:
+        """How many of the first `samples` of the run are in a lane."""
+        return (samples - lane + self.lanes - 1) // self.lanes
+
+    def counts(self, samples: int) -> dict[str, int]:
         """How many of the first `samples` of the run are of each source."""
-        return self.counts_within(self.segment_of(samples), samples)
-
-    def counts_within(self, number: int, samples: int) -> Counter:
-        """How many of the first `samples` of the run are of each source, where the last of them are in this segment."""
-        length, shares = samples - self.history[number].first, self.shares[number]
-        in_block = length % self.lanes
-        counts = self.before[number] + Counter(shares.counts(length - in_block))
-        if in_block:
-            picks = shares.picks(turned(np.arange(length - in_block, length), self.lanes))
-            counts.update(shares.names[source] for source in picks)
-        return counts
-
-    def sources_between(self, first: int, end: int) -> np.ndarray:
-        """The index in `names` of the source of each sample from `first` to before `end`."""
-        parts = []
-        while first < end:
-            number = self.segment_of(first)
-            start, shares = self.history[number].first, self.shares[number]
-            until = end
-            if number + 1 < len(self.history):
-                until = min(end, self.history[number + 1].first)
-            index = np.array([self.names.index(name) for name in shares.names])
-            parts.append(index[shares.picks(turned(np.arange(first - start, until - start), self.lanes))])
-            first = until
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-    def lane_counts(self, samples: int, chunk: int = 2**20) -> np.ndarray:
-        """How many of the first `samples` are of each source and in each lane: int64 of shape (sources, lanes)."""
-        lanes = self.lanes
-        counts = np.zeros(len(self.names) * lanes, np.int64)
-        if len(self.names) == 1:
-            return (samples + lanes - 1 - np.arange(lanes))[None] // lanes
-        for first in range(0, samples, chunk):
-            end = min(first + chunk, samples)
-            cells = self.sources_between(first, end) * lanes + np.arange(first, end) % lanes
-            counts += np.bincount(cells, minlength=len(counts))
-        return counts.reshape(len(self.names), lanes)
+        lanes = range(self.lanes)
+        return {name: sum(self.count(name, lane, samples) for lane in lanes) for name in self.names}
 
     def shares_at(self, sample: int) -> dict[str, float]:
         """The share of the tokens that each source has at a sample."""
         return self.history[self.segment_of(sample)].shares()
-
-
-def turned(samples: np.ndarray, lanes: int) -> np.ndarray:
-    """Samples of a segment in the order in which they take their turns: each block of as many as there are lanes is
-    turned by a number that is drawn for it, with the finalizer of SplitMix64 (Steele et al. 2014)."""
-    blocks, places = np.divmod(samples, lanes)
-    drawn = (blocks.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # products wrap
-    drawn = (drawn ^ (drawn >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    drawn = (drawn ^ (drawn >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    turns = (drawn >> np.uint64(32)).astype(np.int64) % lanes
-    return blocks * lanes + (places + turns) % lanes
 
 
 def begin_history(
@@ -232,24 +221,160 @@ def begin_history(
     segments = [Segment(first, weights, per_sample)]
     for stage in stages:
         begin = first + (round(stage.begin * num_steps) - steps_before) * samples_per_step
-        segment = Segment(max(begin, first), stage.weights, per_sample)
         if begin <= first:
             segments.clear()
-        segments.append(segment)
+        segments.append(Segment(max(begin, first), stage.weights, per_sample))
     return segments
 
 
-def change_history(history: list[Segment], segments: list[Segment]) -> list[Segment]:
-    """The history of a run that goes on with other segments than were planned."""
-    first = segments[0].first
-    return [segment for segment in history if segment.first < first] + segments
+class WindowOrder:
+    """Which window of a source each of its samples is: each epoch is one permutation of its windows, so nothing repeats
+    before all is seen. A pure function of (seed, name, sample); with no name, of (seed, sample)."""
+
+    def __init__(self, windows: int, seed: int, name: str | None = None):
+        self.windows = windows
+        self.salt = [seed]
+        if name is not None:  # sources of the same length, such as translations, are not read side by side
+            self.salt = [seed, zlib.crc32(name.encode())]
+        self.permutations: dict[int, np.ndarray] = {}  # by epoch: the latest two
+
+    def window_of(self, sample: int) -> int:
+        """The window that the source's sample of this number is."""
+        epoch, offset = divmod(sample, self.windows)
+        if epoch not in self.permutations:
+            generator = np.random.Generator(np.random.PCG64([*self.salt, epoch]))
+            while len(self.permutations) > 1:
+                del self.permutations[min(self.permutations)]
+            self.permutations[epoch] = generator.permutation(self.windows)
+        return int(self.permutations[epoch][offset])
 
 
-def read_history(records: list[dict[str, Any]]) -> list[Segment]:
-    """The history that `Segment.record` wrote."""
+# ----------------------------------------------------------------------------------------------------------------------
+# The record
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """From an optimizer step on, how many samples a step takes."""
+
+    steps_before: int
+    samples_before: int
+    samples: int  # of each step
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """What a checkpoint records of a run's data, so far and as planned: from it a resumed run, and `--show-samples`,
+    know which sample comes when."""
+
+    sources: dict[str, dict[str, Any]]  # by name: the rules by which each is read, and what tells it from others
+    plain: str | None  # whose order is independent of its name: the only source at the run's first start
+    lanes: int
+    asked: dict[str, Any]  # the weights and stages of the command line
+    history: list[Segment]
+    step_sizes: list[StepSize]
+    removed: dict[str, dict[str, Any]] = field(default_factory=dict)  # earlier sources may come back
+
+    def record(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        record = dataclasses.asdict(self)
+        for segment in record["history"]:
+            for name in ("weights", "per_sample"):
+                segment[name] = {source: str(number) for source, number in segment[name].items()}
+        return record
+
+    def samples_of_step(self, step: int) -> range:
+        """The global samples of an optimizer step; steps count from 1."""
+        latest = self.step_sizes[0]
+        for size in self.step_sizes:
+            if size.steps_before < step:
+                latest = size
+        first = latest.samples_before + (step - 1 - latest.steps_before) * latest.samples
+        return range(first, first + latest.samples)
+
+    def step_of_sample(self, sample: int) -> int:
+        """The optimizer step, from 1 on, that takes a global sample."""
+        latest = [size for size in self.step_sizes if size.samples_before <= sample][-1]
+        return latest.steps_before + (sample - latest.samples_before) // latest.samples + 1
+
+    def describe_history(self) -> list[dict[str, Any]]:
+        """When which shares hold, for a run's config.json and its page."""
+        changes = []
+        for segment in self.history:
+            step = self.step_of_sample(segment.first)
+            changes.append({"from_sample": segment.first, "from_step": step, "weights": segment.shares()})
+        return changes
+
+
+def read_record(manifest: dict[str, Any]) -> DataRecord:
+    """What a checkpoint's manifest records."""
+    record = manifest["data"]
     history = []
-    for record in records:
-        weights = {name: Fraction(weight) for name, weight in record["weights"].items()}
-        per_sample = {name: Fraction(tokens) for name, tokens in record["per_sample"].items()}
-        history.append(Segment(record["from"], weights, per_sample))
-    return history
+    for segment in record["history"]:
+        weights = {name: Fraction(weight) for name, weight in segment["weights"].items()}
+        per_sample = {name: Fraction(tokens) for name, tokens in segment["per_sample"].items()}
+        history.append(Segment(segment["first"], weights, per_sample))
+    sizes = [StepSize(**size) for size in record["step_sizes"]]
+    return DataRecord(**record | {"history": history, "step_sizes": sizes})
+
+
+def renamed(record: DataRecord, name: str) -> DataRecord:
+    """The record of a run of one source that is called differently now, as a file that was moved is."""
+    (old,) = record.sources
+
+    def rename(values: dict[str, Any]) -> dict[str, Any]:
+        return {name if key == old else key: value for key, value in values.items()}
+
+    history = [Segment(part.first, rename(part.weights), rename(part.per_sample)) for part in record.history]
+    return dataclasses.replace(
+        record,
+        sources=rename(record.sources),
+        plain=name if record.plain == old else record.plain,
+        asked=record.asked | {"weights": rename(record.asked["weights"])},
+        history=history,
+    )
+
+
+def record_of_run(
+    settings: Settings,
+    sources: dict[str, dict[str, Any]],
+    weights: dict[str, Fraction],
+    per_sample: dict[str, Fraction],
+    samples_per_step: int,
+    lanes: int,
+    before: DataRecord | None = None,
+    step: int = 0,
+    samples: int = 0,
+) -> DataRecord:
+    """The record of a run that begins, or goes on after `step` steps and `samples` samples.
+
+    Args:
+        sources: the rules of each source.
+        weights: of each source; `per_sample` the tokens of one of its samples, on average.
+        before: what its checkpoint recorded; None for a new run.
+    """
+    given = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
+    asked = {"weights": given, "stages": list(settings.mixture_stage or ())}
+    stages = stages_of(settings.mixture_stage)
+    planned = begin_history(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
+    if before is None:
+        plain = next(iter(sources)) if len(sources) == 1 else None
+        return DataRecord(sources, plain, lanes, asked, planned, [StepSize(0, 0, samples_per_step)])
+    sizes, history = before.step_sizes, before.history
+    if sizes[-1].samples != samples_per_step:
+        sizes = [*sizes, StepSize(step, samples, samples_per_step)]
+    if before.asked != asked:
+        history = [segment for segment in history if segment.first < planned[0].first] + planned
+    known = before.removed | before.sources
+    removed = {name: rules for name, rules in known.items() if name not in sources}
+    return DataRecord(sources, before.plain, before.lanes, asked, history, sizes, removed)
+
+
+def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[str]:
+    """What changed in a run's mixture since its checkpoint, after so many samples, in words."""
+    changes = [f"source {name} added" for name in now.sources if name not in before.sources]
+    changes += [f"source {name} removed" for name in before.sources if name not in now.sources]
+    if now.asked != before.asked:
+        old, new = ([part for part in record.history if part.first <= samples][-1] for record in (before, now))
+        changes.append(f"mixture {old.describe()} -> {new.describe()}")
+    return changes

@@ -1,27 +1,30 @@
-"""Records: what a reader gives for one, and what readers share: the field, the check of a value, packed text files.
-Independent of the formats."""
+"""Records: what readers give for each record of a file and what they share, and how the documents of a corpus are read
+from files. Independent of the formats (`readers`) and of tokens."""
 
-import codecs
 import contextlib
 import io
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from harness.base import UserError
-from harness.data.storage import DataFile, RemoteFile, RemoteReader
+from harness.base.errors import UserError
+from harness.base.text import first_line
+
+if TYPE_CHECKING:
+    from harness.data.files import DataFile
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix: what Arrow calls it
-DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text file, as in the original TinyStories files
-NOT_UTF8 = "\ufdd0not UTF-8\ufdd1"  # stands in a text for bytes that are not UTF-8
-codecs.register_error("mark", lambda error: (NOT_UTF8, error.end))
+DOCUMENT_MARK = "<|endoftext|>"  # separates the documents of a text, as in the original TinyStories files
 MAX_TOKEN_ID = 2**32 - 1
-BUFFER_BYTES = 2**16  # that are read of a file at a time
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BLOCK = 2**18  # bytes that are read of a file at a time
+FIRST_TAIL = 2**13  # of the first read behind a part of a file, for the end of its last record
 
 Field = str | tuple[str, ...]  # the column that is trained on, or several: the first one that is there
 DEFAULT_FIELD = ("input_ids", "text")
@@ -29,13 +32,9 @@ CHAT_FIELD = "messages"  # of a conversation
 
 
 class BadRecord(NamedTuple):
-    """A record that cannot be trained on."""
+    """A record that cannot be trained on: what stands there, in words."""
 
-    fault: str  # what stands there, in words
-    number: int  # of its line or row, from 1
-    advice: str = ""  # what may help beside mending the data
-    wrong_encoding: bool = False  # it may be text in another encoding
-    of_chat: bool = False  # of a corpus of conversations
+    fault: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,98 +42,79 @@ class Conversation:
     """The messages of a record, and the tools that they may call."""
 
     messages: list[dict]
-    number: int  # of its line or row, from 1
     tools: list[dict] | None = None
+    place: str = ""  # of the record, as messages name it
 
     def __len__(self) -> int:
         """About how many characters; never 0."""
         return len(self.messages) + sum(len(message.get("content") or "") for message in self.messages)
 
 
-Document = str | list[int] | np.ndarray | Conversation  # text, or token ids, or a conversation
+class NoFieldError(Exception):
+    """A file has none of the fields that are asked for; the argument is the names that it has."""
 
 
-def not_utf8(number: int) -> BadRecord:
-    return BadRecord("bytes that are not UTF-8", number, wrong_encoding=True)
+Record = str | np.ndarray | Conversation | BadRecord | None  # None of a blank line
 
 
 def names_of(text_field: Field) -> tuple[str, ...]:
     return (text_field,) if isinstance(text_field, str) else text_field
 
 
-def choose_field(source: Any, names: list[str], text_field: Field) -> str:
-    """The column that is trained on, of those in a file or data set."""
-    wanted = names_of(text_field)
-    for name in wanted:
+def choose_field(names: list[str], text_field: Field) -> str:
+    """The column that is trained on, of those in a file; a NoFieldError where there is none."""
+    for name in names_of(text_field):
         if name in names:
             return name
-    raise UserError(f"--text-field {wanted[-1]}: no such field in {source} (fields: {', '.join(names)})")
+    raise NoFieldError(names)
 
 
-def check_value(value: Any, field: str, number: int) -> Document | BadRecord:
+def check_value(value: Any, field: str, tools: Any = None) -> Record:
     """The value of a record as its document: token ids in the field `input_ids`, a conversation in `messages`, in any
     other a text or token ids."""
     if field == CHAT_FIELD and not isinstance(value, str):
-        return check_conversation(value, number)
+        return check_conversation(value, tools)
     if field == "input_ids" or (value and isinstance(value, list)):
         are_ints = isinstance(value, list) and set(map(type, value)) <= {int}
         if are_ints and 0 <= min(value, default=0) <= max(value, default=0) <= MAX_TOKEN_ID:
-            return value
+            return np.array(value, np.uint32)
         wanted = "token ids" if field == "input_ids" or are_ints else "text"
-        return BadRecord(f"{excerpt(value)} instead of {wanted}", number)
+        return BadRecord(f"{excerpt(value)} instead of {wanted}")
     if not isinstance(value, str):
-        return BadRecord(f"{excerpt(value)} instead of text", number)
-    if NOT_UTF8 in value:
-        return not_utf8(number)
-    if not value.isascii() and re.search("[\ud800-\udfff]", value):  # of an escape in JSON
-        return BadRecord(f"{excerpt(value)} with half a surrogate pair", number)
+        return BadRecord(f"{excerpt(value)} instead of text")
+    if has_half_pair(value):
+        return BadRecord(f"{excerpt(value)} with half a surrogate pair")
     return value
 
 
-def check_conversation(messages: Any, number: int, tools: Any = None) -> Conversation | BadRecord:
+def check_conversation(messages: Any, tools: Any = None) -> Conversation | BadRecord:
     """Messages as a conversation: a list of objects with a role and a content, a text or a list of parts. Only a
     message that calls tools may lack it. Tools are a list, or one as JSON text."""
-
-    def bad(fault: str) -> BadRecord:
-        return BadRecord(fault, number, of_chat=True)
-
     if not isinstance(messages, list) or not messages:
-        return bad(f"{excerpt(messages)} instead of a list of messages")
+        return BadRecord(f"{excerpt(messages)} instead of a list of messages")
     for place, message in enumerate(messages):
         if not isinstance(message, dict):
-            return bad(f"messages[{place}] is {excerpt(message)} instead of an object with role and content")
+            return BadRecord(f"messages[{place}] is {excerpt(message)} instead of an object with role and content")
         if not isinstance(message.get("role"), str):
-            return bad(f"messages[{place}] has no role")
+            return BadRecord(f"messages[{place}] has no role")
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
-            return bad(f"messages[{place}] has no content")
+            return BadRecord(f"messages[{place}] has no content")
         if content is not None and not isinstance(content, str | list):
-            return bad(f"messages[{place}] has {excerpt(content)} instead of text")
+            return BadRecord(f"messages[{place}] has {excerpt(content)} instead of text")
     if isinstance(tools, str):
-        try:
+        with contextlib.suppress(ValueError):
             tools = json.loads(tools)
-        except ValueError:
-            return bad(f"tools are {excerpt(tools)} instead of a list")
     if tools is not None and not isinstance(tools, list):
-        return bad(f"tools are {excerpt(tools)} instead of a list")
-    for text in texts_in([messages, tools]):
-        if NOT_UTF8 in text:
-            return not_utf8(number)._replace(of_chat=True)
-        if not text.isascii() and re.search("[\ud800-\udfff]", text):
-            return bad(f"{excerpt(text)} with half a surrogate pair")
-    return Conversation(messages, number, tools or None)
+        return BadRecord(f"tools are {excerpt(tools)} instead of a list")
+    if has_half_pair(json.dumps([messages, tools], ensure_ascii=False, default=str)):
+        return BadRecord(f"{excerpt(messages)} with half a surrogate pair")
+    return Conversation(messages, tools or None)
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Every text in nested lists and objects."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from texts_in(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from texts_in(part)
+def has_half_pair(text: str) -> bool:
+    """Whether an escape in JSON has left half a surrogate pair, which is no character."""
+    return not text.isascii() and re.search("[\ud800-\udfff]", text) is not None
 
 
 def excerpt(value: Any) -> str:
@@ -143,62 +123,101 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-class CountedFile(io.RawIOBase):
-    """The bytes [start, end) of a file, which is open only while it is read: a process may read thousands of files at a
-    time. Adds to `counts["read"]` the bytes that are read of it. Positions are those in the file."""
+def split_records(stream: BinaryIO, mark: bytes, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The bytes of each record of a file that begins within the bytes [start, end); all from `start` on without `end`.
 
-    def __init__(self, file: DataFile, counts: Counter, start: int = 0, end: int | None = None):
-        self.file, self.counts, self.place = file, counts, start
-        self.size = file.stat().st_size
-        self.end = self.size if end is None else end
-        # a file of an object store holds no descriptor, but what it has read ahead
-        self.held = RemoteReader(file, end=self.end) if isinstance(file, RemoteFile) else None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
-        return self.place
-
-    def readinto(self, buffer) -> int:
-        part = memoryview(buffer)[: max(0, self.end - self.place)]
-        if self.held is not None:
-            self.held.seek(self.place)
-            size = self.held.readinto(part)
-        else:
-            with self.file.open("rb", buffering=0) as raw:
-                raw.seek(self.place)
-                size = raw.readinto(part)
-        self.place += size
-        self.counts["read"] += size
-        return size
-
-    def close(self) -> None:
-        if getattr(self, "held", None) is not None:  # not where the opening failed
-            self.held.close()
-        super().close()
+    A record begins at the file's beginning and after each mark, so that parts end to end hold each record once.
+    """
+    end = sys.maxsize if end is None else end
+    place = max(0, start - len(mark))  # of the next byte; a mark that ends at `start` counts
+    if place:
+        stream.seek(place)
+    is_begun, record_start, rest = start == 0, place, b""
+    while True:
+        size = min(BLOCK, end - place) if place < end else FIRST_TAIL
+        block = stream.read(max(size, len(rest)))  # a long record is not joined block by block
+        if not block:
+            break
+        place += len(block)
+        *whole, rest = (rest + block).split(mark)
+        for record in whole:
+            if is_begun:
+                yield record if record_start else record.removeprefix(BYTE_ORDER_MARK)
+            is_begun = True
+            record_start += len(record) + len(mark)
+            if record_start >= end:
+                return
+    if is_begun and rest:
+        yield rest if record_start else rest.removeprefix(BYTE_ORDER_MARK)
 
 
 @contextlib.contextmanager
-def open_unpacked(file: DataFile, counts: Counter) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked where its name says that it is packed; `counts` gets how many are read, packed."""
-    with io.BufferedReader(CountedFile(file, counts), BUFFER_BYTES) as raw:
-        codec = COMPRESSIONS.get(file.suffix.lower())
-        if codec is None:
-            yield raw
-        else:
-            import pyarrow
+def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
+    """The bytes of an open file, unpacked where its name says that it is packed."""
+    if file.packing is None:
+        yield raw
+        return
+    import pyarrow
 
-            with pyarrow.input_stream(raw, compression=codec) as unpacked:
-                yield unpacked
+    with pyarrow.input_stream(io.BufferedReader(raw, BLOCK), compression=file.packing) as stream:
+        yield stream
 
 
-@contextlib.contextmanager
-def open_text(file: DataFile, counts: Counter) -> Iterator[io.TextIOWrapper]:
-    """The text of a file, unpacked; bytes that are not UTF-8 are `NOT_UTF8`, line ends are newlines."""
-    with open_unpacked(file, counts) as unpacked:
-        yield io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="mark")
+def read_records(
+    file: "DataFile", text_field: Field, start: int = 0, end: int | None = None, progress=None
+) -> Iterator[tuple[str, Record]]:
+    """(place in words, record) of a file, or of the part of a file that can be cut; a UserError where it cannot be
+    read. `progress` gets, now and then, how many bytes of it were read."""
+    from harness.data.readers import reader_of
+
+    reader = reader_of(file.name)
+    after = f" after byte {start:,}" if start else ""
+    try:
+        with file.open() as raw, unpacked(file, raw) as stream:
+            part = (start, end) if (start, end) != (0, None) else ()
+            for number, record in enumerate(reader.read(stream, text_field, *part), 1):
+                yield f"{file}, {reader.PLACE} {number:,}{after}", record
+                if progress is not None:
+                    progress(raw.tell())
+    except NoFieldError as error:
+        wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
+        raise UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error
+    except (OSError, ValueError, NotImplementedError) as error:  # the last two are Arrow's
+        raise UserError(f"--dataset {file}: cannot be read ({first_line(error)})") from error
+
+
+def read_documents(
+    records: Iterator[tuple[str, Record]], vocab_size: int, skip_bad: bool, counts: Counter, is_chat: bool = False
+) -> Iterator[str | np.ndarray | Conversation]:
+    """The documents in records, those that are not empty: texts, token ids, conversations.
+
+    `counts` gets the numbers of empty texts and of the bad records that `skip_bad` left out; else the first of these is
+    a UserError, and so is a token id that is not below `vocab_size`. With `is_chat` all are to be conversations.
+    """
+    for place, record in records:
+        if is_chat and isinstance(record, str):
+            record = BadRecord(f"{excerpt(record)} instead of a list of messages")
+        if isinstance(record, BadRecord):
+            refuse_or_count(place, record.fault, skip_bad, counts)
+        elif isinstance(record, Conversation):
+            yield replace(record, place=place)
+        elif isinstance(record, np.ndarray):
+            if len(record) and record.max() >= vocab_size:
+                wrong = int(record[(record >= vocab_size).argmax()])
+                problem = f"token id {wrong}, the model has {vocab_size:,}"
+                raise UserError(f"--dataset {place}: {problem}; it was made with another tokenizer, or is damaged")
+            if len(record):
+                yield record
+        elif record is not None:
+            texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
+            if not any(text.strip("\n") for text in texts):
+                counts["empty documents"] += 1
+            yield from filter(None, texts)
+
+
+def refuse_or_count(place: str, fault: str, skip_bad: bool, counts: Counter) -> None:
+    """Counts a bad record that is left out, or raises a UserError for it."""
+    if not skip_bad:
+        advice = "mend it, or leave bad records out with --skip-bad-records"
+        raise UserError(f"--dataset {place}: {fault}; {advice}")
+    counts["bad records"] += 1

@@ -1,32 +1,226 @@
-"""Windows: a flat token array cut into samples, and samples made into batches."""
+"""Windows: the tokens of a corpus end to end, and the samples that are cut from them: `seq_len + 1` tokens each, cut
+anywhere or, best-fit, of whole documents with padding at their end. Independent of where tokens come from."""
 
+import copy
 import functools
 import hashlib
-import pathlib
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from harness.base import UserError
-from harness.data.held_out import Stretches
-from harness.data.held_out import document_ends as find_document_ends
+from harness.base.errors import UserError
+from harness.base.text import counted
+from harness.data.token_files import TokenFile
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out; that of harness/model/loss.py
-COUNTED_AT_ONCE = 2**24  # tokens whose mask is read at one time
+CHUNK = 2**24  # tokens that are looked at together where all are
+EVERY = 20  # one of so many documents is held out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+class Tokens:
+    """Token files, or one array, end to end, or some stretches of them. Only the tokens of a slice are read, and
+    checked against the vocabulary there."""
+
+    def __init__(self, files: list[TokenFile], vocab_size: int | None = None, end_of_text: int | None = None):
+        """`end_of_text` ends a document where no file says where its documents end."""
+        self.files, self.vocab_size, self.end_of_text = files, vocab_size, end_of_text
+        self.before_files = np.concatenate([[0], np.cumsum([len(file.tokens) for file in files], dtype=np.int64)])
+        self.starts, self.stops = np.array([0]), self.before_files[-1:]  # of the stretches
+        self.before = np.array([0, self.before_files[-1]])  # tokens before each stretch, and all
+        self.dtype = np.dtype(np.uint16 if (vocab_size or 2**32) <= 2**16 else np.uint32)
+        self.file_ends: dict[int, np.ndarray] = {}  # that were asked for, shared with parts
+        self.line = ""  # of the console, about where they come from
+        self.counts: dict = {}  # what was counted when they were tokenized
+
+    def part(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
+        """The stretches from each of `starts` to before that of `stops`; of tokens that are whole."""
+        part = copy.copy(self)
+        part.__dict__.pop("ends", None)
+        part.starts, part.stops = starts, stops
+        part.before = np.concatenate([[0], np.cumsum(stops - starts)])
+        return part
+
+    def __len__(self) -> int:
+        return int(self.before[-1])
+
+    def __getitem__(self, window: slice) -> np.ndarray:
+        """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
+        where one has no embedding."""
+        first, last, _ = window.indices(len(self))
+        return self._read(first, last, self._of_file)
+
+    def trained(self, first: int, last: int) -> np.ndarray:
+        """Whether the tokens from `first` to before `last` are trained on, uint8; of conversations only."""
+        return self._read(first, last, lambda file, start, stop: file.trained[start:stop])
+
+    def _read(self, first: int, last: int, read: Callable[[TokenFile, int, int], np.ndarray]) -> np.ndarray:
+        parts = []
+        while first < last:
+            stretch = int(np.searchsorted(self.before, first, "right")) - 1
+            position = first - int(self.before[stretch]) + int(self.starts[stretch])
+            number = int(np.searchsorted(self.before_files, position, "right")) - 1
+            until = min(last - first + position, int(self.stops[stretch]), int(self.before_files[number + 1]))
+            start = position - int(self.before_files[number])
+            parts.append(read(self.files[number], start, start + until - position))
+            first += until - position
+        if not parts:
+            return np.empty(0, self.dtype)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _of_file(self, file: TokenFile, start: int, stop: int) -> np.ndarray:
+        """Tokens of a file in the smallest type that holds the vocabulary."""
+        tokens = file.tokens[start:stop]
+        if self.vocab_size is None:
+            return tokens
+        if not tokens.dtype.isnative:
+            tokens = tokens.astype(tokens.dtype.newbyteorder("="))
+        unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative id is huge
+        if np.iinfo(unsigned.dtype).max >= self.vocab_size and unsigned.max(initial=0) >= self.vocab_size:
+            wrong = int((unsigned >= self.vocab_size).argmax())
+            number = self.files.index(file)
+            name, offset = self._place(int(self.before_files[number]) + start + wrong)
+            fault = f"token id {tokens[wrong]}, the model has {self.vocab_size:,}"
+            advice = "it was made with another tokenizer, or is damaged"
+            raise UserError(f"--dataset {name}, token {offset:,}: {fault}; {advice}")
+        return unsigned.astype(self.dtype, copy=False)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its documents are conversations, of which not all tokens are trained on."""
+        return self.files[0].trained is not None
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether they lie in token files, whatever the run's tokenizer."""
+        return bool(self.files[0].name)
+
+    @property
+    def knows_ends(self) -> bool:
+        """Whether the files say where documents end."""
+        return all(file.find_ends for file in self.files)
+
+    @functools.cached_property
+    def whole_ends(self) -> np.ndarray:
+        """Where each document of the files ends, int64, ascending, the last one at the end. Where a file does not say
+        it, all tokens are read for it."""
+        ends = self.ends_of_file(0)
+        if len(self.files) > 1:
+            ends = np.concatenate([self.ends_of_file(number) + at for number, at in enumerate(self.before_files[:-1])])
+        is_empty = np.diff(ends, prepend=0) == 0
+        return ends[~is_empty] if is_empty.any() else ends
+
+    def ends_of_file(self, number: int) -> np.ndarray:
+        """Where each document of a file ends, counted in its tokens, empty ones too."""
+        file = self.files[number]
+        if number in self.file_ends:
+            return self.file_ends[number]
+        if file.find_ends:
+            ends = file.find_ends()
+        else:
+            chunks = [np.empty(0, np.int64)]
+            for start in range(0, len(file.tokens), CHUNK):
+                chunks.append(np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1)
+            ends = np.concatenate(chunks)
+            if len(file.tokens) and (not len(ends) or ends[-1] != len(file.tokens)):
+                ends = np.append(ends, len(file.tokens))
+        self.file_ends[number] = ends
+        return ends
+
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """Where each document of the stretches ends, counted in their tokens; each stretch ends one."""
+        whole = self.whole_ends
+        first = np.searchsorted(whole, self.starts, "right")  # the first end inside a stretch
+        counts = np.maximum(np.searchsorted(whole, self.stops, "left") - first, 0) + (self.stops > self.starts)
+        stretch = np.repeat(np.arange(len(counts)), counts)
+        number = first[stretch] + np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ends = np.minimum(whole[np.minimum(number, len(whole) - 1)], self.stops[stretch])
+        return ends - self.starts[stretch] + self.before[stretch]
+
+    def starts_between(self, first: int, last: int) -> np.ndarray:
+        """Where documents begin among the tokens from `first` to before `last`, counted from `first`; 0 always, also
+        where a document goes on there."""
+        if self.knows_ends:
+            ends = self.ends
+            inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")] - first
+        else:
+            inside = np.flatnonzero(self[first : last - 1] == self.end_of_text) + 1
+        return np.concatenate([[0], inside]).astype(np.int64)
+
+    def document_of(self, position: int) -> tuple[str, int]:
+        """(the document that a token is in, in words, numbered in its file or in the whole corpus; how many tokens of
+        it are before)."""
+        stretch = int(np.searchsorted(self.before, position, "right")) - 1
+        return self._place(position - int(self.before[stretch]) + int(self.starts[stretch]))
+
+    def _place(self, position: int) -> tuple[str, int]:
+        number = int(np.searchsorted(self.before_files, position, "right")) - 1
+        file, in_file = self.files[number], position - int(self.before_files[number])
+        if file.name and not file.find_ends:
+            return file.name, in_file
+        ends = self.ends_of_file(number)
+        document = int(np.searchsorted(ends, in_file, "right"))
+        start = int(ends[document - 1]) if document else 0
+        return f"{file.name}, document {document + 1:,}".removeprefix(", "), in_file - start
+
+    def divide(self) -> tuple["Tokens", "Tokens"]:
+        """(those to train on, those that are held out): one document of every 20 in a row, drawn by a checksum of their
+        number, as a corpus may repeat itself every few documents. Of fewer than 20 documents the last 5 % of the
+        tokens."""
+        ends = self.ends
+        if len(ends) < EVERY:
+            cut = len(self) * (EVERY - 1) // EVERY
+            return self.between(0, cut), self.between(cut, len(self))
+        held_out = held_out_numbers(len(ends))
+        starts = np.concatenate([[0], ends[:-1]])
+        held_starts, held_stops = starts[held_out], ends[held_out]
+        kept_starts, kept_stops = np.concatenate([[0], held_stops]), np.concatenate([held_starts, [len(self)]])
+        return self.stretches(kept_starts, kept_stops), self.stretches(held_starts, held_stops)
+
+    def between(self, first: int, last: int) -> "Tokens":
+        return self.stretches(np.array([first]), np.array([last]))
+
+    def stretches(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
+        """Stretches that are counted in these tokens, which are one stretch."""
+        assert len(self.starts) == 1
+        return self.part(starts + self.starts[0], stops + self.starts[0])
+
+    def fingerprint(self) -> str:
+        """Tells corpora apart by their number of tokens and 256 samples of 4,096, wherever they are stored."""
+        starts = np.linspace(0, max(0, len(self) - 4096), 256, dtype=np.int64).tolist()
+        digest = hashlib.sha256(b"".join(self[start : start + 4096].tobytes() for start in starts))
+        if self.is_chat:
+            for start in starts:
+                digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
+        return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
+
+
+def held_out_numbers(documents: int) -> np.ndarray:
+    """The numbers, from 0 on, of those of so many documents that are held out."""
+    groups = range(-(-documents // EVERY))
+    numbers = np.array([EVERY * group + zlib.crc32(str(group).encode()) % EVERY for group in groups], np.int64)
+    return numbers[numbers < documents]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Windows
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A sample that is more than tokens: labels that are not trained on, or documents whose ends no token marks."""
+    """A sample that is more than tokens: labels that are not trained on, or documents that do not see each other."""
 
     tokens: np.ndarray  # unsigned integers, shape (seq_len + 1,); there may be padding at its end
     trained: np.ndarray | None = None  # bool, shape (seq_len,): which labels count; None for all
-    # Input positions at which documents begin, 0 among them, and the padding; None: after each end-of-text token.
-    starts: np.ndarray | None = None
+    starts: np.ndarray | None = None  # input positions at which documents begin, 0 among them, and the padding
 
 
 def tokens_of(window: np.ndarray | Window) -> np.ndarray:
@@ -35,46 +229,35 @@ def tokens_of(window: np.ndarray | Window) -> np.ndarray:
 
 
 class PackedDataset(Dataset):
-    """Windows of `seq_len + 1` tokens over one flat array; consecutive windows share one token.
+    """Windows of `seq_len + 1` tokens; consecutive windows share one token.
 
     Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
-    nothing is lost but the last partial window. A window is a plain array, or a `Window` where `trained` is given, or
-    where the tokens know the `document_ends` and there is a document mask.
+    nothing is lost but the last partial window. A window is a plain array, or a `Window` where not all is trained on or
+    documents are not to see each other.
     """
 
-    end_of_text: int | None = None  # the id that ends a document, where attention is to stay inside documents
-    document_mask = False  # whether attention is to stay inside documents by `document_ends` too
-    text_end: int | None = None  # the id that ends a document, for the numbers of documents
-    path: pathlib.Path | None = None  # the flat file of the tokens, of a corpus that was tokenized
-    counts: dict | None = None  # what was counted when it was tokenized
     padding_share = 0.0  # of the inputs of all windows
-    is_chat = False  # whether its documents are conversations
-    mapped: Any = None  # the JoinedTokens of token files that are read in place
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, trained: np.ndarray | None = None):
-        """`tokens` is sliced only; it may have `document_ends`, see `TokensOfDocuments`. `trained` is 1 for each token
-        that is trained on as a label and else 0; None: all are."""
-        self.tokens, self.seq_len, self.trained = tokens, seq_len, trained
-
-    @functools.cached_property
-    def document_ends(self) -> np.ndarray | None:
-        """Where each document ends, ascending; None where only a token tells."""
-        return getattr(self.tokens, "document_ends", None)
+    def __init__(
+        self, tokens: Tokens | np.ndarray, seq_len: int, document_mask: bool = False, end_of_text: int | None = None
+    ):
+        """`end_of_text` ends a document of a plain array."""
+        self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
+        self.seq_len, self.document_mask = seq_len, document_mask
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
 
     def __getitem__(self, index: int) -> np.ndarray | Window:
-        """Tokens of shape (seq_len + 1,), unsigned integers: a view of the array where that gives one."""
+        """Tokens of shape (seq_len + 1,), unsigned integers."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        first = index * self.seq_len
-        tokens = self.tokens[first : first + self.seq_len + 1]
-        starts = trained = None
-        if self.document_mask and self.document_ends is not None:
-            starts = starts_between(self.document_ends, first, first + self.seq_len)
-        if self.trained is not None:
-            trained = self.trained[first + 1 : first + self.seq_len + 1].astype(bool)
+        first, last = index * self.seq_len, (index + 1) * self.seq_len
+        tokens, trained, starts = self.tokens[first : last + 1], None, None
+        if self.tokens.is_chat:
+            trained = self.tokens.trained(first + 1, last + 1).astype(bool)
+        if self.document_mask:
+            starts = self.tokens.starts_between(first, last)
         if starts is None and trained is None:
             return tokens
         return Window(tokens, trained, starts)
@@ -82,7 +265,11 @@ class PackedDataset(Dataset):
     @property
     def is_uniform(self) -> bool:
         """Whether each window has `seq_len` inputs and labels that count."""
-        return self.trained is None
+        return not self.tokens.is_chat
+
+    @property
+    def is_chat(self) -> bool:
+        return self.tokens.is_chat
 
     def real_tokens(self, index: int) -> int:
         """Inputs of a window that are not padding."""
@@ -90,19 +277,19 @@ class PackedDataset(Dataset):
 
     def trained_tokens(self, index: int) -> int:
         """Labels of a window that count."""
-        return self.seq_len if self.trained is None else int(self._trained_counts[index])
+        return self.seq_len if self.is_uniform else int(self._trained_counts[index])
 
     def total_trained(self) -> int:
         """Labels of all windows that count."""
-        return len(self) * self.seq_len if self.trained is None else int(self._trained_counts.sum())
+        return len(self) * self.seq_len if self.is_uniform else int(self._trained_counts.sum())
 
     @functools.cached_property
     def _trained_counts(self) -> np.ndarray:
         """Labels that count in each window, read from the mask once."""
-        counts, per_chunk = [np.zeros(0, np.int32)], max(1, COUNTED_AT_ONCE // self.seq_len)
+        counts, per_chunk = [np.zeros(0, np.int32)], max(1, CHUNK // self.seq_len)
         for first in range(0, len(self), per_chunk):
             last = min(first + per_chunk, len(self))
-            mask = self.trained[first * self.seq_len + 1 : last * self.seq_len + 1]
+            mask = self.tokens.trained(first * self.seq_len + 1, last * self.seq_len + 1)
             counts.append(mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32))
         return np.concatenate(counts)
 
@@ -114,94 +301,195 @@ class PackedDataset(Dataset):
         """(where it begins in the window, its place in words, offset in it of the token there) of each document that
         has an input in a window."""
         first = index * self.seq_len
-        starts = starts_between(self._places.ends, first, first + self.seq_len)
-        return [(int(start), *self._places.of(first + int(start))) for start in starts]
+        starts = self.tokens.starts_between(first, first + self.seq_len)
+        return [(int(start), *self.tokens.document_of(first + int(start))) for start in starts]
+
+    def describe(self) -> str:
+        """The packing in words, where there is something to say."""
+        return ""
+
+
+class BestFitDataset(PackedDataset):
+    """Windows of `seq_len + 1` tokens that hold whole documents and then padding.
+
+    A document's labels end with it: its last token does not predict the first of the next. Padding is not trained on
+    and counts as no token. A document longer than a window is cut into pieces, see `cut_long`.
+    """
+
+    is_uniform = False
+
+    def __init__(self, tokens: Tokens, seq_len: int, padding: int, seed: int = 0, document_mask: bool = True):
+        """`padding` is a token id; without `document_mask` the documents of a window see those before them."""
+        super().__init__(tokens, seq_len, document_mask)
+        self.padding, self.seed = padding, seed
 
     @functools.cached_property
-    def _places(self) -> "DocumentPlaces":
-        return DocumentPlaces(self.tokens, self.text_end)
+    def pieces(self) -> "Pieces":
+        return cut_long(self.tokens.ends, self.seq_len)
 
-    def part(self, select: Callable) -> "PackedDataset":
-        """The windows of a part of the array, which `select` makes of an array of one item for each token."""
-        trained = None if self.trained is None else select(self.trained)
-        part = PackedDataset(select(self.tokens), self.seq_len, trained)
-        part.end_of_text, part.document_mask, part.text_end = self.end_of_text, self.document_mask, self.text_end
-        part.path, part.counts, part.mapped = self.path, self.counts, self.mapped
-        part.is_chat = self.is_chat
-        return part
+    @functools.cached_property
+    def _bins(self) -> tuple[np.ndarray, np.ndarray]:
+        return best_fit(self.pieces.lengths, self.seq_len + 1, self.seed)
 
-    def fingerprint(self) -> str:
-        """Tells data sets apart by their number of tokens and 256 samples of 4,096, wherever they are stored."""
-        starts = np.linspace(0, max(0, len(self.tokens) - 4096), 256, dtype=np.int64)
-        digest = hashlib.sha256(b"".join(self.tokens[start : start + 4096].tobytes() for start in starts))
-        if self.trained is not None:
-            for start in starts:
-                digest.update(self.trained[start : start + 4096].tobytes())
-        return f"{digest.hexdigest()[:20]}, {len(self.tokens):,} tokens"
-
-
-class TokensOfDocuments:
-    """A flat array of tokens that knows where each of its documents ends."""
-
-    def __init__(self, tokens, document_ends: np.ndarray):
-        self.tokens, self.document_ends = tokens, document_ends
-        if hasattr(tokens, "document_of"):  # token files, which have names
-            self.document_of = tokens.document_of
+    def pieces_of(self, index: int) -> np.ndarray:
+        """The numbers of the pieces in a window."""
+        items, begins = self._bins
+        return items[begins[index] : begins[index + 1]]
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self._bins[1]) - 1
 
-    def __getitem__(self, window: slice) -> np.ndarray:
-        return self.tokens[window]
+    def __getitem__(self, index: int) -> Window:
+        """The documents of a bin, the longest first."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        tokens = np.full(self.seq_len + 1, self.padding, self.tokens.dtype)
+        trained, starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
+        for piece in self.pieces_of(index):
+            start, length = int(self.pieces.starts[piece]), int(self.pieces.lengths[piece])
+            tokens[filled : filled + length] = self.tokens[start : start + length]
+            trained[filled + 1 : filled + length] = True
+            if self.tokens.is_chat:
+                trained[filled + 1 : filled + length] = self.tokens.trained(start + 1, start + length)
+            starts.append(filled)
+            filled += length
+        starts.append(filled)  # of the padding
+        begins = np.array([start for start in starts if start < self.seq_len], np.int64)
+        return Window(tokens, trained[1:], begins if self.document_mask else None)
+
+    def _sums(self, of_pieces: np.ndarray) -> np.ndarray:
+        """The sum of a number of each piece over each window."""
+        items, begins = self._bins
+        if not len(items):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(of_pieces[items], begins[:-1], dtype=np.int64)
+
+    @functools.cached_property
+    def _real(self) -> np.ndarray:
+        return np.minimum(self._sums(self.pieces.lengths), self.seq_len)
+
+    @functools.cached_property
+    def _trained_counts(self) -> np.ndarray:
+        if not self.tokens.is_chat:
+            return self._sums(self.pieces.lengths - 1)
+        mask = np.append(self.tokens.trained(0, len(self.tokens)), np.uint8(0))
+        starts, lengths = self.pieces.starts, self.pieces.lengths
+        borders = np.stack([starts + 1, starts + lengths], axis=1).ravel()
+        counts = np.add.reduceat(mask, borders, dtype=np.int64)[::2]
+        return self._sums(np.where(lengths > 1, counts, 0))  # of an empty range reduceat gives the item there
+
+    def real_tokens(self, index: int) -> int:
+        return int(self._real[index])
+
+    def trained_tokens(self, index: int) -> int:
+        return int(self._trained_counts[index])
+
+    def total_trained(self) -> int:
+        return int(self._trained_counts.sum())
+
+    def total_tokens(self) -> int:
+        return int(self._real.sum())
+
+    @property
+    def padding_share(self) -> float:
+        """Padding as a part of the inputs of all windows."""
+        return 1 - self.total_tokens() / max(1, len(self) * self.seq_len)
+
+    def documents(self, index: int) -> list[tuple[int, str, int]]:
+        found, filled = [], 0
+        for piece in self.pieces_of(index):
+            found.append((filled, *self.tokens.document_of(int(self.pieces.starts[piece]))))
+            filled += int(self.pieces.lengths[piece])
+        return found
+
+    def describe(self) -> str:
+        """The packing in words: how many documents in how many windows, what was cut, the share of padding."""
+        documents = len(self.tokens.ends)
+        line = f"best-fit, {counted(documents, 'document')} in {counted(len(self), 'window')}"
+        if self.pieces.cut:
+            pieces = len(self.pieces.lengths) - (documents - self.pieces.cut)
+            line += f", {self.pieces.cut:,} longer than a window cut into {pieces:,} pieces"
+        return f"{line}, padding {100 * self.padding_share:.1f} %"
 
 
-class DocumentPlaces:
-    """Where the documents of a flat array are in their corpus, in words. Of a part of a corpus the numbers are those of
-    the whole. Where the ends of documents are not known, the tokens are read once, to find them."""
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """What is packed: each document, or the parts of one that is longer than a window, in the order of the tokens."""
 
-    def __init__(self, tokens, text_end: int | None):
-        self.tokens, self.ends = tokens, find_document_ends(tokens, text_end)
-        self.whole = tokens
-        while isinstance(self.whole, Stretches):
-            self.whole = self.whole.tokens
-        self.whole_ends = self.ends
-        if self.whole is not tokens and not hasattr(self.whole, "document_of"):
-            self.whole_ends = find_document_ends(self.whole, text_end)
-
-    def of(self, position: int) -> tuple[str, int]:
-        """(place of the document in words, offset in it) of a token of the flat array."""
-        tokens = self.tokens
-        while isinstance(tokens, Stretches):
-            position = tokens.position(position)
-            tokens = tokens.tokens
-        if hasattr(tokens, "document_of"):  # token files, which have names
-            return tokens.document_of(position)
-        number = int(np.searchsorted(self.whole_ends, position, "right"))
-        before = int(self.whole_ends[number - 1]) if number else 0
-        return f"document {number + 1:,}", position - before
+    starts: np.ndarray  # in the tokens
+    lengths: np.ndarray  # in tokens
+    cut: int  # documents that are more than one piece
 
 
-def starts_between(ends: np.ndarray, first: int, last: int) -> np.ndarray:
-    """Where documents that end at `ends` begin among the tokens from `first` to before `last`, counted from `first`;
-    0 always, also where a document goes on there."""
-    inside = ends[np.searchsorted(ends, first, "right") : np.searchsorted(ends, last, "left")]
-    return np.unique(np.concatenate([[0], inside - first])).astype(np.int64)
+def cut_long(ends: np.ndarray, seq_len: int) -> Pieces:
+    """Documents as pieces of at most `seq_len + 1` tokens, what a window has. Consecutive pieces of a document share
+    one token, as consecutive windows do: each token but a document's first is a label exactly once."""
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    lengths = ends - starts
+    counts = np.where(lengths > seq_len + 1, -(-(lengths - 1) // seq_len), 1)
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    offsets = (np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]) * seq_len
+    pieces = np.minimum(lengths[documents] - offsets, seq_len + 1).astype(np.int32)
+    return Pieces(starts[documents] + offsets, pieces, int((counts > 1).sum()))
 
 
-def pack(
-    tokens: np.ndarray, seq_len: int, dataset: str, split: str, trained: np.ndarray | None = None
-) -> PackedDataset:
-    """The tokens of a corpus as windows; too few for one window are a UserError."""
-    packed = PackedDataset(tokens, seq_len, trained)
-    check_has_windows(packed, dataset, split)
-    return packed
+def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packs items into bins of `size`, best-fit decreasing: the longest first, each into the bin with the least room
+    that is enough, or a new one. A pure function of its arguments.
+
+    `lengths` are from 1 to `size`. Returns the items, bin after bin, and where each bin begins among them, with their
+    number at the end. Which items of a length meet, and the order of the bins, are drawn with `seed`.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    items = generator.permutation(len(lengths)).astype(np.int32)
+    items = items[np.argsort(-lengths[items].astype(np.int64), kind="stable")]
+    bins_with_room: list[list[int]] = [[] for _ in range(size + 1)]
+    rooms = 0  # bit r is set where a bin has room for r more
+    bins_of_items = np.empty(len(items), np.int32)
+    bins = 0
+    for place, length in enumerate(lengths[items].tolist()):
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            bin_number = bins_with_room[room].pop()
+            if not bins_with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, bin_number = size, bins
+            bins += 1
+        bins_with_room[room - length].append(bin_number)
+        rooms |= 1 << (room - length)
+        bins_of_items[place] = bin_number
+    bins_of_items = generator.permutation(bins).astype(np.int32)[bins_of_items]
+    begins = np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
+    return items[np.argsort(bins_of_items, kind="stable")], begins
 
 
-def check_has_windows(windows, dataset: str, split: str) -> None:
-    """Raises a UserError for a data set of windows that has none."""
-    if not len(windows):
-        short = f"{len(windows.tokens):,} tokens do not fill one window of --sequence-length {windows.seq_len}"
-        raise UserError(f"--dataset {dataset}, split {split!r}: {short}; use a shorter sequence or more text")
+class SyntheticDataset(Dataset):
+    """Random tokens for throughput runs: window i is a pure function of (seed, i) and is stored nowhere."""
+
+    is_uniform = True
+    is_chat = False
+    padding_share = 0.0
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
+        self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
+        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
+
+    def real_tokens(self, index: int) -> int:
+        return self.seq_len
+
+    def total_tokens(self) -> int:
+        return self.windows * self.seq_len
+
+    def documents(self, index: int) -> list[tuple[int, str, int]]:
+        return [(0, "random tokens", 0)]
 
 
 def create_collate_fn(
@@ -211,32 +499,50 @@ def create_collate_fn(
 
     The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`, or IGNORE_INDEX where
     the window does not train on it. A plain transformers model would shift `labels` once more; it takes `shift_labels`
-    as they are, but for families that ignore them: prophetnet. With `end_of_text`, or where a window has `starts`,
-    there are `position_ids` too, which begin again at 0 at the window's `starts`, or without them after each
-    `end_of_text`.
+    as they are, but for families that ignore them: prophetnet. Where a window has `starts`, there are `position_ids`
+    too, which begin again at 0 there. With `end_of_text` they do so after each such token of a plain array.
     """
 
     def collate(windows: list[np.ndarray | Window]) -> dict[str, torch.Tensor]:
         tokens = np.stack([tokens_of(window) for window in windows]).astype(np.int64)
-        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-        richer = {row: window for row, window in enumerate(windows) if isinstance(window, Window)}
-        masks = {row: window.trained for row, window in richer.items() if window.trained is not None}
-        if masks:
-            batch["labels"] = batch["labels"].copy()
-        for row, trained in masks.items():
-            batch["labels"][row, ~trained] = IGNORE_INDEX
-        if shift_labels:
-            batch["shift_labels"] = batch["labels"]
-        starts_of = {row: window.starts for row, window in richer.items() if window.starts is not None}
-        if end_of_text is not None or starts_of:
-            positions = np.arange(tokens.shape[1] - 1)
-            starts = np.zeros_like(batch["input_ids"])  # of the document that each token belongs to
-            if end_of_text is not None:
-                starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, positions[1:], 0)
-            for row, begins in starts_of.items():
+        labels = tokens[:, 1:].copy()
+        starts = np.zeros_like(labels)  # at each token where a document begins, its position
+        has_starts = end_of_text is not None
+        if end_of_text is not None:
+            starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, np.arange(1, labels.shape[1]), 0)
+        for row, window in enumerate(windows):
+            if not isinstance(window, Window):
+                continue
+            if window.trained is not None:
+                labels[row, ~window.trained] = IGNORE_INDEX
+            if window.starts is not None:
                 starts[row] = 0
-                starts[row, begins] = begins
-            batch["position_ids"] = positions - np.maximum.accumulate(starts, axis=1)
+                starts[row, window.starts] = window.starts
+                has_starts = True
+        batch = {"input_ids": tokens[:, :-1], "labels": labels}
+        if shift_labels:
+            batch["shift_labels"] = labels
+        if has_starts:
+            batch["position_ids"] = np.arange(labels.shape[1]) - np.maximum.accumulate(starts, axis=1)
         return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}  # one row would share its memory
 
     return collate
+
+
+def squared_lengths(position_ids, real=None) -> int:
+    """The sum of the squares of the documents' lengths in tokens, for `PerformanceTracker.note_documents`.
+
+    Args:
+        position_ids: integers of shape (batch, seq_len), of numpy or on the CPU. Each 0 begins a document, and so does
+            each row: of a document that began in an earlier window its part in this one counts.
+        real: booleans of the same shape, False for padding, which counts in no length; by default all are real.
+    """
+    positions = np.asarray(position_ids)
+    begins = positions == 0
+    begins[:, 0] = True
+    starts = np.flatnonzero(begins)  # rows end to end
+    if real is None:
+        lengths = np.diff(starts, append=positions.size)
+    else:
+        lengths = np.add.reduceat(np.asarray(real).ravel().astype(np.int64), starts)
+    return int(np.square(lengths).sum())

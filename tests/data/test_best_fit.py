@@ -6,27 +6,37 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 import utils
-from harness.data import corpus_tokens, held_out
-from harness.data.best_fit import BinnedDataset, best_fit, cut_long
-from harness.data.token_files import JoinedTokens
-from harness.data.windows import IGNORE_INDEX, PackedDataset, TokensOfDocuments, Window, create_collate_fn
+from harness.data import sources
+from harness.data.token_files import TokenFile
+from harness.data.windows import (
+    IGNORE_INDEX,
+    BestFitDataset,
+    PackedDataset,
+    Tokens,
+    Window,
+    best_fit,
+    create_collate_fn,
+    cut_long,
+)
 from harness.model import loss
 
 PADDING = 60_000
 
-lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=60)
+lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
-def binned(lengths: list[int], seq_len: int, seed: int = 3, trained=None, **options) -> BinnedDataset:
+def tokens_with(lengths, trained=None) -> Tokens:
     """Documents whose tokens are all different."""
-    tokens = np.arange(sum(lengths), dtype=np.uint16)
-    return BinnedDataset(TokensOfDocuments(tokens, np.cumsum(lengths)), seq_len, PADDING, seed, trained, **options)
+    tokens, ends = np.arange(sum(lengths), dtype=np.uint16), np.cumsum(lengths)
+    return Tokens([TokenFile(tokens, find_ends=lambda: ends, trained=trained)], 2**16)
+
+
+def binned(lengths: list[int], seq_len: int, seed: int = 3, trained=None, **options) -> BestFitDataset:
+    return BestFitDataset(tokens_with(lengths, trained), seq_len, PADDING, seed, **options)
 
 
 @settings(deadline=None, max_examples=60)
@@ -99,11 +109,11 @@ def test_bins_are_a_pure_function_of_the_seed_and_another_seed_mixes_others():
 
 
 def test_a_long_document_is_cut_into_pieces_that_share_one_token_and_is_counted():
-    pieces = cut_long(np.array([5, 5, 26]), 8)
+    pieces = cut_long(np.array([5, 26]), 8)
     assert (pieces.starts.tolist(), pieces.lengths.tolist()) == ([0, 5, 13, 21], [5, 9, 9, 5])
-    assert (pieces.documents.tolist(), pieces.cut) == ([0, 2, 2, 2], 1)
+    assert pieces.cut == 1
     assert cut_long(np.array([9, 19]), 8).lengths.tolist() == [9, 9, 2]
-    data = binned([5, 0, 21], 8)
+    data = binned([5, 21], 8)
     assert data.describe().startswith("best-fit, 2 documents in 4 windows, 1 longer than a window cut into 3 pieces")
 
 
@@ -137,22 +147,18 @@ def test_padding_is_neither_trained_on_nor_counted_and_its_share_is_known():
 
 def test_documents_end_with_a_token_where_nothing_else_tells():
     tokens = np.array([5, 6, 0, 7, 0, 8], np.uint16)
-    data = BinnedDataset(tokens, 4, padding=0, text_end=0)
-    assert data.document_ends.tolist() == [3, 5, 6]
+    assert Tokens([TokenFile(tokens)], end_of_text=0).ends.tolist() == [3, 5, 6]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_held_out_part_keeps_masks_documents_and_their_numbers(seed):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 9, 100)
-    tokens = TokensOfDocuments(np.arange(lengths.sum(), dtype=np.uint16), np.cumsum(lengths))
     trained = draw.integers(0, 2, lengths.sum()).astype(np.uint8)
-    parts = held_out.divide(tokens, None)
-    for whole in (BinnedDataset(tokens, 12, PADDING, 0, trained), PackedDataset(tokens, 12, trained)):
-        whole.document_mask = True
+    tokens = tokens_with(lengths, trained)
+    for pack in (lambda part: BestFitDataset(part, 12, PADDING), lambda part: PackedDataset(part, 12, True)):
         seen = []
-        for part in parts:
-            divided = whole.part(lambda array, part=part: held_out.Stretches(array, *part))
+        for divided in map(pack, tokens.divide()):
             for index in range(len(divided)):
                 window = divided[index]
                 real = window.tokens[:-1][: divided.real_tokens(index)]
@@ -166,10 +172,10 @@ def test_a_held_out_part_keeps_masks_documents_and_their_numbers(seed):
 
 
 def test_windows_of_a_flat_array_begin_documents_where_an_index_says_and_only_with_a_mask():
-    tokens = TokensOfDocuments(np.arange(1, 31, dtype=np.uint16), np.array([3, 10, 21, 30]))
-    data = PackedDataset(tokens, 4)
-    assert isinstance(data[0], np.ndarray)
-    data.document_mask = True
+    ends = np.array([3, 10, 21, 30])
+    tokens = Tokens([TokenFile(np.arange(1, 31, dtype=np.uint16), find_ends=lambda: ends)])
+    assert isinstance(PackedDataset(tokens, 4)[0], np.ndarray)
+    data = PackedDataset(tokens, 4, document_mask=True)
     batch = create_collate_fn(end_of_text=2)([data[0], data[2], np.array([5, 2, 5, 5, 5])])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1], [0, 1, 0, 1]]
     assert data.documents(2) == [(0, "document 2", 5), (2, "document 3", 0)]
@@ -177,11 +183,11 @@ def test_windows_of_a_flat_array_begin_documents_where_an_index_says_and_only_wi
 
 def test_a_flat_array_with_a_mask_counts_what_it_trains_on():
     trained = np.array([1, 0, 1, 1, 0, 0, 1, 1, 1, 1], np.uint8)
-    data = PackedDataset(np.arange(10, dtype=np.uint16), 3, trained)
+    data = PackedDataset(tokens_with([10], trained), 3)
     batch = create_collate_fn()([data[index] for index in range(3)])
     assert batch["labels"].tolist() == [[-100, 2, 3], [-100, -100, 6], [7, 8, 9]]
     assert [data.trained_tokens(index) for index in range(3)] == [2, 1, 3]
-    assert data.fingerprint() != PackedDataset(np.arange(10, dtype=np.uint16), 3, 1 - trained).fingerprint()
+    assert data.tokens.fingerprint() != tokens_with([10], 1 - trained).fingerprint()
 
 
 def test_a_window_without_a_mask_trains_on_all():
@@ -193,23 +199,22 @@ def test_the_label_that_is_left_out_is_that_of_the_loss():
     assert IGNORE_INDEX == loss.IGNORE_INDEX == torch.nn.CrossEntropyLoss().ignore_index
 
 
-def test_one_process_of_a_node_reads_all_tokens_for_the_ends_of_documents(tmp_path, monkeypatch):
+def test_one_process_of_a_node_reads_all_tokens_for_the_ends_of_documents(tmp_path, monkeypatch, tokenizer):
     np.array([1, 2, 0, 3, 0, 4, 5, 6, 7], "<u2").tofile(tmp_path / "a.bin")
     corpus = {"dataset": str(tmp_path / "a.bin"), "packing": "best-fit", "vocab_size": 1536}
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
     answers = []
 
     def on_main_process(make, is_main):
         answers.append(make())
         return answers[-1]
 
-    monkeypatch.setattr(corpus_tokens, "from_main_process", on_main_process)
+    monkeypatch.setattr(sources, "from_main_process", on_main_process)
     windows = list(utils.get_dataset(tokenizer, 4, **corpus))
-    monkeypatch.setattr(corpus_tokens, "from_main_process", lambda make, is_main: answers.pop(0))
+    monkeypatch.setattr(sources, "from_main_process", lambda make, is_main: answers.pop(0))
     with monkeypatch.context() as patched:
-        patched.setattr(JoinedTokens, "__getitem__", None)
+        patched.setattr(Tokens, "ends_of_file", None)
         data = utils.get_dataset(tokenizer, 4, **corpus)
-        assert data.document_ends.tolist() == [3, 5, 9] and len(data) == len(windows)
+        assert data.tokens.ends.tolist() == [3, 5, 9] and len(data) == len(windows)
     assert [window.tokens.tolist() for window in data] == [window.tokens.tolist() for window in windows]
 
 

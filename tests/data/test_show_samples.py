@@ -10,10 +10,8 @@ from conftest import ROOT
 from transformers import AutoTokenizer
 
 import utils
-from harness.data.held_out import Stretches, divide, is_held_out
-from harness.data.show_samples import describe_step
-from harness.data.training_data import mix
-from harness.flags import Source
+from harness.data.batches import describe_step, mix
+from harness.data.windows import BestFitDataset, PackedDataset, held_out_numbers
 
 SEQ_LEN = 40
 COUNT = 50  # documents
@@ -38,7 +36,7 @@ def text_of(number: int) -> str:
 
 def shown(packed, tokenizer) -> list[tuple[str, str]]:
     """(place, text) of each document that the steps of one epoch print."""
-    data = mix({"it": packed}, [Source("it", "it", None)], packed.seq_len, seed=1)
+    data = mix({"it": packed}, {"it": None}, packed.seq_len, seed=1)
     passages = []
     for step in range(1, len(packed) + 1):
         head, sample, *lines = describe_step(data, tokenizer, step).splitlines()
@@ -114,11 +112,12 @@ def test_documents_are_named_with_their_own_text_and_without_padding(tokenizer, 
 def test_held_out_documents_keep_their_numbers(tokenizer, tmp_path, kind, packing):
     source = write_chat(tmp_path) if kind == "chat" else write_text(tmp_path)
     packed = load(tmp_path, tokenizer, source, packing=packing)
-    kept, held = (
-        packed.part(lambda array, part=part: Stretches(array, *part))
-        for part in divide(packed.tokens, tokenizer.eos_token_id)
-    )
-    numbers = {number for number in range(1, COUNT + 1) if is_held_out(number - 1)}
+    kept, held = packed.tokens.divide()
+    if packing == "best-fit":
+        kept, held = BestFitDataset(kept, SEQ_LEN, 0), BestFitDataset(held, SEQ_LEN, 0)
+    else:
+        kept = PackedDataset(kept, SEQ_LEN)
+    numbers = set((held_out_numbers(COUNT) + 1).tolist())
     if packing == "best-fit":
         check_documents(shown(kept, tokenizer), numbers=set(range(1, COUNT + 1)) - numbers)
         check_documents(shown(held, tokenizer), numbers=numbers)

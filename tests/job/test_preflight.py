@@ -20,7 +20,7 @@ import torch
 from conftest import ROOT, parse, train, write_checkpoint
 
 from harness.base import GIB, UserError
-from harness.data.windows import create_collate_fn
+from harness.data import create_collate_fn
 from harness.job import host, preflight
 from harness.model.configs import load_config
 from harness.model.optimization import parameter_bytes

@@ -19,8 +19,7 @@ import train_fsdp
 import utils
 from harness.base import UserError
 from harness.data import batches
-from harness.data.document_lengths import squared_lengths
-from harness.data.windows import create_collate_fn
+from harness.data.windows import create_collate_fn, squared_lengths
 from harness.model.attention import skip_packing_detection
 from harness.model.weights import decoder_layers
 

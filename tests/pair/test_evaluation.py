@@ -13,7 +13,7 @@ from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, wo
 
 import train_fsdp
 from harness.base import UserError
-from harness.data.windows import PackedDataset
+from harness import data
 from harness.model.loss import IGNORE_INDEX
 
 
@@ -40,13 +40,13 @@ def evaluation(trained, device, capfd, monkeypatch):
 
     def evaluate(*flags) -> dict:
         def load_data(*args):
-            data = load(*args)
-            (evaluate.windows,) = data[1].values()
-            return data
+            train_set = load(*args)
+            (evaluate.windows,) = train_set.held_out.values()
+            return train_set
 
-        load = train_fsdp.load_data
+        load = data.load
         with monkeypatch.context() as patch:
-            patch.setattr(train_fsdp, "load_data", load_data)
+            patch.setattr(data, "load", load_data)
             start = ["--num-steps", 0, "--eval-interval", 1, "--json", "--cache-dir", trained / "cache"]
             capfd.readouterr()
             assert train([*start, *flags], device) == 0
@@ -101,12 +101,12 @@ def test_each_held_out_window_is_taken_once_over_all_ranks_in_as_many_batches(
 ):
     """Two ranks with batches of two. All tokens of a window are its number."""
     settings = dataclasses.replace(parse(["--demo"]), batch_size=2, eval_steps=eval_steps)
-    dataset = PackedDataset(np.append(np.arange(windows).repeat(4), 0), 4)
+    dataset = data.PackedDataset(np.append(np.arange(windows).repeat(4), 0), 4)
     monkeypatch.setattr(train_fsdp.dist, "get_world_size", lambda: 2)
     counted, batches = [], []
     for rank in (0, 1):
         monkeypatch.setattr(train_fsdp.dist, "get_rank", lambda rank=rank: rank)
-        of_rank = list(train_fsdp.held_out_batches(settings, dataset, device))
+        of_rank = list(data.held_out_batches(settings, dataset, device))
         batches.append(len(of_rank))
         for batch in of_rank:
             for inputs, labels in zip(batch["input_ids"], batch["labels"], strict=True):

@@ -28,9 +28,8 @@ from torch._dynamo.utils import counters
 import train_fsdp
 import utils
 from harness.base import GIB, wait_for_device
-from harness.data import sample_order
-from harness.data.windows import create_collate_fn
 from harness.flags import PRESETS
+from harness import data
 from harness.model.attention import describe_attention
 from harness.state.store import Checkpoints
 from harness.state.train_state import TrainState
@@ -73,10 +72,10 @@ def build(device, tmp_path_factory, on_cpu_without_inductor):
         settings, config = resolved(["--model", source, "--dataset", "demo", *shape, *flags])
         model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
         optimizer = train_fsdp.build_optimizer(settings, model)
-        data = one_source(sample_order.SyntheticDataset(config.vocab_size, length), settings.seed)
+        train_set = one_source(data.SyntheticDataset(config.vocab_size, length), settings.seed)
         tracker = utils.PerformanceTracker(0, 1, 0)
         state = TrainState(model, optimizer, tracker=tracker)
-        batches = train_fsdp.training_batches(settings, data, state, device)
+        batches = data.training_batches(settings, train_set, state, device)
         return settings, model, optimizer, lambda: train_fsdp.train_step(settings, model, optimizer, batches, tracker)
 
     return make
@@ -89,9 +88,9 @@ def loss_and_gradients(build, device):
     def run(*flags):
         torch._dynamo.reset()
         _, model, _, _ = build(*flags)
-        tokens = sample_order.SyntheticDataset(SIZES["vocab_size"], LENGTH)
+        tokens = data.SyntheticDataset(SIZES["vocab_size"], LENGTH)
         windows = [tokens[index] % (LENGTH // 4) for index in range(2)]  # about four ends of text in each
-        batch = create_collate_fn(END if "--document-mask" in flags else None)(windows)
+        batch = data.create_collate_fn(END if "--document-mask" in flags else None)(windows)
         loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}, use_cache=False).loss
         loss.backward()
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]

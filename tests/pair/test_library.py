@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import families
 
-from harness.data.windows import create_collate_fn
+from utils import create_collate_fn
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness.data import sample_order
-from harness.data.windows import PackedDataset
+from harness.data.mixture import WindowOrder
 from harness.report import tracker_rows
 from harness.report.figure_list import BY_KEY
 
@@ -295,7 +294,7 @@ def mean_loss(model, windows) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def packed(folder, split: str) -> PackedDataset:
+def packed(folder, split: str):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
     return utils.get_dataset(tokenizer, 32, dataset=str(STORIES), split=split, cache_dir=folder / "cache")
 
@@ -309,7 +308,7 @@ def test_training_is_what_a_plain_loop_computes(device, tmp_path):
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
     dataset = packed(tmp_path, "train")
-    order = sample_order.WindowOrder(len(dataset), seed=3)
+    order = WindowOrder(len(dataset), seed=3)
     losses, norms, rates = [], [], []
     for step in range(steps):
         rates.append(peak * min(step / warmup, (steps - step) / (steps - warmup)))

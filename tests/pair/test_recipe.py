@@ -4,6 +4,7 @@ import functools
 import types
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -15,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
+from harness import data
 from harness.base.torch_internals import DefaultReduceScatter, collectives_of, fsdp_group
-from harness.data import sample_order
 from harness.model import collectives
 from harness.model.float8 import cast_to_float8
 from harness.model.weights import decoder_layers
@@ -44,10 +45,13 @@ def trainer(device, tmp_path):
         args, config = resolved(["--model", source, "--dataset", "demo", *sizes, *flags])
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
         optimizer = train_fsdp.build_optimizer(args, model)
-        data = one_source(sample_order.SyntheticDataset(config.vocab_size, args.sequence_length), args.seed)
-        data.end_of_text = END if args.document_mask else None
+        windows = data.SyntheticDataset(config.vocab_size, args.sequence_length)
+        if args.document_mask:
+            tokens = np.concatenate([windows[index] for index in range(64)])
+            windows = data.PackedDataset(tokens, args.sequence_length, document_mask=True, end_of_text=END)
+        train_set = one_source(windows, args.seed)
         tracker = utils.PerformanceTracker(0, 1, 0)
-        batches = train_fsdp.training_batches(args, data, TrainState(model, optimizer, tracker=tracker), device)
+        batches = data.training_batches(args, train_set, TrainState(model, optimizer, tracker=tracker), device)
         return model, lambda: train_fsdp.train_step(args, model, optimizer, batches, tracker)
 
     return make

@@ -29,10 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.models.auto import tokenization_auto
 
 from harness.base import UserError, saved
-from harness.data.corpus_files import local_files
-from harness.data.documents import read_documents
-from harness.data.formats import file_records
-from harness.data.splits import files_of_split
+from harness.data.files import find
+from harness.data.records import read_documents, read_records
 from harness.job import folders
 from harness.model import tokenizer as tokenizer_module
 from harness.model.configs import load_config
@@ -310,9 +308,8 @@ def data(tmp_path) -> pathlib.Path:
 
 def read(folder: pathlib.Path) -> list[str]:
     """Every text of a data set, as the program reads it, cached or streamed."""
-    files = files_of_split(str(folder), "train", local_files(str(folder)))
-    records = (record for file in files for record in file_records(file, "text", collections.Counter()))
-    return list(read_documents(records, folder, True, collections.Counter()))
+    records = (record for file in find(str(folder)).of_split("train") for record in read_records(file, "text"))
+    return list(read_documents(records, 2**32, True, collections.Counter()))
 
 
 def test_a_script_and_a_card_in_a_data_folder_change_nothing(data, mark, tmp_path):

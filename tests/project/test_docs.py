@@ -388,7 +388,7 @@ OTHERS = {
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
     "harness/report/page.py": {"--output"},
-    "launch/datatrove.py": {"--executor", "--slurm-option", "--tasks", "--workers"},
+    "launch/datatrove.py": {"--executor", "--executor-option", "--tasks", "--workers"},
 }
 
 

@@ -20,8 +20,8 @@ from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 import train_fsdp
 import utils
 from harness.base import UserError
-from harness.data.batches import training_batches
 from harness.flags import PROFILED_STEPS
+from harness import data
 from harness.job import endings
 from harness.model.configs import load_config
 from harness.report import prometheus
@@ -112,6 +112,8 @@ def test_a_run_leaves_a_trace_a_table_and_all_its_figures_at_the_endpoint(run, p
 def test_a_run_with_a_document_mask_has_mfu_by_the_documents_that_it_trained_on(run, monkeypatch, capsys):
     squares = []  # of each microbatch: the sum of its documents' squared lengths, one by one
 
+    training_batches = data.training_batches
+
     def noting(*arguments):
         for batch in training_batches(*arguments):
             total = 0
@@ -121,7 +123,7 @@ def test_a_run_with_a_document_mask_has_mfu_by_the_documents_that_it_trained_on(
             squares.append(total)
             yield batch
 
-    monkeypatch.setattr(train_fsdp, "training_batches", noting)
+    monkeypatch.setattr(data, "training_batches", noting)
     flags = "--num-steps 6 --log-interval 2 --perf-warmup-steps 1 --gradient-accumulation-steps 2 --document-mask"
     folder = run(*flags.split(), "--sequence-length", "64", "--peak-tflops", "1")
     config = load_config("demo")

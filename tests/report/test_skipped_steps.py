@@ -9,6 +9,7 @@ import torch
 from conftest import Stop, metrics_of, parse, train
 
 import train_fsdp
+from harness import data
 from harness.base import saved
 from harness.model.skipping import WINDOW
 from harness.report.skipped_steps import SkippedStep, StepResult, count_skipped, runs_of, too_many
@@ -24,7 +25,7 @@ def arguments(arguments, tmp_path) -> list:
 
 def plant(monkeypatch, divisors: dict[int, float]) -> None:
     """Divides the loss of steps by what makes their gradients NaN, infinite or large."""
-    make_batches = train_fsdp.training_batches
+    make_batches = data.training_batches
 
     def planted(settings, data, state, device):
         for step, batch in enumerate(make_batches(settings, data, state, device), state.step + 1):
@@ -32,7 +33,7 @@ def plant(monkeypatch, divisors: dict[int, float]) -> None:
                 batch["loss_divisor"] = torch.tensor(divisors[step])
             yield batch
 
-    monkeypatch.setattr(train_fsdp, "training_batches", planted)
+    monkeypatch.setattr(data, "training_batches", planted)
 
 
 def leave_out(monkeypatch, steps: set[int]) -> None:

@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 from harness.base import UserError, saved
-from harness.data import sample_order
+from harness.data import mixture
 from harness.job import endings, folders, preflight
 from harness.job.signals import StopRequest
 from harness.state import export, store
@@ -187,9 +187,9 @@ def test_saving_changes_no_number(run, finished, tmp_path):
 
 def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
     seen = []
-    window_of = sample_order.WindowOrder.window_of
+    window_of = mixture.WindowOrder.window_of
     monkeypatch.setattr(
-        sample_order.WindowOrder, "window_of", lambda self, sample: seen.append(sample) or window_of(self, sample)
+        mixture.WindowOrder, "window_of", lambda self, sample: seen.append(sample) or window_of(self, sample)
     )
     run("r", stop_after=2)
     run("r", "--resume", "auto")

@@ -1,24 +1,61 @@
-"""Readers: one module for each format of corpus files. `harness.data.formats` finds every module of this folder.
+"""Readers: one module for each format of corpus files, found here by the suffixes of its files.
 
-A reader has `SUFFIXES`, the ends of its files' names, and one or both of these:
+A reader has `SUFFIXES`, the ends of its files' names, and one of these:
 
-- `read(file, text_field, counts, batched)`, a generator that gives, for each record in order, its text, its token ids,
-  or a `records.BadRecord` that says what is wrong and where. With it go `PLACE`, what the number of a record counts
-  ("line", "row"), and `RECORDS`, the plural of what it reads. What it gives goes through the token cache, text before
-  that through the tokenizer.
-- `open_tokens(file, text_field, vocab_size)`, which maps a file of token ids and returns a `mapped.TokenFile`. Tokens
-  are neither copied nor read. What can be checked of the file cheaply is checked here; a fault is `mapped.damaged`.
-  A reader that has `read` too says in `holds_tokens(file, text_field)` which files it can map.
+- `read(stream, text_field)`, a generator that gives for each record in order its text, its token ids, a conversation, a
+  `records.BadRecord` that says what is wrong, or None for nothing. `stream` has the file's bytes, unpacked. `PLACE` is
+  what its records are called ("line", "row"). `records` has what readers share: `check_value` decides whether a value
+  is good, `choose_field` finds the column of --text-field.
+- `open_tokens(file, vocab_size)`, which maps a file of token ids and returns a `token_files.TokenFile`. Tokens are
+  neither copied nor read. What can be checked of the file cheaply is checked here; a fault is `token_files.damaged`.
 
-A reader of records whose files can be cut among streams also has `read_range(file, text_field, counts, start, end)`,
-which gives the records that begin within these bytes of a file that is not packed, numbered from 1 on, and
-`count_before(file, start)`: how many lines or rows stand before these. Ranges end to end must hold each record once.
-Of files of other readers each stream reads all and takes its share.
+A reader of records whose files can be cut into parts has `CAN_BE_CUT = True` and `read(stream, text_field, start, end)`
+gives the records that begin within these bytes. Parts end to end must hold each record once. Other files, and packed
+ones, are read as a whole.
 
 What cannot be read at all is an OSError or a ValueError. `HAS_FIELDS = False` is for records without fields that
---text-field could name. `BESIDE` is the suffix of a second file that must be beside each file of this reader; without
-it the file is another reader's. `COMPANIONS` has the ends of names of files that belong to a data file, and what that
-file has in place of them, "" where it may be missing; `COMPANION_NAMES` has whole names of such files.
-`leave_out(file)` says why a file with the suffix is no data, "" for one that is. `SUFFIXES` and `HAS_FIELDS` are
-literals: `harness.flags` reads them without importing the module.
+--text-field could name. `COMPANIONS` has the suffixes of files that belong to a data file. `SUFFIXES` and `HAS_FIELDS`
+are literals: `harness.flags` reads them without importing the module.
 """
+
+import functools
+import importlib
+import os
+import pkgutil
+from types import ModuleType
+
+from harness.data.records import COMPRESSIONS
+
+
+@functools.cache
+def all_readers() -> dict[str, ModuleType]:
+    """The modules of this folder by the suffixes that they read."""
+    found = {}
+    for entry in pkgutil.iter_modules(__path__):
+        reader = importlib.import_module(f"{__name__}.{entry.name}")
+        for suffix in reader.SUFFIXES:
+            found[suffix] = reader
+    return found
+
+
+def suffixes() -> list[str]:
+    """The suffixes of data files, in any case, and packed: .TXT, .jsonl.gz."""
+    return sorted(all_readers())
+
+
+def reader_of(name: str) -> ModuleType | None:
+    """The reader of a file by its name, packed or not; None where it is no data file."""
+    stem, packed = os.path.splitext(name.lower())
+    if packed not in COMPRESSIONS:
+        stem += packed
+    return next((reader for suffix, reader in all_readers().items() if stem.endswith(suffix)), None)
+
+
+def companions() -> tuple[str, ...]:
+    """The suffixes of files that belong to a data file, such as its index."""
+    return tuple(suffix for reader in all_readers().values() for suffix in getattr(reader, "COMPANIONS", ()))
+
+
+def is_token_file(name: str) -> bool:
+    """Whether the tokens of a file are mapped; otherwise its records are read."""
+    return hasattr(reader_of(name), "open_tokens")

@@ -1,69 +1,35 @@
-"""JSON lines: an object a line, with its text or its token ids in a field."""
+"""JSON lines: an object a line, with its text, its token ids or its messages in a field."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator
+from typing import BinaryIO
 
-from harness.data.byte_ranges import lines_before, open_range
-from harness.data.records import (
-    CHAT_FIELD,
-    NOT_UTF8,
-    BadRecord,
-    Document,
-    Field,
-    check_conversation,
-    check_value,
-    excerpt,
-    names_of,
-    not_utf8,
-    open_text,
-)
-from harness.data.storage import DataFile
+from harness.data.records import BadRecord, Field, Record, check_value, excerpt, names_of, split_records
 
 SUFFIXES = (".jsonl",)
 PLACE = "line"
-RECORDS = "lines"
+CAN_BE_CUT = True
 
 
-def read(file: DataFile, text_field: Field, counts: Counter, batched: bool = False) -> Iterator[Document | BadRecord]:
-    with open_text(file, counts) as text:
-        yield from parse_lines(text, text_field)
-
-
-def read_range(
-    file: DataFile, text_field: Field, counts: Counter, start: int, end: int
-) -> Iterator[Document | BadRecord]:
-    with open_range(file, counts, start, end, b"\n") as text:
-        yield from parse_lines(text, text_field)
-
-
-def count_before(file: DataFile, start: int) -> int:
-    return lines_before(file, start, b"\n")
-
-
-def parse_lines(text: Iterator[str], text_field: Field) -> Iterator[Document | BadRecord]:
+def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
     names = names_of(text_field)
-    for number, line in enumerate(text, 1):
-        document = parse(line, names, number)
-        if isinstance(document, BadRecord) and NOT_UTF8 in line:
-            document = not_utf8(number)  # also where they break the JSON
-        yield document
+    for line in split_records(stream, b"\n", start, end):
+        yield parse(line, names)
 
 
-def parse(line: str, names: tuple[str, ...], number: int) -> Document | BadRecord:
-    """The document of a line; no token ids for a blank one, which is no mistake."""
+def parse(line: bytes, names: tuple[str, ...]) -> Record:
+    """The document of a line; None of a blank one, which is no mistake."""
     if not line.strip():
-        return []
+        return None
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return BadRecord("bytes that are not UTF-8")
     except (ValueError, RecursionError) as error:
-        return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""), number)
+        return BadRecord(f"broken JSON, {error}".replace("line 1 ", ""))
     fields = record if isinstance(record, dict) else {}
     for name in names:
-        if name == CHAT_FIELD and not isinstance(fields.get(name, ""), str):
-            return check_conversation(fields[name], number, fields.get("tools"))
         if name in fields:
-            return check_value(fields[name], name, number)
+            return check_value(fields[name], name, fields.get("tools"))
     others = f", only {', '.join(fields)}" if len(fields) > 1 else ""
-    fault = f"no field {names[-1]!r} in {excerpt(record)}{others}"
-    return BadRecord(fault, number, advice="name the field with --text-field")
+    return BadRecord(f"no field {names[-1]!r} in {excerpt(record)}{others}; name it with --text-field")

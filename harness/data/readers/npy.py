@@ -1,46 +1,34 @@
 """NumPy's .npy: an array of token ids with one dimension, or with two, whose rows are then end to end."""
 
 import math
-import pathlib
+import os
 
 import numpy as np
 
-from harness.data.mapped import Mapping, TokenFile, damaged
-from harness.data.records import Field
+from harness.data.token_files import TokenFile, damaged, map_numbers
 
 SUFFIXES = (".npy",)
 HAS_FIELDS = False
 
 
-def open_tokens(file: pathlib.Path, text_field: Field, vocab_size: int) -> TokenFile:
-    if not file.stat().st_size:
+def open_tokens(file: str, vocab_size: int) -> TokenFile:
+    if not os.path.getsize(file):
         raise damaged(file, "it is empty")
-    with file.open("rb") as raw:
-        shape, fortran_order, dtype = read_header(raw)
-        offset = raw.tell()
-    check_array(file, dtype, len(shape))
-    if fortran_order and len(shape) == 2:
-        raise damaged(file, "its columns are end to end", "save it with np.ascontiguousarray")
-    mapping, count = Mapping(file), math.prod(shape)
-    tokens = mapping.numbers(dtype, offset)
-    if len(tokens) != count:
-        raise damaged(file, f"it has {len(tokens):,} tokens, its header says {count:,}")
-    shape_in_words = " x ".join(f"{length:,}" for length in shape)
-    return TokenFile(f"NumPy's .npy, {dtype.name}, {shape_in_words}", mapping, [tokens])
-
-
-def read_header(raw) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """(shape, whether columns are end to end, type) of an array in NumPy's format, up to whose numbers `raw` is read; a
-    ValueError where it is none."""
-    version = np.lib.format.read_magic(raw)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(raw)
-    return np.lib.format.read_array_header_2_0(raw)
-
-
-def check_array(place, dtype: np.dtype, dimensions: int) -> None:
-    """An error where an array cannot be token ids."""
+    with open(file, "rb") as opened:
+        version = np.lib.format.read_magic(opened)
+        read_header = np.lib.format.read_array_header_2_0
+        if version == (1, 0):
+            read_header = np.lib.format.read_array_header_1_0
+        shape, is_by_columns, dtype = read_header(opened)
+        offset = opened.tell()
     if dtype.kind not in "iu":
-        raise damaged(place, f"its numbers are {dtype.name}, where token ids are integers", "convert it")
-    if dimensions not in (1, 2):
-        raise damaged(place, f"it has {dimensions} dimensions, where token ids have 1 or 2", "convert it")
+        raise damaged(file, f"its numbers are {dtype.name}, where token ids are integers", "convert it")
+    if len(shape) not in (1, 2):
+        raise damaged(file, f"it has {len(shape)} dimensions, where token ids have 1 or 2", "convert it")
+    if is_by_columns and len(shape) == 2:
+        raise damaged(file, "its columns are end to end", "save it with np.ascontiguousarray")
+    tokens = map_numbers(file, dtype, offset)
+    if len(tokens) != math.prod(shape):
+        raise damaged(file, f"it has {len(tokens):,} tokens, its header says {math.prod(shape):,}")
+    sizes = " x ".join(f"{length:,}" for length in shape)
+    return TokenFile(tokens, file, f"NumPy's .npy, {dtype.name}, {sizes}")

@@ -1,0 +1,161 @@
+"""The token cache: a corpus that is tokenized once, on all cores, and mapped afterwards. Beside the tokens of a cache
+lie the ends of its documents and, of conversations, the mask of what is trained on; a record, written last, has their
+sizes. Independent of what the documents are."""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch.distributed as dist
+from tqdm import tqdm
+
+from harness import job
+from harness.base.errors import UserError
+from harness.base.text import counted, first_line
+from harness.data.encode import Encoded
+from harness.data.token_files import TokenFile
+from harness.data.windows import Tokens
+
+VERSION = 3  # of the files; another one makes them anew
+LEFT_OUT = ("empty documents", "bad records", "conversations without a trained token")
+TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30  # between two reports of progress, on a terminal and elsewhere
+ESTIMATE_SECONDS = 1.5  # of tokenizing, after which it is said how long all of it takes
+HOUR = 3600
+
+# Arrays of encoded documents; how many bytes of the corpus were read, and how many there are.
+Batches = Iterator[tuple[Encoded, int, int]]
+
+
+def folder_of(cache_dir: str | os.PathLike | None) -> pathlib.Path:
+    if cache_dir is not None:
+        return pathlib.Path(cache_dir).expanduser()
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "train_fsdp"
+
+
+def tokenize_once(
+    identity: list, tokenize: Callable[[Counter], Batches], cache_dir: str | os.PathLike | None, skip_bad: bool
+) -> tuple[pathlib.Path, dict]:
+    """(the file of a corpus' tokens, made now where there is none that is whole; what was counted).
+
+    `identity` decides which tokens come out of `tokenize`, which gets what it is to count in. `counts["seconds"]` is
+    there where the file was made now, and `counts["damaged"]` says what was wrong with an older one. A UserError where
+    the folder cannot be written; None for a path where the corpus holds no token.
+    """
+    from filelock import FileLock
+
+    name = hashlib.sha256(json.dumps([VERSION, *identity]).encode()).hexdigest()[:20]
+    path = folder_of(cache_dir) / f"tokens-{name}.bin"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):  # two runs that start together, or nodes with a common disk
+            counts, problem = check(path, skip_bad)
+            if counts is not None:
+                return path, counts
+            start, counts = time.perf_counter(), Counter()
+            for leftover in path.parent.glob(f"{path.name}?*/"):  # of a killed run: the lock was free
+                shutil.rmtree(leftover)
+            write(with_progress(tokenize(counts), counts), path, counts)
+            return path, dict(counts, seconds=time.perf_counter() - start, damaged=problem)
+    except OSError as error:
+        raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+
+
+def write(batches: Iterator[Encoded], path: pathlib.Path, counts: Counter) -> None:
+    """Lays documents end to end into `path`, their ends and their mask into the files beside it."""
+    total = 0
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+        names = ["bin", "ends", "mask"]
+        with (
+            open(f"{folder}/bin", "wb") as tokens,
+            open(f"{folder}/ends", "wb") as ends,
+            open(f"{folder}/mask", "wb") as mask,
+        ):
+            for encoded in batches:
+                tokens.write(encoded.tokens.data)
+                ends.write((total + np.cumsum(encoded.lengths)).data)
+                if encoded.trained is not None:
+                    mask.write(encoded.trained.data)
+                total += len(encoded.tokens)
+        record = {"counts": counts, "bytes": {name: os.path.getsize(f"{folder}/{name}") for name in names}}
+        pathlib.Path(folder, "json").write_text(json.dumps(record))
+        if total:
+            for name in [*names, "json"]:  # the record last: where it is, all are
+                os.replace(f"{folder}/{name}", path.with_suffix(f".{name}"))
+
+
+def check(path: pathlib.Path, skip_bad: bool) -> tuple[dict | None, str]:
+    """(what was counted, "") of a cache that is whole by the sizes of its files, else (None, what is wrong)."""
+    try:
+        record = json.loads(path.with_suffix(".json").read_text())
+        for name, size in record["bytes"].items():
+            found = path.with_suffix(f".{name}").stat().st_size
+            if found != size:
+                return None, f"{found:,} bytes, not {size:,}"
+        bad = record["counts"].get("bad records", 0)
+        if bad and not skip_bad:
+            return None, f"{bad:,} bad records left out"
+        return record["counts"], ""
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return None, f"its .json, {first_line(error)}" if path.exists() else ""
+
+
+def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, counts: dict) -> Tokens:
+    """The tokens of a cache, mapped."""
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    mask = path.with_suffix(".mask")
+    file = TokenFile(
+        tokens=np.memmap(path, dtype, "r").view(np.ndarray),
+        find_ends=lambda: np.memmap(path.with_suffix(".ends"), np.int64, "r").view(np.ndarray),
+        trained=np.memmap(mask, np.uint8, "r").view(np.ndarray) if mask.stat().st_size else None,
+    )
+    tokens = Tokens([file], vocab_size, end_of_text)
+    tokens.counts, tokens.line = counts, f"cached in {path}"
+    if "seconds" in counts:
+        tokenized = f"tokenized {counted(counts['documents'], 'document')}"
+        if counts["damaged"]:
+            tokenized += f" again (the cache was damaged: {counts['damaged']})"
+        tokens.line = f"{tokenized} in {counts['seconds']:.1f} s, cached in {path}"
+    left_out = [f"{kind} {counts[kind]:,}" for kind in LEFT_OUT if counts.get(kind)]
+    if left_out:
+        tokens.line += f", left out: {', '.join(left_out)}"
+    return tokens
+
+
+def with_progress(batches: Batches, counts: Counter) -> Iterator[Encoded]:
+    """The arrays of `batches`. Prints on rank 0 how far the tokenizing is: on a terminal in one line that goes away at
+    the end, elsewhere in a line each half minute. Where it takes longer than that, a first line says how long."""
+    start = last_report = time.monotonic()
+    on_terminal = job.is_terminal(sys.stderr)
+    speaks, estimated = not dist.is_initialized() or dist.get_rank() == 0, False
+    for encoded, read, total in batches:
+        yield encoded
+        now = time.monotonic()
+        seconds = max(now - start, 1e-9)
+        speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
+        whole = seconds * max(1, total / max(read, 1))
+        if speaks and not estimated and seconds >= ESTIMATE_SECONDS:
+            estimated = True
+            if whole >= LOG_SECONDS:
+                line = f"data       tokenizing the text, once, takes about {tqdm.format_interval(whole)} at {speed}"
+                if whole > HOUR:
+                    line += "; launch/datatrove.py does it beforehand, on several machines"
+                print(line, flush=True)
+        if speaks and now - last_report >= (TERMINAL_SECONDS if on_terminal else LOG_SECONDS):
+            last_report = now
+            left = tqdm.format_interval(whole - seconds)
+            line = f"tokenizing {seconds / whole:4.0%}  {counts['documents']:,} documents, {speed}, {left} left"
+            if on_terminal:
+                width = shutil.get_terminal_size().columns - 1
+                print(job.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
+            else:
+                print(f"data       {line}", flush=True)
+    if speaks and on_terminal and last_report > start:
+        print(job.CLEAR, end="", file=sys.stderr, flush=True)

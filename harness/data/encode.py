@@ -1,0 +1,86 @@
+"""Encode: documents as token ids, for a token cache and for a stream. Independent of where documents come from."""
+
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from harness.base.errors import UserError
+
+BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times their memory
+
+
+class Encoded(NamedTuple):
+    """Documents as token ids, end to end."""
+
+    tokens: np.ndarray  # flat
+    lengths: np.ndarray  # of each document, int64
+    trained: np.ndarray | None = None  # of conversations, uint8: 1 for each token that is trained on
+
+
+def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) -> Iterator:
+    """The next documents, up to `count` of them; fewer when these have more than so many characters."""
+    for document in itertools.islice(documents, count):
+        yield document
+        characters -= len(document)
+        if characters < 0:
+            return
+
+
+class TextFormat:
+    """Texts as the tokenizer encodes them, with an end-of-text token after each; token ids as they are."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        """A UserError, when a text is encoded, for a tokenizer that gives an id not below `vocab_size`."""
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+
+    def identity(self) -> list:
+        """All that decides which tokens come out, beside the documents."""
+        tokenizer = self.tokenizer
+        return [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size] if tokenizer else [self.vocab_size]
+
+    def encode(self, documents: list, counts: Counter) -> Encoded:
+        """Documents that are texts or token ids; `counts` gets how many documents, tokens, and tokens that were ids."""
+        texts = [document for document in documents if isinstance(document, str)]
+        encoded = iter(self.encode_texts(texts))
+        arrays = []
+        for document in documents:
+            if isinstance(document, str):
+                arrays.append(np.array([*next(encoded), self.tokenizer.eos_token_id], np.uint32))
+            else:
+                counts["token ids"] += len(document)
+                arrays.append(document)
+        return self.joined(arrays, counts)
+
+    def joined(self, arrays: list[np.ndarray], counts: Counter, trained: list[np.ndarray] | None = None) -> Encoded:
+        lengths = np.array([len(array) for array in arrays], np.int64)
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
+        largest = int(tokens.max(initial=0))
+        if largest >= self.vocab_size:  # ids of files were checked where they were read
+            raise UserError(
+                f"--tokenizer: it gave token id {largest}, the model has {self.vocab_size}; use the model's own"
+            )
+        counts.update(documents=len(arrays), tokens=len(tokens))
+        return Encoded(tokens.astype(self.dtype), lengths, None if trained is None else np.concatenate(trained))
+
+    def encode_texts(self, texts: list[str]) -> Iterator[list[int]]:
+        if not texts:
+            return iter(())
+        if self.tokenizer is None or self.tokenizer.eos_token_id is None:
+            name = getattr(self.tokenizer, "name_or_path", "there is none")
+            raise UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
+        if not self.tokenizer.is_fast:
+            return iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # on all cores
+        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return (encoding.ids for encoding in encodings)
+
+
+def vocabulary_of(tokenizer) -> str:
+    """Everything that decides how a tokenizer splits text."""
+    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())

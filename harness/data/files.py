@@ -1,0 +1,246 @@
+"""Files: what a name of --dataset stands for: the data files of a file, folder, pattern, URL or data set of the hub,
+the split of each, and what is left out. A corpus is listed once, by rank 0. Independent of what the files hold."""
+
+import glob
+import io
+import logging
+import os
+import re
+from dataclasses import dataclass, field
+
+from harness.base.errors import NoSplitError, UserError
+from harness.base.hub import answer_from_cache_without_network
+from harness.base.text import first_line, is_url, shortened
+from harness.data import readers, stores
+from harness.data.records import COMPRESSIONS
+
+SPLITS = {
+    "train": "train",
+    "val": "validation",
+    "validation": "validation",
+    "test": "test",
+}  # by a file's or folder's name
+NUMBERED = r"-\d{5}-of-\d{5}"  # the part of a file's name that says which of several it is
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a corpus as it was listed."""
+
+    path: str  # on this machine, or a URL
+    size: int  # bytes
+    mark: str = field(compare=False)  # changes with the content: its time of change, or what a store gives
+
+    def __str__(self) -> str:
+        return stores.without_query(self.path)
+
+    @property
+    def name(self) -> str:
+        return str(self).rpartition("/")[2]
+
+    @property
+    def packing(self) -> str | None:
+        """What Arrow calls the compression that its suffix says; None where it is not packed."""
+        return COMPRESSIONS.get(os.path.splitext(self.name)[1].lower())
+
+    @property
+    def is_remote(self) -> bool:
+        return is_url(self.path)
+
+    def open(self) -> io.RawIOBase:
+        """Its bytes, not buffered. A UserError where it has changed since it was listed, an OSError where it cannot be
+        read."""
+        if self.is_remote:
+            return stores.RangeReader(self.path, self.size, self.mark)
+        opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+        if mark_of(os.fstat(opened.fileno())) != (self.size, self.mark):
+            opened.close()
+            raise stores.changed(self.path)
+        return opened
+
+    def version(self) -> list:
+        """What tells it from other files and from itself changed, whatever path leads to it."""
+        return [self.path if self.is_remote else os.path.realpath(self.path), self.size, self.mark]
+
+
+def mark_of(status: os.stat_result) -> tuple[int, str]:
+    """(size, mark) of a file on this machine."""
+    return status.st_size, str(status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a corpus."""
+
+    place: str  # as --dataset names it
+    splits: dict[str, list[DataFile]]  # by split, each in order
+    left_out: list[str]  # what lies there and is not read, in words
+    top: str = ""  # the folder that names of files are told from
+    is_hub: bool = False
+
+    def of_split(self, split: str) -> list[DataFile]:
+        """The files of a split; a NoSplitError where there are none."""
+        if split not in self.splits:
+            names = ", ".join(self.splits)
+            raise NoSplitError(f"--dataset {self.place}, split {split!r}: there is none; there is {names}")
+        return self.splits[split]
+
+    def describe(self) -> str:
+        """The line of the header about what is left out; empty where nothing is."""
+        if not self.left_out:
+            return ""
+        files = sum(map(len, self.splits.values()))
+        return f"{files:,} of {files + len(self.left_out):,} (left out: {shortened(self.left_out)})"
+
+
+def find(place: str, subset: str | None = None) -> Listing:
+    """The data files of a file, folder, pattern, URL or data set of the hub; a UserError where there are none."""
+    path = os.path.expanduser(place)
+    if is_url(path):
+        found, top = [(url, info) for url, info in stores.list_url(path)], top_of(path, stores.has_pattern(path))
+        candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in found]
+        left_out: list[str] = []
+    elif os.path.exists(path) or glob.has_magic(path):
+        candidates, left_out = list_paths(path)
+        top = top_of(path, not os.path.exists(path))
+    elif looks_local(place):
+        beside = f"; there is {place}.bin" if os.path.exists(f"{path}.bin") else ""  # which Megatron names without
+        raise UserError(f"--dataset {place}: no such file or folder{beside}")
+    else:
+        return find_on_hub(place, subset)
+    names = {file: str(file).removeprefix(top).lstrip("/") for file in candidates}
+    is_one_file = str(path) in (file.path for file in candidates)
+    files = []
+    for file in sorted(candidates, key=lambda file: file.path.split("/")):
+        name = names[file]
+        if not is_one_file and any(part.startswith(".") for part in name.split("/")):
+            continue
+        if readers.reader_of(file.name) and (is_one_file or file.name.lower() != "readme.md"):
+            files.append(file)
+        elif not file.name.endswith(readers.companions()):
+            left_out.append(name if name.isprintable() else ascii(name))
+    if not files:
+        raise UserError(f"--dataset {place}: {describe_nothing(left_out)}")
+    if is_one_file:
+        return Listing(place, {"train": files}, [], top)
+    splits: dict[str, list[DataFile]] = {}
+    for file in files:
+        splits.setdefault(split_in(names[file]), []).append(file)
+    unnamed = splits.pop("", [])
+    if "train" in splits:  # such as the text beside nanoGPT's train.bin and val.bin
+        left_out += [f"{names[file]} (not in a split)" for file in unnamed]
+    elif unnamed:
+        splits = {"train": unnamed} | splits
+    return Listing(place, splits, sorted(left_out), top)
+
+
+def top_of(path: str, is_pattern: bool) -> str:
+    """The folder below which the names of files say their splits."""
+    if is_pattern:
+        plain = path[: min(path.find(sign) for sign in "*?[" if sign in path)]
+        return plain.rpartition("/")[0]
+    return os.path.dirname(path) if os.path.isfile(path) else path.rstrip("/")
+
+
+def split_in(name: str) -> str:
+    """The split that a file's path in its corpus says, by the name of a folder or by the whole name of the file before
+    its suffixes; empty where it says none."""
+    *folders, file = name.split("/")
+    stem = re.sub(rf"({NUMBERED})?(\.\w+)*$", "", file)
+    for part in (stem, *reversed(folders)):
+        if part in SPLITS:
+            return SPLITS[part]
+    return ""
+
+
+def looks_local(place: str) -> bool:
+    """Whether a name that does not exist on this machine is no name of a data set of the hub either."""
+    return readers.reader_of(place) is not None or place.startswith(("/", ".", "~")) or place.count("/") > 1
+
+
+def describe_nothing(left_out: list[str]) -> str:
+    suffixes, packed = "/".join(readers.suffixes()), "/".join(COMPRESSIONS)
+    seen = f"there is only {shortened(left_out)}; convert it" if left_out else "there are no files"
+    return f"needs {suffixes} files, which may be packed as {packed}; {seen}"
+
+
+def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
+    """(the regular files at a path, below a folder or where a pattern leads, each real file once; what is left out)."""
+    if os.path.isdir(path):
+        paths = walk(path)
+    elif os.path.exists(path):
+        paths = [path]
+    else:
+        paths = [found for found in glob.glob(path, recursive=True) if not os.path.isdir(found)]
+    files: dict[str, DataFile] = {}
+    left_out = []
+    for found in sorted(paths, key=lambda found: (os.path.islink(found), found)):
+        name = os.path.relpath(found, path) if os.path.isdir(path) else found
+        real = os.path.realpath(found)
+        if real in files:
+            left_out.append(f"{name} (the same as {os.path.relpath(files[real].path, os.path.dirname(found))})")
+        elif os.path.isfile(found):
+            files[real] = DataFile(found, *mark_of(os.stat(found)))
+        else:
+            left_out.append(f"{name} (no regular file)")
+    return list(files.values()), left_out
+
+
+def walk(top: str) -> list[str]:
+    """What lies in a folder and in those below it but hidden ones, each real folder once; links come last."""
+    paths, folders, links, entered = [], [top], [], set()
+    while folders or links:
+        folder = folders.pop() if folders else links.pop()
+        if os.path.realpath(folder) in entered:
+            continue
+        entered.add(os.path.realpath(folder))
+        for entry in os.scandir(folder):
+            if entry.name.startswith("."):
+                continue
+            if not entry.is_dir():
+                paths.append(entry.path)
+            elif entry.is_symlink():
+                links.append(entry.path)
+            else:
+                folders.append(entry.path)
+    return paths
+
+
+def find_on_hub(dataset: str, subset: str | None) -> Listing:
+    """The files of a data set of the hub, by split, as `datasets` resolves them; without a network those that were
+    downloaded before. No code of the data set is run."""
+    answer_from_cache_without_network(dataset)  # before the imports, which read it
+    import datasets
+    from huggingface_hub import constants, snapshot_download
+
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # the error below alone reports what goes wrong
+    place = dataset
+    try:
+        if constants.HF_HUB_OFFLINE:
+            place = snapshot_download(dataset, repo_type="dataset", local_files_only=True)
+        found = datasets.load_dataset_builder(place, subset).config.data_files or {}
+    except Exception as error:
+        cause = error
+        for _ in range(2):  # `datasets` wraps what happened up to twice
+            cause = cause.__cause__ or cause
+        problem = f"not a local file or folder, and not to be had from the hub ({first_line(cause)})"
+        hint = f"without a network use a local {'/'.join(readers.suffixes())} file or folder, 'synthetic' or 'demo'"
+        raise UserError(f"--dataset {dataset}: {problem}; {hint}") from error
+    splits, left_out = {}, []
+    roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}
+    known = dict(entry for root in roots if root for entry in stores.list_url(root))
+    for split, paths in found.items():
+        files = [hub_file(path, known) for path in paths if readers.reader_of(path)]
+        left_out += [path.rpartition("/")[2] for path in paths if not readers.reader_of(path)]
+        if files:
+            splits[str(split)] = files
+    if not splits:
+        raise UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
+    return Listing(dataset, splits, left_out, is_hub=True)
+
+
+def hub_file(path: str, known: dict[str, dict]) -> DataFile:
+    """A file that `datasets` resolved; `known` is what the hub says of files in one answer for all."""
+    if not is_url(path):
+        return DataFile(path, *mark_of(os.stat(path)))
+    return DataFile(path, *stores.size_and_mark(path, known.get(path) or stores.ask(path, "info")))

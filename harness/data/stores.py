@@ -1,0 +1,255 @@
+"""Stores: what lies at a URL such as `s3://bucket/folder`, listed and read through fsspec, without a copy on this
+machine. A request is tried again where it may pass. Independent of what the files hold."""
+
+import glob
+import io
+import logging
+import time
+import urllib.parse
+from typing import Any
+
+from harness.base.errors import UserError
+from harness.base.hub import answer_from_cache_without_network
+from harness.base.text import first_line
+
+TIMEOUT_SECONDS = 30  # of a request for a range, or for what is known about a file
+LISTING_SECONDS = 600  # of the names below a folder
+TRIES = 8
+FIRST_WAIT = 0.5  # seconds before the second try; twice as long before each further one
+# What a store calls the mark that changes with a file's content; the first that is there counts.
+MARKS = ("generation", "ETag", "etag", "blob_id", "md5Hash", "mtime")
+INDIRECT = ("blockcache", "cached", "dir", "filecache", "generic", "reference", "simplecache")
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=true",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
+    "hf": "HF_TOKEN, or run hf auth login",
+}
+
+
+def is_http(url: str) -> bool:
+    return url.lower().startswith(("http://", "https://"))
+
+
+def without_query(url: str) -> str:
+    """A URL as messages have it: one of http without the query, which may be a signature."""
+    return url.partition("?")[0] if is_http(url) else url
+
+
+def has_pattern(url: str) -> bool:
+    """Whether a URL stands for several files. In one of http only * does so; ? begins a query."""
+    return "*" in url.partition("?")[0] if is_http(url) else glob.has_magic(url)
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """(fsspec's file system for a URL, which belongs to this process and not to one forked from it; the path in it).
+    A UserError where there is none."""
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    scheme = url.partition(":")[0].lower()
+    if "::" in url or scheme in INDIRECT:
+        raise UserError(f"--dataset {url}: chained and cached URLs are not read; give the file's own")
+    if urllib.parse.urlsplit(url).password:
+        problem = "a password in a URL would stand in logs"
+        raise UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
+    answer_from_cache_without_network(url)
+    options: dict[str, Any] = {"use_listings_cache": False}  # a file may change while a run reads others
+    if scheme in ("s3", "s3a"):  # tries are counted here
+        given = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | given
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        package = getattr(root_of(error), "name", None) or known_implementations[scheme]["class"]
+        package = package.partition(".")[0]
+        raise UserError(f"--dataset {url}: needs the package {package} (pip install {package})") from error
+    except Exception as error:
+        if scheme not in fsspec.available_protocols():
+            problem = f"no kind of store is called {scheme}; such as s3, gs, hf or https"
+            raise UserError(f"--dataset {url}: {problem}") from error
+        raise describe_failure(error, url) from error
+    if hasattr(filesystem, "retries"):
+        filesystem.retries = 1
+    for package in ("s3fs", "gcsfs"):  # the UserError alone reports what goes wrong
+        logging.getLogger(package).setLevel(logging.CRITICAL)
+    return filesystem, path
+
+
+def ask(url: str, operation: str, *arguments, seconds: float | None = None, tries: int = TRIES, **options) -> Any:
+    """What an operation of the URL's file system gives, with the path in it as the first argument.
+
+    It is tried again where the error may pass. A FileNotFoundError where the store has no such thing; a UserError for
+    what fails for good.
+    """
+    from fsspec.asyn import sync
+
+    filesystem, path = filesystem_of(url)
+    start, wait = time.monotonic(), FIRST_WAIT
+    for number in range(1, tries + 1):
+        try:
+            if filesystem.async_impl:
+                # private: the coroutine behind a public operation, which alone can be given up after some time
+                coroutine = getattr(filesystem, f"_{operation}")
+                return sync(filesystem.loop, coroutine, path, *arguments, timeout=seconds or TIMEOUT_SECONDS, **options)
+            return getattr(filesystem, operation)(path, *arguments, **options)
+        except Exception as error:
+            if status_of(error) == 404 or isinstance(root_of(error), FileNotFoundError):
+                raise FileNotFoundError(without_query(url)) from error
+            if not may_pass(error):
+                raise describe_failure(error, url) from error
+            if number == tries:
+                tried = f"{tries} tries in {time.monotonic() - start:.0f} s"
+                raise describe_failure(error, url, tried) from error
+        time.sleep(wait)
+        wait *= 2
+    raise AssertionError("no try was made")
+
+
+def list_url(url: str) -> list[tuple[str, dict]]:
+    """(URL, what the store says of it) of the files at a URL, below a folder or where a pattern leads; none where there
+    is nothing."""
+    top = url
+    try:
+        if has_pattern(url):
+            top = url[: min(url.find(sign) for sign in "*?[" if sign in url)].rpartition("/")[0]
+            found = ask(url, "glob", detail=True, seconds=LISTING_SECONDS)
+        else:
+            # a server of http has folders only as pages of links, which `info` takes for files
+            is_folder = "." not in without_query(url).rpartition("/")[2]
+            if not is_folder:
+                info = ask(url, "info")
+                is_folder = info["type"] == "directory"
+            if not is_folder:
+                return [(url, info)]
+            found = ask(url, "find", detail=True, seconds=LISTING_SECONDS)
+    except FileNotFoundError:
+        return []
+    path_of_top = filesystem_of(top)[1].rstrip("/")
+    files = []
+    for path, info in found.items():
+        within = path.removeprefix(path_of_top).strip("/")
+        file = f"{top.rstrip('/')}/{within}" if within else url
+        if info["type"] == "directory" or path.endswith("/"):  # such names stand for empty folders
+            continue
+        if info.get("size") is None:  # a page of links
+            info = ask(file, "info")
+        files.append((file, info))
+    return files
+
+
+def size_and_mark(url: str, info: dict) -> tuple[int, str]:
+    """(bytes of a file, what changes with its content) by what its store says of it."""
+    if info.get("size") is None:
+        problem = "the server does not say how large it is"
+        raise UserError(f"--dataset {without_query(url)}: {problem}; {copy_command(url)}")
+    marks = [f"{name} {info[name]}" for name in MARKS if info.get(name)]
+    return info["size"], marks[0] if marks else ""
+
+
+class RangeReader(io.RawIOBase):
+    """The bytes of a file in a store; each read is one request for a range. A UserError where the file is not the one
+    that was listed, and where the store gives no bytes after some tries."""
+
+    def __init__(self, url: str, size: int, mark: str):
+        self.url, self.size, self.place = url, size, 0
+        name = mark.partition(" ")[0]
+        now = self._ask("info")
+        if now.get("size") != size or (mark and f"{name} {now.get(name)}" != mark):
+            raise changed(without_query(url))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
+        return self.place
+
+    def readinto(self, buffer) -> int:
+        end = min(self.place + len(buffer), self.size)
+        if self.place >= end:
+            return 0
+        content = self._ask("cat_file", start=self.place, end=end)
+        if len(content) > end - self.place:
+            problem = "the server sends no ranges of a file"
+            raise UserError(f"--dataset {without_query(self.url)}: {problem}; {copy_command(self.url)}")
+        if not content:
+            raise changed(without_query(self.url))
+        buffer[: len(content)] = content
+        self.place += len(content)
+        return len(content)
+
+    def _ask(self, operation: str, **options) -> Any:
+        try:
+            return ask(self.url, operation, **options)
+        except FileNotFoundError as error:
+            raise changed(without_query(self.url)) from error
+
+
+def changed(name: str) -> UserError:
+    return UserError(f"--dataset {name}: it has changed since it was listed, or is gone; start a new run")
+
+
+def root_of(error: BaseException) -> BaseException:
+    """What was raised first; packages wrap it into errors of their own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def status_of(error: BaseException | None) -> int | None:
+    """The HTTP status that an error stands for, by the names that the packages give it; None where it is of none."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):  # botocore's
+            statuses = [response.get("ResponseMetadata", {}).get("HTTPStatusCode")]
+        else:
+            statuses = [getattr(response, "status_code", None), getattr(error, "status", None)]
+        for status in statuses:
+            if isinstance(status, int) and 400 <= status < 600:
+                return status
+        error = error.__cause__
+    return None
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    status, root = status_of(error), root_of(error)
+    if status is not None:
+        return status in (408, 425, 429) or status >= 500
+    lasting = (PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError, LookupError)
+    return not (isinstance(root, lasting) or is_about_credentials(root))
+
+
+def is_about_credentials(error: BaseException) -> bool:
+    """By the name of its type: botocore's errors have no common one."""
+    return any(word in type(error).__name__ for word in ("Credential", "Token", "Auth", "ProfileNotFound"))
+
+
+def describe_failure(error: Exception, url: str, tried: str = "") -> UserError:
+    """What to say of a request that failed for good."""
+    shown, cause, status = without_query(url), first_line(error), status_of(error)
+    if status and str(status) not in cause:
+        cause = f"HTTP {status}, {cause}"
+    root = root_of(error)
+    if status in (401, 403) or isinstance(root, PermissionError) or is_about_credentials(root):
+        scheme = url.partition(":")[0].lower()
+        known = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
+        credentials = CREDENTIALS.get(known, f"what fsspec's package for {scheme} takes them from")
+        return UserError(f"--dataset {shown}: no access ({cause}); check the credentials: set {credentials}")
+    advice = "check the name and the network"
+    if tried:
+        cause = f"{cause}, {tried}"
+        advice = "when the store answers again, --resume auto goes on from the newest checkpoint"
+    return UserError(f"--dataset {shown}: cannot be read ({cause}); {advice}")
+
+
+def copy_command(url: str) -> str:
+    """The advice to copy what a URL names, with the command, which needs no other package or credentials."""
+    code = f"import fsspec; fs, path = fsspec.core.url_to_fs({url!r}); fs.get(path, './', recursive=True)"
+    return f'copy it to a local disk and give that path: python -c "{code}"'

@@ -1,0 +1,297 @@
+"""Streams: a corpus that is read and tokenized while training. It is cut into chunks, which are dealt to lanes; a rank
+opens the lanes of its own samples. Independent of which sample is read when.
+
+A chunk is a part of files that can be cut, or a packed file. Each epoch a lane takes its chunks in an order of its own
+and reads each in pieces, whose documents it shuffles. Its windows are cut from their tokens end to end. A position from
+which a window can be read again is (its number in the lane, the chunk counted over epochs, the piece of the chunk, the
+tokens of the piece before the window): of a chunk what is before it is read again but not tokenized.
+"""
+
+import bisect
+import collections
+import hashlib
+import itertools
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from harness import job
+from harness.base.errors import UserError
+from harness.base.ranks import of_all_ranks
+from harness.data.encode import TextFormat, take
+from harness.data.files import DataFile
+from harness.data.readers import reader_of
+from harness.data.records import Field, read_documents, read_records
+from harness.data.windows import EVERY, PackedDataset, TokenFile, Tokens, Window
+
+LEAST_CHUNK = 2**12  # bytes: a corpus has no more lanes than chunks
+MOST_CHUNK = 2**18  # bytes, and characters of a piece: about what an open lane holds in memory
+ALL_LANES = 2**26  # bytes that the chunks of all lanes together are to have at most
+BATCH = 16  # documents per call of the tokenizer: training waits for the first of each lane
+
+Position = tuple[int, int, int, int]
+BEGINNING: Position = (0, 0, 0, 0)
+
+
+class Part(NamedTuple):
+    """The records of a file that begin within these bytes; of a whole file `end` is None."""
+
+    file: DataFile
+    start: int = 0
+    end: int | None = None
+
+
+class Stream:
+    """The documents of files in lanes."""
+
+    is_uniform = True
+    is_chat = False
+    padding_share = 0.0
+
+    def __init__(
+        self,
+        files: list[DataFile],
+        encoder: TextFormat,
+        text_field: Field,
+        seq_len: int,
+        seed: int,
+        skip_bad: bool = False,
+        lanes: int = 1,
+        document_mask: bool = False,
+    ):
+        self.files, self.encoder, self.text_field = files, encoder, text_field
+        self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
+        self.held_out: bool | None = None  # whether it reads the held-out documents, or all but these; None: all
+        self.lanes = lanes
+        self.chunks = cut_into_chunks(files, lanes)
+
+    def documents(self, chunk: list[Part], counts: Counter | None = None) -> Iterator:
+        """The documents of a chunk; `counts` gets how many are left out."""
+        counts = Counter() if counts is None else counts
+        for part in chunk:
+            records = read_records(part.file, self.text_field, part.start, part.end)
+            for document in read_documents(records, self.encoder.vocab_size, self.skip_bad, counts):
+                if self.held_out is None or is_held_out(document) == self.held_out:
+                    yield document
+
+    def chunks_of(self, lane: int) -> list[list[Part]]:
+        """The chunks that are dealt to a lane; where these hold no document, those of the next lane that has some."""
+        for owner in range(lane, lane + self.lanes):
+            chunks = self.chunks[owner % self.lanes :: self.lanes]
+            if any(True for chunk in chunks for _ in self.documents(chunk)):
+                return chunks
+        raise UserError(f"--dataset {self.files[0]}: it holds no text")
+
+    def pieces(self, lane: int, chunk: int, piece: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
+        """Endless (chunk, piece, its documents) of a lane, from a piece of a chunk on; `counts` gets how many documents
+        of the first epoch are left out."""
+        chunks = self.chunks_of(lane)
+        while True:
+            epoch, place = divmod(chunk, len(chunks))
+            order = np.random.default_rng([self.seed, lane, epoch]).permutation(len(chunks))
+            documents = self.documents(chunks[order[place]], counts if epoch == 0 else None)
+            for number in itertools.count():
+                of_piece = list(take(documents, MOST_CHUNK, MOST_CHUNK))
+                if not of_piece:
+                    break
+                if number >= piece:
+                    generator = np.random.default_rng([self.seed, lane, chunk, number])
+                    yield chunk, number, [of_piece[index] for index in generator.permutation(len(of_piece))]
+            chunk, piece = chunk + 1, 0
+
+    def head(self, tokens: int, chunks: list[list[Part]] | None = None) -> np.ndarray:
+        """The first tokens in the order of the files, at least so many where there are; those of `chunks` alone."""
+        found, length = [np.empty(0, self.encoder.dtype)], 0
+        documents = itertools.chain.from_iterable(map(self.documents, self.chunks if chunks is None else chunks))
+        while length < tokens and (batch := list(take(documents, BATCH))):
+            found.append(self.encoder.encode(batch, Counter()).tokens)
+            length += len(found[-1])
+        return np.concatenate(found)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What tells it from other corpora, wherever they are stored: the names and sizes of its files, and its first
+        document's tokens. A UserError where it holds no text."""
+        names = [[file.name, file.size] for file in self.files]
+        beginning = self.head(1)
+        if not len(beginning):
+            raise UserError(f"--dataset {self.files[0]}: it holds no text")
+        return {
+            "corpus": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20],
+            "dataset": f"{hashlib.sha256(beginning.tobytes()).hexdigest()[:20]}, then streamed",
+        }
+
+    def windows_of_all_ranks(self, count: int) -> PackedDataset:
+        """The first windows in the order of the files, all for 0: each rank reads its share of the chunks, and all get
+        all. A UserError where there is not one; every rank calls this."""
+        wanted = count * self.seq_len + 1 if count else 2**63
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        parts: list[np.ndarray] = []
+        for first in range(0, len(self.chunks), world):
+            mine: np.ndarray | UserError
+            try:
+                mine = self.head(wanted, self.chunks[first + rank : first + rank + 1])
+            except UserError as error:
+                mine = error
+            for part in of_all_ranks(mine) if world > 1 else [mine]:
+                if isinstance(part, UserError):
+                    raise part
+                parts.append(part)
+            if sum(map(len, parts)) >= wanted:
+                break
+        tokens = np.concatenate(parts)[:wanted]
+        if len(tokens) <= self.seq_len:
+            problem = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
+            raise UserError(
+                f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
+            )
+        file = TokenFile(tokens)
+        return PackedDataset(
+            Tokens([file], self.encoder.vocab_size, self.encoder.tokenizer.eos_token_id),
+            self.seq_len,
+            self.document_mask,
+        )
+
+
+def is_held_out(document: str | np.ndarray) -> bool:
+    """Whether a document of a stream is held out: by the checksum of its UTF-8, or of its ids as little-endian uint32,
+    so that the corpus need not be read before. The same document twice is held out twice."""
+    content = document.encode() if isinstance(document, str) else np.asarray(document).astype("<u4").tobytes()
+    return zlib.crc32(content) % EVERY == 0
+
+
+def cut_into_chunks(files: list[DataFile], lanes: int) -> list[list[Part]]:
+    """The chunks of a corpus, in the order of its files: a pure function of their sizes and of the number of lanes.
+
+    Files that can be cut are cut, end to end, into so many parts of equal size that each lane has as many of them; a
+    large file is in several chunks, and a chunk may have several small files. Another file is a chunk of its own.
+    """
+    whole = [[Part(file)] for file in files if not can_be_cut(file)]
+    cut = [file for file in files if can_be_cut(file) and file.size]
+    ends = list(itertools.accumulate(file.size for file in cut))
+    if not cut:
+        return whole or [[Part(file)] for file in files]
+    most = max(min(MOST_CHUNK, ALL_LANES // lanes), LEAST_CHUNK)
+    most = max(most, *(getattr(reader_of(file.name), "PART_BYTES", 0) for file in cut))
+    count = lanes * -(-ends[-1] // (lanes * most))
+    chunks = []
+    for number in range(count):
+        first, last = ends[-1] * number // count, ends[-1] * (number + 1) // count
+        parts, at = [], bisect.bisect_right(ends, first)
+        while first < last:
+            before = ends[at] - cut[at].size
+            end = min(last, ends[at])
+            parts.append(Part(cut[at], first - before, end - before))
+            first, at = end, at + 1
+        if parts:
+            chunks.append(parts)
+    return chunks + whole
+
+
+def can_be_cut(file: DataFile) -> bool:
+    return file.packing is None and getattr(reader_of(file.name), "CAN_BE_CUT", False)
+
+
+def most_lanes(files: list[DataFile]) -> int:
+    """How many lanes a corpus may have: no more than chunks."""
+    size = sum(file.size for file in files if can_be_cut(file))
+    return max(1, size // LEAST_CHUNK + sum(not can_be_cut(file) for file in files))
+
+
+def default_lanes(files: int, samples_per_step: int) -> int:
+    """The smallest multiple of a step's samples that is not below the number of files: each step then takes one window
+    or none of each lane, and a lane reads about a file or less."""
+    return max(1, -(-files // samples_per_step)) * samples_per_step
+
+
+class LaneReader:
+    """The windows of one lane from a position on."""
+
+    def __init__(self, stream: Stream, lane: int, position: Position, counts: Counter):
+        windows, chunk, piece, offset = position
+        self.stream, self.counts = stream, counts
+        self.start = windows * stream.seq_len - offset  # number of the first token in the buffer, in the lane
+        self.tokens, self.ends = np.empty(0, stream.encoder.dtype), np.empty(0, np.int64)  # the buffer, documents' ends
+        self.marks: collections.deque[tuple[int, int, int]] = collections.deque()  # (first token, chunk, piece) in it
+        self.batches = self._read(stream.pieces(lane, chunk, piece, counts))
+        self.last_window = windows
+
+    def _read(self, pieces: Iterator[tuple[int, int, list]]) -> Iterator[None]:
+        """Appends to the buffer, batch by batch."""
+        for chunk, piece, documents in pieces:
+            self.marks.append((self.start + len(self.tokens), chunk, piece))
+            for first in range(0, len(documents), BATCH):
+                encoded = self.stream.encoder.encode(documents[first : first + BATCH], Counter())
+                end = self.start + len(self.tokens)
+                self.tokens = np.concatenate([self.tokens, encoded.tokens])
+                self.ends = np.concatenate([self.ends, end + np.cumsum(encoded.lengths)])
+                yield
+
+    def window(self, number: int) -> np.ndarray | Window:
+        """A window of the lane; those between this one and the last are passed over."""
+        self.last_window = number
+        first = number * self.stream.seq_len
+        last = first + self.stream.seq_len
+        while self.start + len(self.tokens) <= last:  # one token more: the last label
+            next(self.batches)
+            self._drop(first)
+        self._drop(first)
+        if first < self.start:
+            raise ValueError(f"window {number:,} is wanted, the lane was read from token {self.start:,} on")
+        tokens = self.tokens[: self.stream.seq_len + 1]
+        if not self.stream.document_mask:
+            return tokens
+        inside = self.ends[(self.ends > first) & (self.ends < last)] - first
+        return Window(tokens, starts=np.concatenate([[0], inside]))
+
+    def _drop(self, first: int) -> None:
+        """Drops what is before a token, which may lie beyond all that was read."""
+        dropped = max(0, min(first - self.start, len(self.tokens)))
+        self.tokens, self.start = self.tokens[dropped:], self.start + dropped
+        self.ends = self.ends[self.ends > self.start]
+        while len(self.marks) > 1 and self.marks[1][0] <= first:
+            self.marks.popleft()
+
+    def position(self) -> Position:
+        """Where to begin again to get the window that was given last, and those after it."""
+        begin, chunk, piece = self.marks[0]
+        return self.last_window, chunk, piece, self.last_window * self.stream.seq_len - begin
+
+
+class StreamReader:
+    """The windows of those lanes of a stream that it is asked for; each is opened when its first window is wanted.
+
+    `positions` has for a lane where to begin; one that is not there begins at its beginning.
+    """
+
+    def __init__(self, stream: Stream, positions: dict[int, Position], report: Callable[[Counter], None] | None = None):
+        """`report` gets what was left out when that is a bad record for the first time, and each time they have become
+        ten times as many."""
+        self.stream, self.positions, self.report = stream, positions, report
+        self.lanes: dict[int, LaneReader] = {}
+        self.counts, self.reported = Counter(), 0
+
+    def window(self, lane: int, number: int) -> np.ndarray | Window:
+        if lane not in self.lanes:
+            position = tuple(self.positions.get(lane, BEGINNING))
+            self.lanes[lane] = LaneReader(self.stream, lane, position, self.counts)
+        window = self.lanes[lane].window(number)
+        bad = self.counts["bad records"]
+        if self.report is not None and bad >= max(1, 10 * self.reported):
+            self.report(self.counts)
+            self.reported = bad
+        return window
+
+    def position(self, lane: int) -> Position:
+        return self.lanes[lane].position()
+
+
+def report_left_out(counts: Counter) -> None:
+    """Prints how many documents were left out so far."""
+    empty, bad = counts["empty documents"], counts["bad records"]
+    left_out = f"empty documents {empty:,}, bad records {bad:,}" if empty else f"bad records {bad:,}"
+    job.say("data      ", f"left out so far: {left_out}")

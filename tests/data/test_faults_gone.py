@@ -1,0 +1,290 @@
+"""Faults that the data wing had once, each seen from outside: by runs, what they read of a store, and get_dataset."""
+
+import json
+import os
+import pathlib
+import re
+
+import fsspec
+import multirank
+import numpy as np
+import pytest
+from conftest import ROOT, STORIES, forked, losses_of, metrics_of, train, words, write_model
+from fsspec.implementations.local import LocalFileSystem
+from transformers import AutoTokenizer
+
+import utils
+from harness.base.errors import UserError
+
+DEMO = ROOT / "assets" / "demo"
+VOCABULARY = multirank.SIZES["vocab_size"]
+LINES = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The flags of a small run of 2 steps."""
+    model = write_model(tmp_path_factory.mktemp("model"), "llama", **multirank.SIZES)
+    flags = words("--num-steps 2 --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --no-compile")
+    flags += words("--log-interval 1 --lr 1e-3 --lr-scheduler constant --perf-warmup-steps 0 --no-own-plan")
+    return [*flags, "--model", model, "--tokenizer", DEMO, "--run-name", "r"]
+
+
+@pytest.fixture
+def start(device, small, tmp_path):
+    """`start(*flags)`: the program in this process; its run lies in tmp_path/r."""
+
+    def start(*flags) -> None:
+        assert train([*small, "--output-dir", tmp_path, "--cache-dir", tmp_path / "cache", *flags], device) == 0
+
+    return start
+
+
+def windows_of(windows) -> list[list[int]]:
+    """The inputs of each sample of what get_dataset returns."""
+    collate = utils.create_collate_fn()
+    return [collate([windows[index]])["input_ids"][0].tolist() for index in range(len(windows))]
+
+
+def write_lines(file: pathlib.Path, first: int, count: int = 5) -> pathlib.Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(LINES[first : first + count]))
+    return file
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is read of a store
+
+
+class Counted(LocalFileSystem):
+    """Local files behind the scheme counted://. Each listing of a folder, and the bytes of each read, are a line of the
+    file that the variable COUNTED names."""
+
+    protocol = "counted"
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("counted://"))
+
+    def unstrip_protocol(self, name):
+        return f"counted://{self._strip_protocol(name)}"
+
+    def ls(self, path, detail=False, **options):
+        if os.path.isdir(self._strip_protocol(path)):
+            count("listing", 1)
+        return super().ls(path, detail, **options)
+
+    def _open(self, path, mode="rb", block_size=None, **options):
+        opened = super()._open(path, mode, block_size=block_size, **options)
+        read = opened.f.read
+
+        def counted_read(*size):
+            content = read(*size)
+            count("bytes", len(content))
+            return content
+
+        return Reading(opened, counted_read)
+
+
+class Reading:
+    """An open file whose reads are counted."""
+
+    def __init__(self, opened, read):
+        self.opened, self.read = opened, read
+
+    def __getattr__(self, name):
+        return getattr(self.opened, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.opened.close()
+
+    def __iter__(self):
+        return iter(self.readline, b"")
+
+    def readline(self, *size):
+        line = self.opened.f.readline(*size)
+        count("bytes", len(line))
+        return line
+
+    def readinto(self, buffer):
+        size = self.opened.f.readinto(buffer)
+        count("bytes", size)
+        return size
+
+    def readable(self):
+        return True
+
+
+def count(what: str, number: int) -> None:
+    with open(os.environ["COUNTED"], "a") as file:
+        file.write(f"{what} {number}\n")
+
+
+def counts_of(file: pathlib.Path, what: str) -> int:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith(f"{what} "))
+
+
+def counted_rank(folder: str, *argv: str) -> None:
+    """A rank of a run, whose reads are lines of FOLDER/RANK."""
+    os.environ["COUNTED"] = os.path.join(folder, os.environ["RANK"])
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    multirank.program(*argv)
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """The file with the counts of this process."""
+    monkeypatch.setenv("COUNTED", str(tmp_path / "counts"))
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    return tmp_path / "counts"
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A corpus in 32 files of a megabyte that is quickly read and tokenized: stories beside a field that is padding."""
+    (tmp_path / "large").mkdir()
+    for number in range(32):
+        records = ({"padding": "x" * 100_000} | json.loads(line) for line in LINES[10 * number : 10 * number + 10])
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / "large" / f"{number:02}.jsonl").write_text(text)
+    return f"counted://{tmp_path}/large"
+
+
+def test_a_resumed_stream_reads_from_its_chunk_on(start, counted, large):
+    """At two thirds of an epoch. It did read all of that again for the next window."""
+    streamed = ["--dataset", large, *words("--streaming --streams 4 --sequence-length 128")]
+    start(*streamed, "--num-steps", 110)
+    counted.unlink()
+    start(*streamed, *words("--num-steps 111 --resume auto"))
+    assert counts_of(counted, "bytes") < 16_000_000  # half of the corpus
+
+
+def test_a_start_lists_a_streamed_corpus_once_and_on_one_rank(small, large, tmp_path):
+    flags = [*small, "--output-dir", tmp_path, "--dataset", large, "--streaming", "--eval-interval", 2]
+    forked(2, counted_rank, str(tmp_path), *map(str, flags))
+    assert counts_of(tmp_path / "0", "listing") == 1
+    assert counts_of(tmp_path / "1", "listing") == 0
+
+
+def test_each_rank_reads_its_share_of_what_a_stream_held_out(small, large, tmp_path):
+    """One rank did read the whole corpus for all of them."""
+    flags = [*small, "--output-dir", tmp_path, "--dataset", large, "--streaming", "--eval-interval", 2]
+    forked(2, counted_rank, str(tmp_path), *map(str, flags))
+    less, more = sorted(counts_of(tmp_path / rank, "bytes") for rank in ("0", "1"))
+    assert less > 0.6 * more
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files, splits and caches
+
+
+def test_a_resume_does_not_read_the_whole_token_cache(start, tmp_path):
+    """Not more than for a small cache; the large one has 40 MB, of ids that need no tokenizing."""
+    import pyarrow
+    import pyarrow.parquet
+
+    read = {}
+    for name, count in (("small", 20_000), ("large", 20_000_000)):
+        ids = np.resize(np.arange(1, VOCABULARY, dtype=np.int16), count)
+        column = pyarrow.ListArray.from_arrays(np.arange(0, count + 1, 1000, dtype=np.int32), ids)
+        pyarrow.parquet.write_table(pyarrow.table({"input_ids": column}), tmp_path / f"{name}.parquet")
+        flags = ["--dataset", tmp_path / f"{name}.parquet", "--run-name", f"run-{name}"]
+        start(*flags)
+        before = bytes_read()
+        start(*flags, *words("--num-steps 4 --resume auto"))
+        read[name] = bytes_read() - before
+    assert read["large"] - read["small"] < 10_000_000
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files."""
+    return int(re.search(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[1])
+
+
+def test_a_word_inside_a_files_name_makes_no_split(tokenizer, start, tmp_path):
+    """stories.jsonl was trained on, dev.to-articles.jsonl held out, and unit-test.jsonl read nowhere."""
+    names = ("dev.to-articles.jsonl", "stories.jsonl", "unit-test.jsonl")
+    for number, name in enumerate(names):
+        write_lines(tmp_path / "apart" / name, 10 * number)
+    together = tmp_path / "together.jsonl"
+    together.write_text("".join((tmp_path / "apart" / name).read_text() for name in names))
+    found, expected = (
+        windows_of(utils.get_dataset(tokenizer, 32, dataset=str(source), cache_dir=tmp_path / "cache"))
+        for source in (tmp_path / "apart", together)
+    )
+    assert found == expected
+    start("--dataset", tmp_path / "apart", "--eval-interval", 2)
+    start("--dataset", together, "--eval-interval", 2, "--run-name", "together")
+    assert losses_of(tmp_path / "r") == losses_of(tmp_path / "together")
+
+
+def test_whole_names_make_splits_and_what_belongs_to_none_is_named(tokenizer, start, tmp_path, capsys):
+    corpus = tmp_path / "corpus"
+    write_lines(corpus / "train-00000-of-00002.jsonl", 0)
+    write_lines(corpus / "train-00001-of-00002.jsonl", 5)
+    write_lines(corpus / "val.jsonl", 20)
+    write_lines(corpus / "notes-on-train.jsonl", 30)
+    both = write_lines(tmp_path / "both.jsonl", 0, 10)
+    held_out = write_lines(tmp_path / "held-out.jsonl", 20)
+
+    def read(source, **split) -> list[list[int]]:
+        return windows_of(utils.get_dataset(tokenizer, 32, dataset=str(source), cache_dir=tmp_path / "cache", **split))
+
+    assert read(corpus) == read(both)
+    assert read(corpus, split="validation") == read(held_out)
+    start("--dataset", corpus)
+    assert "notes-on-train.jsonl" in capsys.readouterr().out
+
+
+def test_a_file_has_one_token_cache_by_whatever_name(tokenizer, tmp_path, monkeypatch):
+    write_lines(tmp_path / "a.jsonl", 0)
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "./a.jsonl", str(tmp_path / "a.jsonl"), f"../{tmp_path.name}/a.jsonl"):
+        utils.get_dataset(tokenizer, 32, dataset=name, cache_dir=tmp_path / "cache")
+    assert len([*(tmp_path / "cache").rglob("*.bin")]) == 1
+
+
+def test_the_folder_of_nanogpt_is_trained_on_and_evaluated(start, tmp_path, capsys):
+    folder = tmp_path / "shakespeare"
+    folder.mkdir()
+    parts = np.random.default_rng(0).integers(1, VOCABULARY, (2, 1000), dtype=np.uint16)
+    parts[:, ::50] = 0
+    for name, part in zip(("train.bin", "val.bin"), parts, strict=True):
+        part.tofile(folder / name)
+    (folder / "input.txt").write_text("the text that was tokenized")
+    for split, part in (("train", parts[0]), ("validation", parts[1])):
+        windows = utils.get_dataset(None, 32, dataset=str(folder), split=split, vocab_size=VOCABULARY)
+        assert np.array_equal(np.concatenate(windows_of(windows)), part[: 32 * len(windows)])
+    start("--dataset", folder, "--eval-interval", 2)
+    assert any("eval_loss" in line for line in metrics_of(tmp_path / "r"))
+    assert "input.txt" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Words and names
+
+
+@pytest.mark.parametrize("flags", [[], ["--streaming"]])
+def test_a_files_own_token_id_is_not_blamed_on_the_tokenizer(start, tmp_path, flags):
+    records = [{"input_ids": [1, 2, 3] * 40}, {"input_ids": [4, 1899, 5] * 40}]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(UserError, match=r"ids\.jsonl") as raised:
+        start("--dataset", tmp_path / "ids.jsonl", *flags)
+    assert "1899" in str(raised.value).replace(",", "") and "--tokenizer" not in str(raised.value)
+
+
+def test_the_demo_is_a_data_set_of_the_library_too(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    windows = utils.get_dataset(tokenizer, 32, dataset="demo", cache_dir=tmp_path)
+    whole = utils.get_dataset(tokenizer, 32, dataset=str(STORIES / "train.jsonl"), cache_dir=tmp_path)
+    assert len(windows) == len(whole) and windows_of(windows)[:100] == windows_of(whole)[:100]

@@ -1,0 +1,158 @@
+"""Which files a name of --dataset stands for, which split each is of, and what is left out."""
+
+import json
+import os
+import types
+
+import datasets
+import pytest
+from conftest import parse
+
+from harness.base.errors import NoSplitError, UserError
+from harness.data import files, sources
+
+TEXT = "Once upon a time there was a fox."
+
+
+def make(folder, *names: str):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name} {TEXT}")
+    return folder
+
+
+def splits_of(place) -> dict[str, list[str]]:
+    found = files.find(str(place))
+    return {split: [file.name for file in of_split] for split, of_split in found.splits.items()}
+
+
+def test_a_split_is_a_folder_or_a_whole_file_name_and_nothing_else(tmp_path):
+    names = ["stories.txt", "unit-test.txt", "dev.to-articles.txt", "latest/a.txt"]
+    assert splits_of(make(tmp_path / "a", *names)) == {
+        "train": ["dev.to-articles.txt", "a.txt", "stories.txt", "unit-test.txt"]
+    }
+    make(tmp_path / "b", "train-00000-of-00002.txt", "train-00001-of-00002.txt", "val.txt", "test/a.txt", "more.txt")
+    assert splits_of(tmp_path / "b") == {
+        "test": ["a.txt"],
+        "train": ["train-00000-of-00002.txt", "train-00001-of-00002.txt"],
+        "validation": ["val.txt"],
+    }
+    assert files.find(str(tmp_path / "b")).describe() == "4 of 5 (left out: more.txt (not in a split))"
+    assert splits_of(tmp_path / "b" / "val.txt") == {"train": ["val.txt"]}  # a single file is what is asked for
+    assert splits_of(tmp_path / "b" / "t*.txt") == {"train": ["train-00000-of-00002.txt", "train-00001-of-00002.txt"]}
+    make(tmp_path / "c", "x.txt", "validation.txt")
+    assert splits_of(tmp_path / "c") == {"train": ["x.txt"], "validation": ["validation.txt"]}
+    with pytest.raises(NoSplitError, match=r"split 'test': there is none; there is train, validation"):
+        files.find(str(tmp_path / "c")).of_split("test")
+
+
+def test_what_is_no_data_is_left_out_by_name_and_hidden_files_are_not_looked_at(tmp_path):
+    make(
+        tmp_path, "a.txt", "NOTES.TXT", "README.md", "list.xyz", "sub/c.tsv", ".hidden.txt", ".cache/a.txt", "b.txt.gz"
+    )
+    found = files.find(str(tmp_path))
+    assert [file.name for file in found.splits["train"]] == ["NOTES.TXT", "a.txt", "b.txt.gz"]
+    assert found.describe() == "3 of 6 (left out: README.md, list.xyz, sub/c.tsv)"
+    assert files.find(str(tmp_path / "README.md")).splits["train"]
+
+
+def test_each_real_file_and_folder_is_read_once(tmp_path):
+    data = make(tmp_path / "data", "a.txt", "sub/c.txt", "all/validation.txt")
+    (data / "loop").symlink_to(".")
+    (data / "two").symlink_to(".")
+    (data / "0").symlink_to("sub")
+    (data / "train").symlink_to("all")
+    (data / "0.txt").symlink_to("a.txt")
+    os.link(data / "a.txt", data / "b.txt")
+    (data / "gone.txt").symlink_to("nowhere.txt")
+    os.mkfifo(data / "pipe.txt")
+    found = files.find(str(data))
+    assert [file.path for file in found.splits["train"]] == [
+        str(data / "a.txt"),
+        str(data / "b.txt"),
+        str(data / "sub/c.txt"),
+    ]
+    assert [file.name for file in found.splits["validation"]] == ["validation.txt"]
+    assert found.left_out == ["0.txt (the same as a.txt)", "gone.txt (no regular file)", "pipe.txt (no regular file)"]
+
+
+@pytest.mark.parametrize("pattern", ["da?a/*.txt", "da[st]a/story-[0-9].txt", "data/*", "**/story*", "data/../d*/*"])
+def test_a_pattern_is_local_whatever_its_signs_are(tmp_path, monkeypatch, pattern):
+    make(tmp_path / "data", "story-0.txt", "story-1.txt", "story-2.txt")
+    monkeypatch.chdir(tmp_path)
+    assert len(files.find(pattern).splits["train"]) == 3
+    assert parse(["--dataset", pattern]).dataset_split == "train"
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "/no/such/folder", "./none", "~/none.txt"])
+def test_what_is_not_there_is_named(name):
+    with pytest.raises(UserError, match=f"--dataset {name}: no such file or folder"):
+        files.find(name)
+
+
+def test_a_folder_of_which_nothing_is_read_says_what_is_there(tmp_path):
+    with pytest.raises(UserError, match=r"needs \.bin/.*\.jsonl/.* files, .* there are no files"):
+        files.find(str(tmp_path))
+    make(tmp_path, "posts.json", "list.xyz")
+    for place in (tmp_path, tmp_path / "*"):
+        with pytest.raises(UserError, match=r"there is only .*list\.xyz, .*posts\.json; convert it"):
+            files.find(str(place))
+
+
+def test_a_file_that_changed_since_it_was_listed_is_refused(tmp_path):
+    make(tmp_path, "a.txt")
+    (file,) = files.find(str(tmp_path)).splits["train"]
+    file.open().close()
+    make(tmp_path, "a.txt")
+    os.utime(tmp_path / "a.txt", ns=(1, 1))
+    with pytest.raises(UserError, match="it has changed since it was listed"):
+        file.open()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A data set of the hub whose files, as `datasets` resolves them, lie in a folder here."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"Story {number} is about the number {number}." for number in range(100)]
+    for number in range(2):
+        table = pyarrow.table({"text": texts[50 * number : 50 * number + 50]})
+        pyarrow.parquet.write_table(table, tmp_path / f"train-{number}.parquet", row_group_size=7)
+    (tmp_path / "validation.jsonl").write_text(json.dumps({"text": TEXT * 9}) + "\n")
+    data_files = {
+        "train": [str(tmp_path / "train-0.parquet"), str(tmp_path / "train-1.parquet")],
+        "validation": [str(tmp_path / "validation.jsonl")],
+    }
+    builder = types.SimpleNamespace(config=types.SimpleNamespace(data_files=data_files))
+    monkeypatch.setattr(files, "answer_from_cache_without_network", lambda name: None)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda place, subset: builder)
+    return texts
+
+
+def test_the_files_of_a_hub_data_set_are_read_as_local_ones_and_of_a_slice_only_its_rows(hub, load, encoded):
+    assert load("someone/stories").tokens[:].tolist() == encoded(hub[:5])  # the first 5 %
+    assert load("someone/stories", split="train[40%:60%]").tokens[:].tolist() == encoded(hub[40:60])
+    assert load("someone/stories", split="train").tokens[:].tolist() == encoded(hub)
+    assert load("someone/stories", split="validation").tokens[:].tolist() == encoded([TEXT * 9])
+    with pytest.raises(UserError, match="split 'test': there is none"):
+        load("someone/stories", split="test")
+
+
+def test_a_hub_data_set_that_cannot_be_had_is_one_line(monkeypatch, load):
+    def refuse(place, subset):
+        raise ConnectionError("no route") from OSError("Network is unreachable")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
+    with pytest.raises(UserError, match=r"not to be had from the hub \(.*\); without a network use a local"):
+        load("someone/stories")
+
+
+@pytest.mark.parametrize("split", ["train[:x%]", "train[", "train+test", ""])
+def test_a_split_that_cannot_be_read_is_named(split):
+    with pytest.raises(UserError, match="split .*: cannot be read; such as train"):
+        sources.parse_split(split)

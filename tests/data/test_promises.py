@@ -1,0 +1,457 @@
+"""What the data wing promises, seen from outside: by runs, their files and what they print, and by `utils.get_dataset`.
+No name of harness/data is used, so that the file holds for any way to keep the promises."""
+
+import http.server
+import itertools
+import json
+import os
+import pathlib
+import re
+import sys
+import threading
+import time
+from collections import Counter
+
+import fsspec
+import multirank
+import numpy as np
+import psutil
+import pytest
+from conftest import ROOT, STORIES, forking, losses_of, metrics_of, slow_case, train, words, write_model
+from transformers import AutoTokenizer
+
+import utils
+from harness.base.errors import UserError
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import formats
+
+DEMO = ROOT / "assets" / "demo"
+VOCABULARY = multirank.SIZES["vocab_size"]
+IGNORED = -100  # a label that is not trained on
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """Corpora of every kind, and a tiny model. Texts of named.jsonl say their number several times, as w07."""
+    folder = tmp_path_factory.mktemp("corpora")
+    lines = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("".join(lines[:40]))
+    (folder / "b.jsonl").write_text("".join(lines[40:70]))
+    (folder / "many").mkdir()
+    for number in range(3):
+        (folder / "many" / f"{number}.jsonl").write_text("".join(lines[100 + 12 * number : 112 + 11 * number]))
+    ids = np.random.default_rng(0).integers(1, VOCABULARY, 5000, dtype=np.uint16)
+    ids[50::50] = 0  # ends of documents
+    np.save(folder / "ids.npy", ids)
+    named = [json.dumps({"text": f"w{number:02} " * 6}) + "\n" for number in range(60)]
+    (folder / "named.jsonl").write_text("".join(named))
+    texts = [json.loads(line)["text"] for line in lines[:60]]
+    chats = ([{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:160]}] for text in texts)
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    write_model(folder / "model", "llama", **multirank.SIZES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(corpora):
+    """The flags of a small run in the folder of the corpora."""
+    flags = words("--sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --no-compile --log-interval 1")
+    flags += words("--lr 1e-3 --lr-scheduler constant --perf-warmup-steps 0 --no-own-plan --run-name r")
+    return [*flags, "--model", corpora / "model", "--tokenizer", DEMO, "--cache-dir", corpora / "cache"]
+
+
+@pytest.fixture
+def start(device, small, corpora, tmp_path, monkeypatch):
+    """`start(*flags)`: the program in this process, in the folder of the corpora; a run of 4 steps in tmp_path/r."""
+    monkeypatch.chdir(corpora)
+
+    def start(*flags) -> None:
+        assert train([*small, "--num-steps", 4, "--output-dir", tmp_path, *flags], device) == 0
+
+    return start
+
+
+@pytest.fixture
+def show(start, capsys):
+    """`show(step, *flags)`: (source, text) of each sample of a step, as --show-samples prints them."""
+
+    def show(step: int, *flags) -> list[tuple[str, str]]:
+        capsys.readouterr()
+        start("--show-samples", step, *flags)
+        samples: list[tuple[str, str]] = []
+        for line in capsys.readouterr().out.splitlines():
+            if begins := re.match(r"sample [\d,]+: ([^,]+)", line):
+                samples.append((begins[1], ""))
+            elif samples:
+                samples[-1] = (samples[-1][0], samples[-1][1] + line)
+        return samples
+
+    return show
+
+
+def batches_of(windows) -> list[dict[str, np.ndarray]]:
+    """All samples of what get_dataset returns, in order: their inputs, labels and what else a batch has."""
+    collate = utils.create_collate_fn()
+    batches = (collate([windows[index]]) for index in range(len(windows)))
+    return [{name: tensor[0].numpy() for name, tensor in batch.items()} for batch in batches]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens and windows
+
+
+@pytest.mark.parametrize("length", [16, 100, 999])
+def test_no_token_is_lost_but_the_last_partial_window(tokenizer, corpora, tmp_path, length):
+    texts = [json.loads(line)["text"] for line in (corpora / "a.jsonl").open()]
+    expected = [id for text in texts for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    batches = batches_of(utils.get_dataset(tokenizer, length, dataset=str(corpora / "a.jsonl"), cache_dir=tmp_path))
+    assert len(batches) == (len(expected) - 1) // length
+    found = np.concatenate([batch["input_ids"] for batch in batches] + [batches[-1]["labels"][-1:]])
+    assert found.tolist() == expected[: len(batches) * length + 1]
+    for batch in batches:
+        assert np.array_equal(batch["input_ids"][1:], batch["labels"][:-1])
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+def test_each_token_but_a_documents_first_is_a_label_once(tmp_path, packing):
+    """The ids are all different, but for those that end documents."""
+    lengths = np.random.default_rng(1).integers(1, 70, 300)
+    ids = np.arange(1, lengths.sum() + 1)
+    documents = [np.append(part, 0) for part in np.split(ids, np.cumsum(lengths)[:-1])]
+    formats.write_datatrove(tmp_path, documents, [])
+    windows = utils.get_dataset(None, 32, dataset=str(tmp_path), vocab_size=2**16, packing=packing, document_mask=True)
+    labels = Counter(int(label) for batch in batches_of(windows) for label in batch["labels"])
+    del labels[0], labels[IGNORED]
+    firsts = {int(document[0]) for document in documents}
+    assert max(labels.values()) == 1 and labels.keys() <= {*ids.tolist()}
+    if packing == "best-fit":
+        assert labels.keys() == {*ids.tolist()} - firsts
+    else:
+        lost = {*ids[:-40].tolist()} - firsts - labels.keys()  # the last ones are in the last partial window
+        assert not lost
+
+
+def test_best_fit_cuts_no_document_that_fits_and_positions_begin_again_with_each(tmp_path):
+    documents = [np.append(np.full(length, number), 0) for number, length in enumerate([5, 20, 11, 40, 3], 1)]
+    formats.write_datatrove(tmp_path, documents, [])
+    windows = utils.get_dataset(None, 32, dataset=str(tmp_path), vocab_size=9, packing="best-fit", document_mask=True)
+    pieces: Counter = Counter()
+    for batch in batches_of(windows):
+        begins = [*np.flatnonzero(batch["position_ids"] == 0), 32]
+        for first, last in itertools.pairwise(begins):
+            if (batch["labels"][first:last] != IGNORED).any():
+                pieces[int(batch["input_ids"][first])] += 1
+            assert batch["position_ids"][first:last].tolist() == [*range(last - first)]
+    assert pieces == {1: 1, 2: 1, 3: 1, 4: 2, 5: 1}
+
+
+@pytest.mark.parametrize("name", formats.LAYOUTS)
+def test_the_same_documents_are_the_same_windows_in_every_format(tokenizer, tmp_path, name):
+    documents, texts = formats.read_stories(50)
+    formats.LAYOUTS[name](tmp_path, documents, texts)
+    windows = utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache")
+    flat = np.concatenate(documents)
+    assert len(windows) == (len(flat) - 1) // 64
+    for index, batch in enumerate(batches_of(windows)):
+        assert np.array_equal(batch["input_ids"], flat[64 * index : 64 * index + 64])
+        assert np.array_equal(batch["labels"], flat[64 * index + 1 : 64 * index + 65])
+
+
+def test_token_files_are_mapped_and_not_copied(tmp_path):
+    """A sparse file of four billion tokens, whose last ones are there."""
+    ends = np.arange(1, 100, dtype="<u2")
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.seek(2**33)
+        ends.tofile(file)
+    before = psutil.Process().memory_info().rss
+    windows = utils.get_dataset(None, 8192, dataset=str(tmp_path), vocab_size=100, cache_dir=tmp_path / "cache")
+    assert len(windows) == (2**32 + 99 - 1) // 8192
+    batch = utils.create_collate_fn()([windows[len(windows) - 1]])
+    assert batch["input_ids"].shape == (1, 8192) and not batch["input_ids"].any()
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+    cached = [file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+    assert sum(cached) < 2**20
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mixtures and order
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Four token files of 100 windows of 32, each of one id."""
+    folder = tmp_path_factory.mktemp("four")
+    for number in range(1, 5):
+        np.save(folder / f"{number}.npy", np.full(100 * 32 + 1, number, np.uint16))
+    return folder
+
+
+@pytest.mark.parametrize("weights, within", [((0.7, 0.3), 1), ((1, 2, 4), 1), ((0.4, 0.3, 0.2, 0.1), 2)])
+def test_each_source_is_within_a_sample_or_two_of_its_share_after_any_number_of_samples(four, weights, within):
+    sources = [f"{four / str(number)}.npy:{weight}" for number, weight in enumerate(weights, 1)]
+    windows = utils.get_dataset(None, 32, dataset=sources, vocab_size=5, seed=3)
+    found = np.array([batch["input_ids"][0] for batch in batches_of(windows)])
+    for number, weight in enumerate(weights, 1):
+        shares = np.arange(1, len(found) + 1) * weight / sum(weights)
+        assert np.abs(np.cumsum(found == number) - shares).max() <= within + 1e-9
+
+
+def test_a_streamed_mixture_is_within_six_samples_of_its_weights(show):
+    flags = words("--dataset a=a.jsonl:0.6 b=b.jsonl:0.4 --streaming --batch-size 64 --sequence-length 16")
+    names = [name for step in (1, 2, 3) for name, _ in show(step, *flags)]
+    assert len(names) == 192
+    assert np.abs(np.cumsum([name == "a" for name in names]) - 0.6 * np.arange(1, 193)).max() <= 6
+
+
+def test_the_order_is_a_pure_function_of_the_seed_and_of_the_samples_number(show):
+    """Whatever the size of a step; another seed has another order, of the same windows."""
+    mixed = words("--dataset a=a.jsonl:0.6 b=b.jsonl:0.4")
+    for flags in ([*mixed], [*mixed, "--streaming", "--streams", "4"]):
+        one_step = show(1, *flags, "--batch-size", 32)
+        assert [sample for step in (1, 2, 3, 4) for sample in show(step, *flags, "--batch-size", 8)] == one_step
+        assert show(4, *flags, "--batch-size", 8) == one_step[24:]
+        assert show(1, *flags, "--batch-size", 32, "--seed", 7) != one_step
+
+
+def test_a_mixture_is_reweighted_and_extended_at_a_resume(start, show, tmp_path):
+    """Steps of 4 samples; the sources go on where they were."""
+    start(*words("--dataset a=a.jsonl:0.5 b=b.jsonl:0.5"))
+    start(*words("--dataset a=a.jsonl:0.25 b=b.jsonl:0.5 new=ids.npy:0.25 --num-steps 8 --resume auto"))
+    lines = {line["step"]: line for line in metrics_of(tmp_path / "r") if not line.get("final")}
+    assert (lines[4]["share/a"], lines[4]["share/b"]) == (0.5, 0.5)
+    assert (lines[8]["share/a"], lines[8]["share/b"], lines[8]["share/new"]) == (0.25, 0.5, 0.25)
+    assert lines[8]["epochs/a"] == pytest.approx(lines[4]["epochs/a"] * (8 + 4) / 8)  # samples: 2 a step, then 1
+    assert lines[8]["epochs/b"] == pytest.approx(lines[4]["epochs/b"] * (8 + 8) / 8)
+    resumed = [show(step, "--resume", tmp_path / "r") for step in range(1, 9)]
+    assert [Counter(name for name, _ in samples) for samples in resumed] == 4 * [{"a": 2, "b": 2}] + 4 * [
+        {"a": 1, "b": 2, "new": 1}
+    ]
+    taken = [sample for samples in resumed for sample in samples]
+    assert len({*taken}) == len(taken)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resumes
+
+RESUMED = {
+    "a token cache": "--dataset a.jsonl",
+    "a token file": "--dataset ids.npy",
+    "a mixture": "--dataset a=a.jsonl:0.6 ids=ids.npy:0.4",
+    "a stream": "--dataset many --streaming",
+    "streams": "--dataset a=a.jsonl:0.6 many=many:0.4 --streaming --streams 8",
+    "masked documents": "--dataset a.jsonl --document-mask",
+    "masked documents of a stream": "--dataset many --document-mask --streaming",
+    "best-fit": "--dataset ids.npy --packing best-fit",
+    "conversations": "--dataset chat.jsonl --chat-template chat.jinja",
+}
+QUICK = ("a mixture", "streams", "conversations")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else slow_case(kind) for kind in RESUMED])
+def test_a_run_that_was_killed_goes_on_exactly_on_another_number_of_ranks(kind, start, small, corpora, tmp_path):
+    """SIGKILL to both ranks, at any moment after the first save; one rank goes on for three steps."""
+    flags = words(RESUMED[kind])
+    checkpoints = tmp_path / "r" / "checkpoints"
+    long = [*small, "--num-steps", 10_000, "--output-dir", tmp_path, *flags, *words("--batch-size 1")]
+    long += words("--gradient-accumulation-steps 2 --checkpoint-interval 3")
+    with forking(2, in_folder, str(corpora), *map(str, long)) as (_, output):
+        deadline = time.monotonic() + 300
+        while not [*checkpoints.glob("step-*")]:
+            assert time.monotonic() < deadline, output.read()
+            time.sleep(0.01)
+    steps = 3 + max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
+    start(*flags, "--num-steps", steps, "--resume", "auto")
+    went_on = losses_of(tmp_path / "r")
+    start(*flags, "--num-steps", steps, "--output-dir", tmp_path / "undisturbed")
+    assert len(went_on) == steps
+    assert went_on == pytest.approx(losses_of(tmp_path / "undisturbed" / "r"), rel=1e-5)
+
+
+def in_folder(folder: str, *argv: str) -> None:
+    os.chdir(folder)
+    multirank.program(*argv)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Held out
+
+
+def numbers_in(samples: list[tuple[str, str]]) -> set[str]:
+    return {number for _, text in samples for number in re.findall(r"w(\d\d)", text)}
+
+
+def test_one_of_twenty_documents_is_held_out_and_never_trained_on(start, show, corpora, tmp_path):
+    """What an evaluation reads are the documents that no step of an epoch has, after a resume too."""
+    flags = words("--dataset named.jsonl --sequence-length 8 --batch-size 64 --eval-interval 4 --lr 1e-12")
+    start(*flags)
+    epoch = [sample for step in (1, 2, 3) for sample in show(step, *flags)]
+    numbers = {f"{number:02}" for number in range(60)}
+    held_out = sorted(numbers - numbers_in(epoch))
+    assert len(held_out) == 3
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    lines = (corpora / "named.jsonl").read_text().splitlines(keepends=True)
+    (apart / "train.jsonl").write_text("".join(lines))
+    (apart / "validation.jsonl").write_text("".join(line for line in lines if line[11:13] in held_out))
+    start(*flags, "--dataset", apart, "--run-name", "by-file", "--eval-split", "validation")
+    evaluated = [
+        line["eval_loss"] for run in ("r", "by-file") for line in metrics_of(tmp_path / run) if "eval_loss" in line
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[-1], rel=1e-6)
+    start(*flags, "--num-steps", 8, "--resume", "auto")
+    assert metrics_of(tmp_path / "r")[-1]["eval_loss"] == pytest.approx(evaluated[0], rel=1e-6)
+
+
+def test_a_stream_holds_out_the_same_documents_in_each_epoch(show):
+    flags = words(
+        "--dataset named.jsonl --sequence-length 8 --batch-size 256 --eval-interval 4 --streaming --streams 4"
+    )
+    epochs = [
+        numbers_in([sample for step in steps for sample in show(step, *flags)]) for steps in ((1, 2, 3), (8, 9, 10))
+    ]
+    assert epochs[0] == epochs[1] and 50 <= len(epochs[0]) < 60
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is wrong with the data
+
+
+def put(folder: pathlib.Path, name: str, lines: list[str]) -> str:
+    (folder / name).write_text("".join(line + "\n" for line in lines))
+    return str(folder / name)
+
+
+GOOD = json.dumps({"text": "Once upon a time there was a frog. " * 20})
+
+
+@pytest.mark.parametrize("bad", ['{"text": 7}', '{"story": "x"}', "{", '["x"]'])
+def test_a_bad_record_is_one_line_with_file_and_place_or_is_left_out(tokenizer, start, tmp_path, bad):
+    file = put(tmp_path, "bad.jsonl", [GOOD, GOOD, bad, GOOD])
+    for read in (
+        lambda: utils.get_dataset(tokenizer, 16, dataset=file, cache_dir=tmp_path),
+        lambda: start("--dataset", file, "--streaming"),
+    ):
+        with pytest.raises(UserError, match=r"bad\.jsonl.*line 3") as raised:
+            read()
+        assert "\n" not in str(raised.value)
+    left = utils.get_dataset(tokenizer, 16, dataset=file, cache_dir=tmp_path, skip_bad_records=True)
+    whole = utils.get_dataset(tokenizer, 16, dataset=put(tmp_path, "good.jsonl", [GOOD] * 3), cache_dir=tmp_path)
+    for one, other in zip(batches_of(left), batches_of(whole), strict=True):
+        assert np.array_equal(one["labels"], other["labels"])
+
+
+def test_bad_records_that_are_left_out_are_counted(start, tmp_path, capsys):
+    file = put(tmp_path, "bad.jsonl", [GOOD, "{", GOOD, "{", GOOD])
+    start("--dataset", file, "--skip-bad-records")
+    assert re.search(r"bad records? 2|2 bad records?", capsys.readouterr().out)
+
+
+def test_a_token_id_without_an_embedding_is_one_line_with_file_and_place(start, tmp_path):
+    ids = np.full(32 * 16 + 1, 5, np.uint16)
+    ids[200] = VOCABULARY
+    np.save(tmp_path / "bad.npy", ids)
+    with pytest.raises(UserError, match=rf"bad\.npy.*{VOCABULARY}|{VOCABULARY}.*bad\.npy") as raised:
+        start("--dataset", tmp_path / "bad.npy")
+    assert "\n" not in str(raised.value)
+
+
+def cut(file: pathlib.Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGED = [
+    ("text in .jsonl.gz", "a.jsonl.gz"),
+    ("text in .parquet", "a.parquet"),
+    ("NumPy .npy", "a.npy"),
+    ("llm.c, uint32", "stories.bin"),
+    ("Megatron", "a.bin"),
+    ("Megatron", "a.idx"),
+    ("datatrove", "a.ds"),
+    ("datatrove", "a.ds.index"),
+]
+
+
+@pytest.mark.parametrize("format, name", DAMAGED)
+def test_a_damaged_file_is_one_line_that_names_it(tokenizer, tmp_path, format, name):
+    formats.LAYOUTS[format](tmp_path, *formats.read_stories(50))
+    cut(tmp_path / name)
+    with pytest.raises(UserError, match=re.escape(name.removesuffix(".index"))) as raised:
+        utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache")
+    assert "\n" not in str(raised.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stores
+
+
+@pytest.fixture
+def memory(corpora):
+    """fsspec's store in this process, with the folder of many files."""
+    store = fsspec.filesystem("memory")
+    for file in (corpora / "many").iterdir():
+        store.pipe(f"/bucket/many/{file.name}", file.read_bytes())
+    yield "memory://bucket/many"
+    store.rm("/bucket", recursive=True)
+
+
+def test_a_store_has_the_samples_of_a_local_folder_streamed_and_cached(start, memory, tmp_path):
+    for way, flags in {"cached": [], "streamed": ["--streaming"]}.items():
+        start("--dataset", memory, "--run-name", f"store-{way}", *flags)
+        start("--dataset", "many", "--run-name", f"local-{way}", *flags)
+        assert losses_of(tmp_path / f"store-{way}") == losses_of(tmp_path / f"local-{way}")
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """Serves ranges of a file; every fifth of them is refused with 503, and every seventh ends half-way."""
+
+    content = b""
+    asked = 0
+
+    def do_HEAD(self):
+        self.begin(200, len(self.content))
+
+    def do_GET(self):
+        first, last = re.match(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "bytes=0-").groups()
+        part = self.content[int(first) : int(last or len(self.content)) + 1]
+        Server.asked += 1
+        if Server.asked % 5 == 2:
+            self.send_error(503)
+            return
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(self.content)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part if Server.asked % 7 else part[: len(part) // 2])
+
+    def begin(self, status: int, size: int) -> None:
+        self.send_response(status)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_with_faults_gives_the_samples_of_the_local_file(start, corpora, tmp_path):
+    pytest.importorskip("aiohttp")
+    Server.content, Server.asked = (corpora / "a.jsonl").read_bytes(), 0
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
+        start("--dataset", url, "--streaming", "--run-name", "served")
+        server.shutdown()
+    start("--dataset", "a.jsonl", "--streaming", "--run-name", "local")
+    assert Server.asked > 2
+    assert losses_of(tmp_path / "served") == losses_of(tmp_path / "local")

@@ -1,0 +1,443 @@
+"""Text becomes windows of tokens: nothing is lost, nothing comes twice, and no start tokenizes what one did before."""
+
+import bz2
+import gc
+import gzip
+import itertools
+import json
+import os
+import pathlib
+import re
+from collections import Counter
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from conftest import ROOT, STORIES, parse, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+import train_fsdp
+import utils
+from harness.base.errors import UserError
+from harness.data import cache
+from harness.data.files import find
+from harness.data.mixture import WindowOrder
+from harness.data.records import DOCUMENT_MARK, read_documents, read_records
+from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
+
+END = 0  # end-of-text of the demo tokenizer
+TEXTS = ["Once upon a time there was a fox.", "The end.", "Tom had a red ball.\nHe liked it.", "A", "Ünïcödé 狐狸"]
+FORTY = [f"Story {number} is about the number {number}." for number in range(40)]
+
+
+def write_parquet(path: pathlib.Path, **columns) -> pathlib.Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def tokens_of(packed) -> list[int]:
+    return packed.tokens[:].tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Windows
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 2**16 - 1), max_size=300), st.integers(1, 17))
+def test_packed_windows_hold_every_token_once_and_in_order(flat, seq_len):
+    packed = PackedDataset(np.array(flat, np.uint16), seq_len)
+    windows = [packed[index] for index in range(len(packed))]
+    assert all(window.shape == (seq_len + 1,) for window in windows)
+    # inputs: every token but those of the last partial window; labels: the same, one further
+    inputs = [token for window in windows for token in window[:-1].tolist()]
+    labels = [token for window in windows for token in window[1:].tolist()]
+    assert inputs == flat[: len(inputs)]
+    assert labels == flat[1 : 1 + len(labels)]
+    assert not flat or len(flat) - 1 - len(labels) < seq_len
+    with pytest.raises(IndexError):
+        packed[len(packed)]
+
+
+def test_collate_shifts_the_labels_by_one():
+    batch = create_collate_fn()([np.arange(5, dtype=np.uint16), np.arange(10, 15, dtype=np.uint16)])
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert batch["labels"].tolist() == batch["shift_labels"].tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
+
+
+def test_synthetic_windows_are_a_pure_function_of_seed_and_index():
+    one, same, other = (SyntheticDataset(1000, 32, seed) for seed in (1, 1, 2))
+    assert one[5].shape == (33,) and (one[5] == same[5]).all()
+    assert (one[5] != one[6]).any() and (one[5] != other[5]).any()
+    assert max(one[index].max() for index in range(100)) < 1000
+
+
+def test_the_order_of_windows_is_a_pure_function_of_seed_name_and_number_and_an_epoch_has_each_once():
+    windows = WindowOrder(5, 42)
+    assert [windows.window_of(sample) for sample in range(10)] == [4, 2, 3, 1, 0, 4, 0, 1, 2, 3]
+    one, same, other, named = (WindowOrder(100, *of) for of in ((3,), (3,), (4,), (3, "web")))
+    backwards = [one.window_of(sample) for sample in reversed(range(300))][::-1]
+    assert backwards == [same.window_of(sample) for sample in range(300)]
+    for different in (other, named):
+        assert backwards != [different.window_of(sample) for sample in range(300)]
+    epochs = [backwards[first : first + 100] for first in (0, 100, 200)]
+    assert all(sorted(epoch) == list(range(100)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Formats
+
+
+def test_a_jsonl_file_is_read_in_order_without_empty_documents(load, encoded, write_jsonl, tmp_path):
+    file = write_jsonl(tmp_path / "data.jsonl", ["", *TEXTS, b"", ""])
+    assert tokens_of(load(file)) == encoded(TEXTS)
+
+
+@pytest.mark.parametrize("between", ["<|endoftext|>", "\n<|endoftext|>\n", "<|endoftext|>\n<|endoftext|>\n"])
+def test_marks_divide_a_text_file_into_documents(load, encoded, tmp_path, between):
+    (tmp_path / "data.txt").write_text(between.join(TEXTS) + between)
+    assert tokens_of(load(tmp_path / "data.txt")) == encoded(TEXTS)
+
+
+def test_a_tokenized_file_is_taken_as_it_is(load, encoded, write_jsonl, tmp_path):
+    file = write_parquet(tmp_path / "data.parquet", input_ids=[[5, 6, 7, END], [], [8, 9, END]])
+    assert tokens_of(load(file)) == [5, 6, 7, END, 8, 9, END]
+    lines = [TEXTS[0], b'{"input_ids": [5, 6, 0]}', TEXTS[1], b""]
+    mixed = write_jsonl(tmp_path / "data.jsonl", lines)
+    assert tokens_of(load(mixed)) == [*encoded(TEXTS[:1]), 5, 6, 0, *encoded(TEXTS[1:2])]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
+def test_the_text_is_in_the_field_that_is_named_and_wins_over_token_ids(load, encoded, tmp_path, name, write_jsonl):
+    records = [{"input_ids": [5, 6, END], "story": text} for text in TEXTS]
+    if name.endswith("parquet"):
+        write_parquet(tmp_path / name, **{key: [record[key] for record in records] for key in records[0]})
+    else:
+        write_jsonl(tmp_path / name, [json.dumps(record).encode() for record in records])
+    assert tokens_of(load(tmp_path / name)) == [5, 6, END] * len(TEXTS)
+    for field in ("story", ("other", "story", "input_ids")):
+        assert tokens_of(load(tmp_path / name, text_field=field)) == encoded(TEXTS)
+    with pytest.raises(UserError, match="text" if name.endswith("jsonl") else "--text-field text: no such field in"):
+        load(tmp_path / name, text_field="text")
+
+
+def test_packed_and_mixed_files_are_read_as_they_are_unpacked(load, encoded, write_jsonl, tmp_path):
+    lines = write_jsonl(tmp_path / "lines", TEXTS).read_bytes()
+    half = lines.index(b"\n") + 1
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "1.jsonl.gz").write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
+    with pyarrow.output_stream(data / "2.txt.zst", compression="zstd") as file:
+        file.write(DOCUMENT_MARK.join(TEXTS).encode())
+    (data / "3.md").write_text("# A title\n\nA story.\n")
+    write_parquet(data / "4.parquet", text=TEXTS)
+    (data / "5.Jsonl.BZ2").write_bytes(bz2.compress(lines))
+    assert tokens_of(load(data)) == encoded([*TEXTS, *TEXTS, "# A title\n\nA story.", *TEXTS, *TEXTS])
+    assert tokens_of(load(data / "[13].*")) == encoded([*TEXTS, "# A title\n\nA story."])
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
+def test_a_byte_order_mark_and_windows_line_ends_change_no_token(load, write_jsonl, tmp_path, name):
+    plain = "\n".join(TEXTS) if name.endswith("txt") else write_jsonl(tmp_path / name, TEXTS).read_text()
+    (tmp_path / name).write_text(plain)
+    expected = tokens_of(load(tmp_path / name))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / name).write_bytes(b"\xef\xbb\xbf" + plain.replace("\n", "\r\n").encode())
+    assert tokens_of(load(tmp_path / "other" / name)) == expected
+
+
+LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
+CUTTABLE = {
+    "lines.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in LONG).encode(),
+    "no last newline.jsonl": "\n\r\n".join(json.dumps({"text": text}) for text in LONG).encode(),
+    "a mark of UTF-8.jsonl": b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
+    "marked.txt": DOCUMENT_MARK.join(LONG).encode(),
+    "nearly marks.txt": b"<|endoftext|" + DOCUMENT_MARK.join(LONG).encode() + b"<|endoftext|<|endoftext|>a<|endoftext",
+    "one document.md": b"only one\n" * 30,
+    "empty.jsonl": b"",
+}
+
+
+@pytest.mark.parametrize("block", [7, 2**18])
+@pytest.mark.parametrize("name", [*CUTTABLE, "rows.parquet"])
+def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_path, monkeypatch, name, block):
+    monkeypatch.setattr("harness.data.records.BLOCK", block)
+    monkeypatch.setattr("harness.data.records.FIRST_TAIL", 5)
+    if name == "rows.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": LONG * 9}), tmp_path / name, row_group_size=7)
+    else:
+        (tmp_path / name).write_bytes(CUTTABLE[name])
+    (file,) = find(str(tmp_path / name)).splits["train"]
+
+    def documents(start: int, end: int | None) -> list[str]:
+        return list(read_documents(read_records(file, "text", start, end), 2**16, False, Counter()))
+
+    whole = documents(0, None)
+    assert whole or name == "empty.jsonl"
+    for parts in (1, 2, 3, 7, 50, max(1, min(file.size, 900))):
+        borders = [file.size * number // parts for number in range(parts + 1)]
+        found = [documents(first, end) for first, end in itertools.pairwise(borders) if first < end]
+        assert list(itertools.chain(*found)) == whole
+
+
+@pytest.mark.slow
+def test_one_document_may_be_large(load, encoded, write_jsonl, tokenizer, tmp_path):
+    text = "Tom had a red ball. " * 500_000
+    tokens = tokens_of(load(write_jsonl(tmp_path / "data.jsonl", [TEXTS[0], text, TEXTS[1]])))
+    assert tokens.count(END) == 3
+    assert tokenizer.decode(tokens).count("Tom had a red ball.") == 500_000
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Slices
+
+
+@pytest.mark.parametrize("first, second, cut", [("[:75%]", "[75%:]", 30), ("[:-2]", "[-2:]", 38), ("[:5]", "[5:]", 5)])
+@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
+def test_slices_of_a_split_are_cut_at_documents_and_together_the_whole(
+    load, encoded, write_jsonl, tmp_path, name, first, second, cut
+):
+    write_jsonl(tmp_path / "data.jsonl", FORTY)
+    (tmp_path / "data.txt").write_text(DOCUMENT_MARK.join(FORTY))
+    found = [tokens_of(load(tmp_path / name, split=f"train{part}")) for part in (first, second)]
+    assert found == [encoded(FORTY[:cut]), encoded(FORTY[cut:])]
+
+
+def test_percentages_of_too_few_documents_cut_tokens(load, write_jsonl, tmp_path):
+    file = write_jsonl(tmp_path / "data.jsonl", ["Tom had a red ball. " * 50])
+    whole, first, second = (tokens_of(load(file, split=f"train{cut}")) for cut in ("", "[:95%]", "[95%:]"))
+    assert len(first) == len(whole) * 95 // 100 and first + second == whole
+
+
+@pytest.mark.parametrize("bound", ["[:41]", "[-41:]", "[:101%]"])
+def test_a_bound_beyond_the_documents_is_refused(load, write_jsonl, tmp_path, bound):
+    with pytest.raises(UserError, match="beyond the 40 documents"):
+        load(write_jsonl(tmp_path / "data.jsonl", FORTY), split=f"train{bound}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The token cache
+
+
+def caches(tmp_path) -> list[pathlib.Path]:
+    return sorted((tmp_path / "cache").glob("*.bin"))
+
+
+def test_a_second_start_tokenizes_nothing_by_any_path_and_length(load, write_jsonl, tmp_path, monkeypatch):
+    file = write_jsonl(tmp_path / "data" / "a.jsonl", TEXTS)
+    first = tokens_of(load(file))
+    monkeypatch.setattr("harness.data.encode.TextFormat.encode", lambda *of: pytest.fail("it tokenizes again"))
+    monkeypatch.chdir(tmp_path / "data")
+    for place in (file, "a.jsonl", "./a.jsonl", "../data/a.jsonl"):
+        assert tokens_of(load(place, 8)) == first
+    assert len(caches(tmp_path)) == 1
+    with pytest.raises(pytest.fail.Exception, match="tokenizes again"):
+        load(write_jsonl(tmp_path / "b.jsonl", TEXTS))
+
+
+def test_a_changed_file_or_vocabulary_makes_another_cache_and_a_slice_does_not(load, encoded, write_jsonl, tmp_path):
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    load(file)
+    load(file, split="train[:60%]")
+    assert len(caches(tmp_path)) == 1
+    load(file, vocab_size=100_000)
+    write_jsonl(tmp_path / "data.jsonl", TEXTS[::-1])  # as long as before
+    os.utime(file, ns=(1, 1))
+    assert tokens_of(load(file)) == encoded(TEXTS[::-1])
+    assert [path.stat().st_size // len(encoded(TEXTS)) for path in caches(tmp_path)].count(4) == 1
+    assert len(caches(tmp_path)) == 3
+
+
+DAMAGES = {
+    "cut": lambda path: os.truncate(path.with_suffix(".bin"), 2),
+    "emptied": lambda path: os.truncate(path.with_suffix(".ends"), 0),
+    "without a record": lambda path: path.with_suffix(".json").unlink(),
+    "record of another shape": lambda path: path.with_suffix(".json").write_text("[1]"),
+    "record of bytes": lambda path: path.with_suffix(".json").write_bytes(b"\xff\0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_token_cache_is_made_again_and_said(load, write_jsonl, tmp_path, damage):
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    first = tokens_of(load(file))
+    DAMAGES[damage](caches(tmp_path)[0])
+    again = load(file)
+    assert tokens_of(again) == first and "again (the cache was damaged: " in again.tokens.line
+    assert load(file).tokens.line.startswith("cached in ")
+
+
+def test_what_a_killed_run_left_is_removed_and_nothing_else_is_written(load, write_jsonl, tmp_path, monkeypatch):
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+
+    def broken(*of):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.data.encode.TextFormat.encode", broken)
+        with pytest.raises(RuntimeError, match="killed"):
+            load(file)
+    assert not caches(tmp_path)
+    load(file)
+    (tmp_path / "cache" / f"{caches(tmp_path)[0].name}leftover").mkdir()
+    caches(tmp_path)[0].unlink()
+    load(file)
+    suffixes = sorted(path.suffix for path in (tmp_path / "cache").rglob("*"))
+    assert suffixes == [".bin", ".ends", ".json", ".lock", ".mask"]
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(load, write_jsonl, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserError, match="--cache-dir"):
+        load(write_jsonl(tmp_path / "data.jsonl", TEXTS))
+
+
+def test_the_cache_lies_where_the_environment_says(load, write_jsonl, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    load(write_jsonl(tmp_path / "data.jsonl", TEXTS), cache_dir=None)
+    assert len(list((tmp_path / "xdg" / "train_fsdp").glob("*.bin"))) == 1
+
+
+@pytest.mark.parametrize(
+    "share, said", [(0.1, ""), (0.02, "takes about 01:40 at 500 tokens/s"), (0.0002, "on several machines")]
+)
+def test_a_long_tokenizing_says_how_long_it_takes_within_two_seconds(monkeypatch, capsys, share, said):
+    """Also in a log, which has the next line after half a minute; not where all of it takes less than that."""
+    clock, counts = [0.0], Counter(documents=5)
+    monkeypatch.setattr(cache.time, "monotonic", lambda: clock[0])
+
+    def batches():
+        for seconds in (1.0, 2.0, 3.0):
+            clock[0], counts["tokens"] = seconds, int(500 * seconds)
+            yield None, int(share * 1e9 * seconds / 2), 10**9
+
+    assert list(cache.with_progress(batches(), counts)) == [None] * 3
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == bool(said)
+    assert all(said in line and "tokenizing the text, once, takes about" in line for line in lines)
+
+
+def test_the_demo_and_all_of_a_local_file_are_the_defaults_of_a_library(
+    load, encoded, write_jsonl, tmp_path, tokenizer
+):
+    assert len(load("demo", 64)) == len(load(STORIES, 64))
+    assert tokens_of(load(write_jsonl(tmp_path / "data.jsonl", FORTY))) == encoded(FORTY)
+    mixed = utils.get_dataset(tokenizer, 64, dataset=["a=demo:1", f"b={STORIES}:1"], cache_dir=tmp_path / "cache")
+    assert mixed[0].shape == (65,)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+GOOD = b'{"text": "Once upon a time there was a fox who had a red ball and liked it."}\n'
+UNUSABLE = [  # file, content, what the error says after the file's name
+    ("data.jsonl", b"", ": it holds no text"),
+    ("data.jsonl", b'{"text": ""}\n', ": it holds no text"),
+    ("data.txt", b"\n\n\n", ": it holds no text"),
+    ("data.jsonl", b'{"text": "A"}\n', "do not fill one window of --sequence-length"),
+    ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
+    ("data.jsonl", GOOD + b'{"story": "A fox."}\n', ', line 2: no field \'text\' in {"story": "A fox."}; name it'),
+    ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),
+    ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5,001: broken JSON"),
+    ("data.jsonl", b'{"text": null}\n' + GOOD, ", line 1: null instead of text; mend it, or leave bad records out"),
+    ("data.jsonl", GOOD + b'{"text": ["A"]}\n', ', line 2: ["A"] instead of text'),
+    ("data.jsonl", GOOD + b"[1, 2]\n5\n", ", line 2: no field 'text' in [1, 2]"),
+    ("data.jsonl", GOOD + b'{"text": "caf\xe9"}\n', ", line 2: bytes that are not UTF-8"),
+    ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),
+    ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),
+    ("data.jsonl", GOOD + b'{"input_ids": [1, -2]}\n', ", line 2: [1, -2] instead of token ids"),
+    ("data.jsonl", GOOD + b'{"input_ids": [1, 1899]}\n', ", line 2: token id 1899, the model has 1,536"),
+    ("data.txt", b"A fox.<|endoftext|>A caf\xe9.\n", ", document 2: bytes that are not UTF-8"),
+    ("data.txt", b"A fox.\n\0\n", ", document 1: a NUL byte"),
+    ("data.parquet", {"text": ["A fox.", None]}, ", row 2: null instead of text"),
+    ("data.parquet", {"input_ids": [[1, 2], [3, None]]}, ", row 2: [3, null] instead of token ids"),
+    ("data.parquet", {"input_ids": [[1, 2], [3, -1]]}, ", row 2: [3, -1] instead of token ids"),
+    ("data.parquet", {"input_ids": [[1, 2], [3, 1536]]}, ", row 2: token id 1536, the model has 1,536"),
+    ("data.parquet", {"input_ids": [[1, 2], [3, 2**40]]}, ", row 2: [3, 1099511627776] instead of token ids"),
+    ("data.parquet", {"text": [{"a": "A"}, {"a": "B"}]}, ', row 1: {"a": "A"} instead of text'),
+]
+
+
+@pytest.fixture
+def collected():
+    """Garbage is collected before, not within: a generator that is closed where JSON has used up the stack would raise
+    a RecursionError that is nobody's."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("name, content, says", UNUSABLE)
+def test_data_that_cannot_be_used_is_named(load, tmp_path, name, content, says):
+    file = tmp_path / name
+    if isinstance(content, dict):
+        write_parquet(file, **content)
+    else:
+        file.write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        load(file, 16)
+    message = str(raised.value)
+    assert message.startswith(f"--dataset {file}") and says in message.removeprefix(f"--dataset {file}")
+    assert "\n" not in message and raised.value.exit_code == 2
+    is_bad_record = re.search("(line|row|document) [0-9,]+: ", message) and "token id 1" not in message
+    assert ("--skip-bad-records" in message) == bool(is_bad_record)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.txt.zst"])
+def test_a_cut_packed_file_is_named(load, tmp_path, name):
+    with pyarrow.output_stream(tmp_path / name) as file:
+        file.write("\n".join(FORTY).encode())
+    os.truncate(tmp_path / name, (tmp_path / name).stat().st_size // 2)
+    with pytest.raises(UserError, match=f"--dataset {tmp_path / name}"):
+        load(tmp_path / name)
+
+
+def test_a_parquet_file_with_a_damaged_page_is_named(load, tmp_path):
+    file = write_parquet(tmp_path / "data.parquet", text=[f"Story {n}." for n in range(3000)])
+    content = bytearray(file.read_bytes())
+    content[2000:2100] = bytes(100)
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"--dataset {file}"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    "bad", [content for _, content, says in UNUSABLE if ", line 2: " in says and b"1899" not in content]
+)
+def test_bad_records_are_left_out_and_counted_if_asked(load, encoded, write_jsonl, tmp_path, bad):
+    lines = bad.removeprefix(GOOD).splitlines()
+    text = json.loads(GOOD)["text"]
+    file = write_jsonl(tmp_path / "data.jsonl", [text, *lines, "", text])
+    for begins in ("tokenized 2 documents in ", "cached in "):
+        packed = load(file, skip_bad_records=True)
+        assert tokens_of(packed) == encoded([text, text])
+        assert packed.tokens.line.startswith(begins)
+        assert packed.tokens.line.endswith(f", left out: empty documents 1, bad records {len(lines)}")
+    with pytest.raises(UserError, match="line 2"):  # a cache without them is none for a run that wants all
+        load(file)
+
+
+def test_a_tokenizer_without_an_end_of_text_or_with_too_many_ids_is_refused(load, write_jsonl, tmp_path):
+    bare = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo", eos_token=None)
+    file = write_jsonl(tmp_path / "data.jsonl", TEXTS)
+    with pytest.raises(UserError, match=r"--tokenizer .*end-of-text"):
+        load(file, with_tokenizer=bare)
+    with pytest.raises(UserError, match="--tokenizer: it gave token id"):
+        load(file, vocab_size=100)
+
+
+def test_data_that_is_not_there_is_named_before_the_tokenizer_is_looked_for(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_fsdp, "load_tokenizer", lambda *_: pytest.fail("it was looked for"))
+    with pytest.raises(UserError) as raised:
+        train(["--model", "demo", "--dataset", "none.jsonl.gz", "--output-dir", tmp_path], device)
+    assert str(raised.value) == "--dataset none.jsonl.gz: no such file or folder"
+
+
+def test_the_default_split_of_a_stream_is_whole():
+    assert parse(["--streaming"]).dataset_split == "train"
+    assert parse([]).dataset_split == "train[:5%]"
