@@ -49,7 +49,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
-from harness.base import saved, torch_internals
+from harness.base import torch_internals
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line, one_line
@@ -107,18 +107,24 @@ from harness.report.summary import (
     summarize,
 )
 from harness.report.waiting import Waiting
-from harness.state.export import export, step_of_export
-from harness.state.find import find_checkpoint, find_recorded_data
-from harness.state.identity import (
+from harness.state import (
+    Checkpoints,
+    TrainState,
+    branch_of,
+    check_export,
     check_has_average,
-    check_resume_compatible,
+    check_resume,
     check_same_corpus,
+    check_same_model,
     check_sources,
     describe_identity,
+    export,
+    find_checkpoint,
+    find_recorded_data,
     keep_global_batch,
+    load_to_read,
+    remove_leftovers,
 )
-from harness.state.store import Checkpoints, remove_leftovers
-from harness.state.train_state import TrainState
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
@@ -440,6 +446,8 @@ def load_model_files(settings: Settings) -> tuple:
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
     on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
+    if settings.export:
+        on_main_rank(lambda: check_export(settings))
     folder = on_main_rank(lambda: folders.choose_folder(settings))
     heartbeats.record_into(folder)
     peak = settings.peak_tflops or utils.get_gpu_peak_tflops()
@@ -462,8 +470,9 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     beginning = on_main_rank(lambda: first_words(held_out or data.sources, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
         prompts = [beginning]  # the demo's prompt is for the demo's stories
-    identity = describe_identity(settings, config, tokenizer, data)
-    changed = check_resume_compatible(settings, identity, manifest) if manifest else ""
+    identity = describe_identity(config, tokenizer, data)
+    changed = check_resume(settings, config, tokenizer, data, manifest) if manifest else ""
+    check_has_average(settings, checkpoint, manifest)
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = build_optimizer(settings, model)
@@ -479,8 +488,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         tracker.document_flops = known_document_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     state = TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
     if checkpoint:
-        origin = on_main_rank(lambda: saved.find_origin(folder, checkpoint, manifest))
-        state.load(checkpoint, manifest, *origin)
+        state.load(checkpoint, manifest, on_main_rank(lambda: branch_of(folder, checkpoint, manifest)))
     refuse_broken(settings, state, checkpoint)
     say(describe_setup(settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average, manifest))
     if checkpoint:
@@ -550,12 +558,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
         with profiler.step(due), waiting.step(due.log):
             result = train_step(settings, state.model, state.optimizer, batches, tracker, recent_norms)
             results.append(result)
-            if state.average:
-                state.average.update(result.skipped)
-            state.scheduler.step()
-            samples = job.data.record.samples_of_step(due.step)
-            tokens, _ = job.data.count_tokens(samples)
-            state.count(len(samples), tokens)
+            tokens = state.advance(job.data, result.skipped)
         reporter.count_step()
         if due.first:
             with tracker.excluded():
@@ -578,14 +581,9 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
             if problem:
                 saver.finish()
                 give_up(job.folder, problem, job.resumed)
-        if due.first and not save:
-            saver.prepare(state)
         if save:
-            heartbeats.enter_phase("save")
-            with tracker.excluded():
-                saver.save(state, wait=stopped or due.last)
+            saver.save(state, wait=stopped or due.last)
     profiler.finish()
-    heartbeats.enter_phase("save")  # the last checkpoint may still be being written
     stop.can_save = False
     saver.finish()
     return metrics, stopped
@@ -724,7 +722,7 @@ def show_samples(settings: Settings) -> int:
 def without_training(settings: Settings, device: torch.device, stdout) -> int:
     """--num-steps 0: loads a checkpoint or pretrained weights, then evaluates, writes stories, and exports."""
     if settings.export:
-        on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
+        on_main_rank(lambda: check_export(settings))
     config, tokenizer, prompts = load_model_files(settings)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, pathlib.Path())
@@ -735,13 +733,13 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
         if own_data and settings.dataset != "synthetic":
             check_same_corpus(settings, data.record, manifest)
     if checkpoint:
-        check_resume_compatible(settings, describe_identity(settings, config), manifest)
-    check_has_average(settings, manifest)
+        check_same_model(config, manifest)
+    check_has_average(settings, checkpoint, manifest)
     state = TrainState(build_model(settings, config, mesh, read_weights=not checkpoint))
     if settings.ema:
         state.average = WeightAverage(state.model, settings.ema)
     if checkpoint:
-        state.load(checkpoint, manifest)
+        checkpoint, manifest = load_to_read(settings.resume, state, checkpoint, manifest)
         say(f"loaded     {checkpoint}, step {manifest['step']:,}")
     refuse_broken(settings, state, checkpoint)
     if settings.eval_interval:
@@ -767,10 +765,6 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if settings.num_steps == 0:
         with only_json_on_stdout(settings) as stdout:
             return without_training(settings, device, stdout)
-    exported = on_main_rank(lambda: step_of_export(settings))
-    if exported:
-        say(f"done       nothing to do: {settings.export} holds this run after step {exported:,}")
-        return 0
     job = prepare(settings, device)
     if job.state.step >= job.settings.num_steps:
         return nothing_to_train(job)

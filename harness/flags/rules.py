@@ -153,7 +153,6 @@ def contradiction(s: Settings) -> str | None:
         (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
         (missing, f"--resume {s.resume}: {missing}"),
         (s.num_steps == 0 and s.resume == "auto", "--resume: --num-steps 0 takes one checkpoint, give its PATH"),
-        (s.export and s.resume != "auto" and os.path.lexists(os.path.expanduser(s.export)), f"--export: {s.export} exists already; choose another folder or remove it"),
     ]
     # fmt: on
     for is_wrong, problem in wrong:
