@@ -116,7 +116,6 @@ from harness.state import (
     check_resume,
     check_same_corpus,
     check_same_model,
-    check_sources,
     describe_identity,
     export,
     find_checkpoint,
@@ -472,7 +471,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
         prompts = [beginning]  # the demo's prompt is for the demo's stories
     identity = describe_identity(config, tokenizer, data)
     changed = check_resume(settings, config, tokenizer, data, manifest) if manifest else ""
-    check_has_average(settings, checkpoint, manifest)
+    check_has_average(settings, manifest)
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
     optimizer = build_optimizer(settings, model)
@@ -713,7 +712,7 @@ def show_samples(settings: Settings) -> int:
     settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
     data, _ = load_data(settings, tokenizer, config, utils.get_dataset, recorded)
     if recorded:
-        check_sources(read_record(recorded), data.record)
+        check_same_corpus(settings, data.record, recorded)
         data = as_recorded(data, read_record(recorded))
     say(describe_step(data, tokenizer, settings.show_samples))
     return 0
@@ -734,7 +733,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
             check_same_corpus(settings, data.record, manifest)
     if checkpoint:
         check_same_model(config, manifest)
-    check_has_average(settings, checkpoint, manifest)
+    check_has_average(settings, manifest)
     state = TrainState(build_model(settings, config, mesh, read_weights=not checkpoint))
     if settings.ema:
         state.average = WeightAverage(state.model, settings.ema)

@@ -50,7 +50,7 @@ from harness.base import saved
 from harness.flags.parser import parse_args
 from harness.job.signals import StopRequest
 from harness.report import run_record
-from harness.state.train_state import TrainState
+from harness.state import TrainState
 
 STEPS = 4
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -294,7 +294,7 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
     Watch(folder, log, rank, start.fault, start.point)
     if start.stop and rank == 0:
         step, name = start.stop
-        count, requests = TrainState.count, []
+        advance, requests = TrainState.advance, []
 
         class Request(StopRequest):
             def __init__(self, *args):
@@ -304,13 +304,14 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
         train_fsdp.StopRequest = Request
 
         def counted(state, *args):
-            count(state, *args)
+            tokens = advance(state, *args)
             if state.step == step:
                 os.kill(os.getpid(), getattr(signal, name))
                 while not requests[0].name:  # until the thread that listens has it
                     time.sleep(0.01)
+            return tokens
 
-        TrainState.count = counted
+        TrainState.advance = counted
     run_record.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))

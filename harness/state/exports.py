@@ -25,7 +25,7 @@ from harness.job.printing import say
 from harness.model.configs import read_generation_config
 from harness.state.train_state import TrainState, persistent_tensors
 
-EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained
+ONE_FILE = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
 
@@ -64,41 +64,81 @@ def is_export(folder: pathlib.Path) -> bool:
 
 def export(settings: Settings, state: TrainState, tokenizer) -> None:
     """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
-    an earlier export there. Every rank calls this.
-
-    Parameters are gathered one decoder layer at a time and rank 0 writes a file whenever it holds 5 GB, so no rank
-    holds the model. The weights keep their training precision: fp32, or bf16 with bf16-pure.
+    an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls
+    this.
 
     Raises:
         UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
     """
     final, is_average = folder_of(settings), settings.export_weights == "ema"
-    writer = ExportWriter(final.with_name(f".{final.name}.writing"), settings, state, tokenizer)
+    temporary = final.with_name(f".{final.name}.writing")
     with state.average.as_weights() if is_average else contextlib.nullcontext():
         problem = state.what_is_broken()
         if problem:
             raise UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
-        for group in by_layer(persistent_tensors(state.model)).values():
-            heartbeats.enter_phase("export")
-            writer.add(gather(group))
-        writer.finish(final)
+        error = write_weights(temporary, state)
+    if dist.get_rank() == 0 and not error:
+        try:
+            write_configs(temporary, settings, state.model, tokenizer)
+            replace_folder(final, temporary)
+        except Exception as exception:
+            error = first_line(exception)
+    error = of_all_ranks(error)[0]
+    if error:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"--export {settings.export}: cannot be written ({error})", exit_code=1)
     parts = [str(final), f"step {state.step:,}"]
     if is_average:
         parts.append("the average of the weights")
     if tokenizer is None:
         parts.append("without a tokenizer")
     say(f"exported   {', '.join(parts)}")
-    if writer.unreadable:
-        say(f"           without the generation config of {settings.model}, which cannot be read ({writer.unreadable})")
 
 
-def by_layer(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of each layer (`model.layers.7.`), and under the empty name those that are in none."""
+def write_weights(folder: pathlib.Path, state: TrainState) -> str:
+    """Writes the weights into a new folder, by rank 0: into one file where they take at most ONE_FILE, else into a file
+    for each decoder layer and one for what is in none, so that no rank ever holds the model. Every rank calls this.
+
+    Returns the error with which the writing ended on rank 0, empty where it did not: an error is no exception here, as
+    rank 0 has to take part in gathering the layers that are left.
+    """
+    tensors = persistent_tensors(state.model)
+    groups = [tensors]
+    if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE:
+        groups = by_layer(tensors)
+    error, weight_map, total_size = "", {}, 0
+    for number, group in enumerate(groups, 1):
+        heartbeats.enter_phase("export")
+        gathered = gather(group)
+        if dist.get_rank() > 0 or error:
+            continue
+        name = "model.safetensors"
+        if len(groups) > 1:
+            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        try:
+            if number == 1:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            weights = write_file(folder / name, state, gathered)
+        except Exception as exception:
+            error = first_line(exception)
+            continue
+        weight_map |= dict.fromkeys(weights, name)
+        total_size += sum(tensor.nbytes for tensor in weights.values())
+        if number == len(groups) > 1:
+            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            write_json(folder / "model.safetensors.index.json", index)
+    return error
+
+
+def by_layer(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each layer (`model.layers.7.`), and those that are in none."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         prefix = re.match(r".*?\.\d+\.", name)
         layers.setdefault(prefix[0] if prefix else "", {})[name] = tensor
-    return layers
+    return [*layers.values()]
 
 
 def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,86 +151,16 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return gathered
 
 
-class ExportWriter:
-    """Writes the files of an export on rank 0, into a hidden folder that gets its final name last.
+def write_file(path: pathlib.Path, state: TrainState, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Writes tensors of the model under the names that they have on the hub; the header has the run's id and the step.
+    Returns them by these names."""
+    from safetensors.torch import save_file
 
-    An error, such as a full disk, is raised by `finish` on every rank: until then all of them gather layers.
-    """
-
-    def __init__(self, folder: pathlib.Path, settings: Settings, state: TrainState, tokenizer):
-        self.folder, self.settings, self.model, self.tokenizer = folder, settings, state.model, tokenizer
-        self.header = {"format": "pt", "run_id": state.run_id, "step": str(state.step)}
-        self.pending: dict[str, torch.Tensor] = {}  # of the next file
-        self.files: list[dict[str, int]] = []  # of each file so far, the bytes of its tensors by name
-        self.error = ""
-        self.unreadable = ""  # why the generation config of the source is not in it
-        if dist.get_rank() == 0:
-            with self.keeping_error():
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-
-    @contextlib.contextmanager
-    def keeping_error(self):
-        try:
-            yield
-        except Exception as error:
-            self.error = self.error or first_line(error)
-
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Adds the tensors of a layer, under the names that they have on the hub, and writes each file that is full."""
-        if self.error or not tensors:
-            return
-        with self.keeping_error():
-            for name, tensor in as_in_checkpoint(self.model, tensors).items():
-                size = sum(other.nbytes for other in self.pending.values())
-                if self.pending and size + tensor.nbytes > EXPORT_SHARD:
-                    self.write_pending()
-                # a copy: it may be a part of a fused tensor, whose storage would be kept
-                self.pending[name] = tensor.clone(memory_format=torch.contiguous_format)
-
-    def write_pending(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self.pending, self.folder / f"{len(self.files)}.part", metadata=self.header)
-        self.files.append({name: tensor.nbytes for name, tensor in self.pending.items()})
-        self.pending.clear()
-
-    def finish(self, final: pathlib.Path) -> None:
-        """Writes what is pending and everything beside the weights, and gives the folder its name. Every rank calls
-        this; a UserError where something could not be written."""
-        if dist.get_rank() == 0 and not self.error:
-            with self.keeping_error():
-                self.write_pending()
-                self.write_configs()
-                self.name_files()
-                replace_folder(final, self.folder)
-        error = of_all_ranks(self.error)[0]
-        if error:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise UserError(f"--export {self.settings.export}: cannot be written ({error})", exit_code=1)
-
-    def write_configs(self) -> None:
-        pretrained = self.settings.init == "pretrained"
-        write_json(self.folder / "config.json", model_config(self.model, self.tokenizer, pretrained))
-        generation, self.unreadable = generation_config(self.settings, self.model, self.tokenizer)
-        write_json(self.folder / "generation_config.json", generation)
-        if self.tokenizer:
-            save_tokenizer(self.tokenizer, self.folder)
-
-    def name_files(self) -> None:
-        """Gives the files of weights their names, and writes the index of several."""
-        names = ["model.safetensors"]
-        if len(self.files) > 1:
-            names = [f"model-{i:05d}-of-{len(self.files):05d}.safetensors" for i in range(1, len(self.files) + 1)]
-            weight_map = {}
-            for name, sizes in zip(names, self.files, strict=True):
-                weight_map |= dict.fromkeys(sizes, name)
-            total_size = sum(sum(sizes.values()) for sizes in self.files)
-            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-            write_json(self.folder / "model.safetensors.index.json", index)
-        for number, name in enumerate(names):
-            shutil.copymode(self.folder / "config.json", self.folder / f"{number}.part")  # it is the owner's alone
-            (self.folder / f"{number}.part").rename(self.folder / name)
+    weights = as_in_checkpoint(state.model, tensors)
+    for name, tensor in weights.items():  # copies: parts of a fused tensor share its storage
+        weights[name] = tensor.clone(memory_format=torch.contiguous_format)
+    save_file(weights, path, metadata={"format": "pt", "run_id": state.run_id, "step": str(state.step)})
+    return weights
 
 
 def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
@@ -206,12 +176,21 @@ def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
 # ---- What is beside the weights --------------------------------------------------------------------------------------
 
 
-def model_config(model, tokenizer, pretrained: bool) -> dict:
-    """The config of an export, with the fields that transformers 4 and what is built on it read too.
+def write_configs(folder: pathlib.Path, settings: Settings, model, tokenizer) -> None:
+    write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
+    write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer))
+    if tokenizer:
+        for name in FOREIGN_CODE:
+            vars(tokenizer).pop(name, None)
+            tokenizer.init_kwargs.pop(name, None)
+        tokenizer.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):  # they are written for the owner alone
+        shutil.copymode(folder / "config.json", path)
 
-    For a model that began with random weights, the tokens that begin and end a text are the tokenizer's, as in its
-    training. The padding token stays: its embedding gets no gradient.
-    """
+
+def model_config(model, tokenizer, pretrained: bool) -> dict:
+    """The config of an export. For a model that began with random weights, the tokens that begin and end a text are the
+    tokenizer's, as in its training. The padding token stays: its embedding gets no gradient."""
     config = copy.deepcopy(model.config)
     config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
     config.get_text_config().use_cache = True
@@ -219,27 +198,17 @@ def model_config(model, tokenizer, pretrained: bool) -> dict:
     if tokenizer and not pretrained:
         config.get_text_config().bos_token_id = tokenizer.bos_token_id
         config.get_text_config().eos_token_id = tokenizer.eos_token_id
-    content = json.loads(config.to_json_string())
+    # fields of generation, as old models have them there: save_pretrained would refuse the config
     misplaced = GenerationConfig().to_dict().keys() - type(config)().to_dict().keys()
-    for name in (*misplaced, *FOREIGN_CODE):  # a config with misplaced fields cannot be saved by save_pretrained
-        content.pop(name, None)
-    rope = content.get("rope_parameters") or {}
-    if "rope_theta" in rope:  # where transformers 4 does not find it, it takes 10,000 without a word
-        content["rope_theta"] = rope["rope_theta"]
-        if "partial_rotary_factor" in rope:
-            content["partial_rotary_factor"] = rope["partial_rotary_factor"]
-        if rope.get("rope_type", "default") != "default":
-            content["rope_scaling"] = rope
-    return content
+    content = json.loads(config.to_json_string())
+    return {key: value for key, value in content.items() if key not in {*misplaced, *FOREIGN_CODE}}
 
 
-def generation_config(settings: Settings, model, tokenizer) -> tuple[dict, str]:
-    """(the generation config of an export, why that of its source is not used). That of the source of the weights is
-    used where it can be read; the reason is empty then, and where the weights began at random. An unreadable one raises
-    nothing: at the end of a run it must not cost the export. The token that ended documents in training ends a text
-    too."""
-    config, unreadable = model.generation_config.to_diff_dict(), ""
-    pretrained = settings.init == "pretrained"
+def generation_config(settings: Settings, model, tokenizer) -> dict:
+    """The generation config of an export: that of the source of the weights, or, where they began at random, the
+    model's own. The token that ended documents in training ends a text too. A source's that cannot be read is said and
+    left out: at the end of a run it must not cost the export."""
+    config, pretrained = model.generation_config.to_diff_dict(), settings.init == "pretrained"
     if pretrained:
         try:
             source = read_generation_config(settings.model)
@@ -248,7 +217,8 @@ def generation_config(settings: Settings, model, tokenizer) -> tuple[dict, str]:
                 raise ValueError("its eos_token_id is no token id")
             config = source
         except Exception as error:  # the file may hold anything
-            unreadable = first_line(error)
+            problem = f"without the generation config of {settings.model}, which cannot be read ({first_line(error)})"
+            say(f"export     {problem}")
     elif tokenizer:
         config |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     ends = end_tokens(config)
@@ -256,7 +226,7 @@ def generation_config(settings: Settings, model, tokenizer) -> tuple[dict, str]:
     if pretrained and end_of_text is not None and end_of_text not in ends:
         config["eos_token_id"] = [*ends, end_of_text] if ends else end_of_text
     unwanted = {"use_cache", "_from_model_config", *FOREIGN_CODE}
-    return {key: value for key, value in config.items() if key not in unwanted and value is not None}, unreadable
+    return {key: value for key, value in config.items() if key not in unwanted and value is not None}
 
 
 def end_tokens(generation: dict) -> list:
@@ -265,24 +235,6 @@ def end_tokens(generation: dict) -> list:
     if ends is None:
         return []
     return ends if isinstance(ends, list) else [ends]
-
-
-def save_tokenizer(tokenizer, folder: pathlib.Path) -> None:
-    """save_pretrained, with the fields that transformers 4 and what is built on it read too."""
-    for name in FOREIGN_CODE:
-        vars(tokenizer).pop(name, None)
-        tokenizer.init_kwargs.pop(name, None)
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("is_local", "local_files_only"):  # how it was loaded here
-        config.pop(name, None)
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # its name until transformers 5
-    if isinstance(extra := config.get("extra_special_tokens"), list):  # there it is a dictionary
-        config["additional_special_tokens"] = extra
-        del config["extra_special_tokens"]
-    write_json(path, config)
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:

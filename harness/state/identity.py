@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -127,67 +127,59 @@ def check_tokenizer(settings: Settings, now: str | None, manifest: dict) -> None
 
 def check_data(settings: Settings, now: DataRecord, manifest: dict) -> list[str]:
     """What changed of the mixture, in words. Raises a UserError for a source that is not what it was at the checkpoint,
-    or when it was removed. The only source of a run may have another name."""
-    before = read_record(manifest)
-    is_single = len(before.sources) == len(now.sources) == 1
-    if is_single:
-        before = renamed(before, next(iter(now.sources)))
-    name, field = changed_source(before, now)
-    if name and is_single:
-        refuse_changed(settings, manifest, DATA_FLAGS)
-        raise UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
-    if name:
-        problem = f"the source {name} is not what it was at the checkpoint ({field})"
-        raise UserError(f"--dataset: {problem}; give it as it was, or under another name as a source of its own")
+    or when it was removed."""
+    before = record_before(manifest, now)
+    for name, field in differences(before.removed | before.sources, now):
+        if len(before.sources) == len(now.sources) == 1:
+            refuse_changed(settings, manifest, DATA_FLAGS)
+            raise UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
+        advice = "give it as it was, or under another name as a source of its own"
+        raise UserError(f"--dataset: the source {name} is not what it was at the checkpoint ({field}); {advice}")
     return describe_changes(before, now, manifest["samples"])
 
 
-def changed_source(before: DataRecord, now: DataRecord) -> tuple[str, str]:
-    """(the name of the first source that is not what it was, the field of its record that differs); empty for none."""
-    known = before.removed | before.sources
+def check_same_corpus(settings: Settings, now: DataRecord, manifest: dict) -> None:
+    """Raises a UserError where the data that a run trained on, or held out, are not what they were: for an evaluation
+    of what it held out, and for --show-samples."""
+    before = record_before(manifest, now)
+    other_length = "flags" in manifest and settings.sequence_length != manifest["flags"]["sequence_length"]
+    for name, field in differences(before.sources, now):
+        is_stream = "corpus" in now.sources[name]
+        if is_stream and other_length and field == "dataset":
+            continue  # a stream is known by its first window, whose length is another
+        advice = "what the run held out cannot be told; give it as it was, or what the run did not train on"
+        raise UserError(f"--dataset: {name} is not what it was at the checkpoint ({field}): {advice}")
+    for name in now.sources.keys() - before.sources.keys():
+        raise UserError(f"--dataset: {name} is no source of the run; leave it out")
+
+
+def record_before(manifest: dict, now: DataRecord) -> DataRecord:
+    """What a checkpoint records of its data. The only source of a run may have another name today."""
+    before = read_record(manifest)
+    if len(before.sources) == len(now.sources) == 1:
+        return renamed(before, next(iter(now.sources)))
+    return before
+
+
+def differences(known: dict[str, dict], now: DataRecord) -> Iterator[tuple[str, str]]:
+    """(source, field of its record) of all that is not as it is known."""
     for name, rules in now.sources.items():
         for key, value in known.get(name, {}).items():
             if rules.get(key) != value:
-                return name, key.replace("_", " ")
-    return "", ""
+                yield name, key.replace("_", " ")
 
 
-def check_sources(before: DataRecord, now: DataRecord) -> None:
-    """Raises a UserError for a source of `--show-samples` that is not what the run recorded."""
-    name, field = changed_source(before, now)
-    if name:
-        raise UserError(f"--dataset: the source {name} is not what the run recorded ({field}); give it as it was")
-
-
-def check_same_corpus(settings: Settings, record: DataRecord, manifest: dict) -> None:
-    """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
-    cannot be told."""
-    before = read_record(manifest)
-    if len(before.sources) == len(record.sources) == 1:
-        before = renamed(before, next(iter(record.sources)))
-    for name, rules in record.sources.items():
-        compared = dict(before.sources.get(name, {"dataset": None}))
-        if "corpus" in rules and settings.sequence_length != manifest["flags"]["sequence_length"]:
-            compared.pop("dataset", None)  # of a stream its first window, whose length is another
-        for key, value in compared.items():
-            if rules.get(key) != value:
-                problem = f"{name} is not what it was at the checkpoint ({key.replace('_', ' ')})"
-                advice = "what the run held out cannot be told; give it as it was, or what the run did not train on"
-                raise UserError(f"--dataset: {problem}: {advice}")
-
-
-def check_has_average(settings: Settings, checkpoint: pathlib.Path | None, manifest: dict | None) -> None:
+def check_has_average(settings: Settings, manifest: dict | None) -> None:
     """Raises a UserError where --ema asks for the average of weights that no step trains any more, and what they are
     loaded from holds none, or another one."""
-    if not settings.ema or (manifest and manifest["step"] < settings.num_steps):
-        return
+    steps_are_left = settings.num_steps > (manifest["step"] if manifest else 0)
     held = manifest["flags"]["ema"] if manifest else 0
-    if held == settings.ema or (manifest is None and settings.num_steps):
+    if not settings.ema or steps_are_left or held == settings.ema:
         return
-    source = f"{checkpoint} holds none" if manifest else "--num-steps 0 trains nothing"
-    if held:
-        source = f"that of {checkpoint} is of --ema {held:g}"
-    raise UserError(f"--ema {settings.ema:g}: there is no such average of the weights, {source}")
+    where = "--num-steps 0 trains nothing"
+    if manifest:
+        where = f"{settings.resume} holds {f'that of --ema {held:g}' if held else 'none'}"
+    raise UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}")
 
 
 def refuse_changed(settings: Settings, manifest: dict, names: tuple[str, ...]) -> None:

@@ -137,6 +137,8 @@ class Checkpoints:
         temporary = self.folder / f".{final.name}.writing"
 
         def prepare():
+            if not self.folder.parent.is_dir():
+                raise OSError(f"{self.folder.parent} was moved away; move it back")
             remove(temporary)
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
