@@ -111,6 +111,7 @@ from harness.state import (
     Checkpoints,
     TrainState,
     branch_of,
+    check_data,
     check_export,
     check_has_average,
     check_resume,
@@ -712,7 +713,7 @@ def show_samples(settings: Settings) -> int:
     settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
     data, _ = load_data(settings, tokenizer, config, utils.get_dataset, recorded)
     if recorded:
-        check_same_corpus(settings, data.record, recorded)
+        check_data(settings, data.record, recorded)
         data = as_recorded(data, read_record(recorded))
     say(describe_step(data, tokenizer, settings.show_samples))
     return 0

@@ -10,7 +10,7 @@ shards, everything else is one dataclass of counters in the manifest.
     branch_of                 None for the run that saved a checkpoint, else the id and the origin of a new one
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
-    check_same_model, check_same_corpus, check_has_average     the same for what trains nothing
+    check_data, check_same_model, check_same_corpus, check_has_average     the same for what trains nothing
     keep_global_batch         the batch of a run that goes on with other ranks
     check_export, export      whether --export can be written, and writing it
 """
@@ -29,6 +29,7 @@ __getattr__, __all__ = doors.open_door(
         "branch_of": "find",
         "describe_identity": "identity",
         "check_resume": "identity",
+        "check_data": "identity",
         "check_same_model": "identity",
         "check_same_corpus": "identity",
         "check_has_average": "identity",

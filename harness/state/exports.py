@@ -107,7 +107,8 @@ def write_weights(folder: pathlib.Path, state: TrainState) -> str:
     groups = [tensors]
     if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE:
         groups = by_layer(tensors)
-    error, weight_map, total_size = "", {}, 0
+    error, total_size = "", 0
+    weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         heartbeats.enter_phase("export")
         gathered = gather(group)

@@ -76,14 +76,13 @@ def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manif
     Raises:
         UserError: it cannot be loaded.
     """
-    while True:
-        try:
-            state.load(checkpoint, manifest)
-            return checkpoint, manifest
-        except UserError:
-            if not on_main_rank(lambda path=checkpoint: is_gone(path)):
-                raise
-            checkpoint, manifest = find_checkpoint(resume, pathlib.Path())
+    try:
+        state.load(checkpoint, manifest)
+        return checkpoint, manifest
+    except UserError:
+        if not on_main_rank(lambda: is_gone(checkpoint)):
+            raise
+    return load_to_read(resume, state, *find_checkpoint(resume, pathlib.Path()))
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
@@ -126,7 +125,7 @@ def find_recorded_data(settings: Settings) -> dict | None:
     for folder in folders:
         config = on_main_rank(lambda folder=folder: saved.read_config(folder))
         if "data" in config:
-            return {"data": config["data"], "step": 0, "samples": 0}
+            return {"data": config["data"], "flags": config["flags"], "step": 0, "samples": 0}
     return None
 
 

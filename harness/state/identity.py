@@ -139,10 +139,10 @@ def check_data(settings: Settings, now: DataRecord, manifest: dict) -> list[str]
 
 
 def check_same_corpus(settings: Settings, now: DataRecord, manifest: dict) -> None:
-    """Raises a UserError where the data that a run trained on, or held out, are not what they were: for an evaluation
-    of what it held out, and for --show-samples."""
+    """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
+    cannot be told."""
     before = record_before(manifest, now)
-    other_length = "flags" in manifest and settings.sequence_length != manifest["flags"]["sequence_length"]
+    other_length = settings.sequence_length != manifest["flags"]["sequence_length"]
     for name, field in differences(before.sources, now):
         is_stream = "corpus" in now.sources[name]
         if is_stream and other_length and field == "dataset":
@@ -227,9 +227,14 @@ def keep_global_batch(settings: Settings, manifest: dict) -> Settings:
         raise UserError(f"--batch-size {size}: {problem}; {advice}, or give {other}")
     of_rank = sequences // world
     fitting = max(divisor for divisor in range(1, size + 1) if of_rank % divisor == 0)
-    keeping = {"batch_size": fitting, "gradient_accumulation_steps": of_rank // fitting}
     if is_given and fitting != size and not settings.config:  # a file may be the run's own config.json
         asked = world * size * accumulation
+        keeping = {"batch_size": fitting}
+        if of_rank // fitting != accumulation:
+            keeping["gradient_accumulation_steps"] = of_rank // fitting
+        factor = min(factor for factor in range(2, size + 1) if size % factor == 0)
+        asking = {"batch_size": size // factor, "gradient_accumulation_steps": accumulation * factor}
         problem = f"with {world} ranks a global batch of {counted(asked, 'sequence')}, and the run has {sequences}"
-        raise UserError(f"--batch-size {size}: {problem}; give {as_flags(keeping)} to keep the run's")
-    return dataclasses.replace(settings, **keeping)
+        advice = f"give {as_flags(keeping)} to keep the run's, or {as_flags(asking)} for one of {asked}"
+        raise UserError(f"--batch-size {size}: {problem}; {advice}")
+    return dataclasses.replace(settings, batch_size=fitting, gradient_accumulation_steps=of_rank // fitting)

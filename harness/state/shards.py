@@ -31,9 +31,15 @@ class Records(pickle.Unpickler):
 
 class SafeReader(dcp.FileSystemReader):
     """DCP's reader, whose index is a pickle. This one refuses every class but INDEX_RECORDS, any file outside the
-    checkpoint, and what is no regular file."""
+    checkpoint, and what is no regular file. Given an `index` that was read so, it takes that one."""
+
+    def __init__(self, folder: pathlib.Path, index: dcp.Metadata | None = None):
+        super().__init__(folder)
+        self.index = index
 
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
+        if self.index:
+            return self.index
         path = pathlib.Path(self.path, ".metadata")
         if not path.is_file():
             raise OSError(0, "not a regular file", str(path))

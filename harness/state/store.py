@@ -26,7 +26,7 @@ from harness.job.printing import say
 from harness.state.shards import Writer, checkpoint_error, sha256
 from harness.state.train_state import TrainState, like, local_part
 
-STAGER_SINCE = (2, 13)  # of torch; the stager of 2.11 stages once
+STAGER_SINCE = "2.13"  # of torch; the stager of 2.11 stages once
 
 
 class Checkpoints:
@@ -99,7 +99,7 @@ class Checkpoints:
         """(copies on the host under the same names, in memory that every save uses again; whether there are none, but
         the tensors themselves, as the host gives no memory that a GPU can copy to)."""
         try:
-            copies = self.stager.stage({name: local_part(tensor) for name, tensor in tensors.items()})
+            copies: Any = self.stager.stage({name: local_part(tensor) for name, tensor in tensors.items()})
         except RuntimeError as error:
             say(f"waits      for each checkpoint: no host memory for copies of it ({first_line(error)})")
             self.stager = None
@@ -165,7 +165,7 @@ class Checkpoints:
 
         try:
             self._together(prepare, main_only=True)
-            files = {}  # name: [size, checksum], of all ranks
+            files: dict[str, list] = {}  # name: [size, checksum], of all ranks
             for files_of_rank in self._together(write):
                 files |= files_of_rank
             self._together(publish, main_only=True)

@@ -151,13 +151,13 @@ class TrainState(Counters):
 
     # ---- Tensors -----------------------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """What goes into the shards, by names that are the same on any number of ranks; loading writes into them.
 
         An 8-bit optimizer state is saved twice: in fp32 for any other sharding, and its codes and scales, which are
         exact, for the same one.
         """
-        tensors = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
+        tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
         tensors |= self.averages()
         for name, state, local in self.optimizer_states():
             tensors[name] = unwrapped(state)
@@ -179,7 +179,7 @@ class TrainState(Counters):
             return {}
         return {f"{AVERAGE}{name}": unwrapped(average) for name, average in self.average.tensors.items()}
 
-    def optimizer_states(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def optimizer_states(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, state, this rank's part of it); none without an optimizer."""
         if self.optimizer is None:
             return
@@ -210,15 +210,14 @@ class TrainState(Counters):
         """Loads the shards into the tensors of this state; where they hold no average, that begins as a copy of the
         loaded weights."""
         index = on_main_rank(lambda: read_index(path))  # a rank where DCP's own look failed would load alone
-        reader, tensors = SafeReader(path), self.tensors()
-        reader.read_metadata = lambda: index
+        tensors = self.tensors()
         has_average = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
         for name in list(tensors):
             is_missing = OF_ONE_LAYOUT.search(name) and name not in index.state_dict_metadata
             if is_missing or (name.startswith(AVERAGE) and not has_average):
                 del tensors[name]
         try:
-            dcp.load(tensors, storage_reader=reader)
+            dcp.load(tensors, storage_reader=SafeReader(path, index))
         except (Exception, dcp.CheckpointException) as error:
             raise cannot_be_loaded(path, error) from error
         if self.average and not has_average:
@@ -266,7 +265,7 @@ def cannot_be_loaded(path: pathlib.Path, error: BaseException) -> UserError:
     return UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", exit_code=1)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> Any:
     """This rank's part of a DTensor; any other tensor as it is."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
@@ -278,7 +277,7 @@ def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+def unwrapped(tensor: Any) -> torch.Tensor:
     """The master weight that a float8 weight wraps; any other tensor as it is."""
     local = local_part(tensor)
     weight = wrapped_weight(local)
