@@ -49,19 +49,7 @@ class Checkpoints:
         # the part of every manifest that does not change during the run
         self.of_run = identity | record_flags(settings) | {"format": saved.FORMAT, "world_size": dist.get_world_size()}
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
-        self.stager: DefaultStager | None = None
-        if settings.saves_beside():
-            if torch.__version__ >= STAGER_SINCE:
-                on_gpu = device.type == "cuda"
-                options = StagingOptions(
-                    use_pinned_memory=on_gpu,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_gpu,
-                )
-                self.stager = DefaultStager(options)
-            else:
-                say(f"waits      for each checkpoint: --async-checkpoint needs torch 2.13, this is {torch.__version__}")
+        self.stager = make_stager(device) if settings.saves_beside() else None  # without one every save is waited for
         self.thread: threading.Thread | None = None
         self.failures = 0
         if dist.get_rank() == 0:
@@ -75,7 +63,7 @@ class Checkpoints:
             heartbeats.enter_phase("save")
             wait = wait or self.stager is None
             if wait:
-                self.finish()
+                self._join()
             if any(of_all_ranks(self.thread is not None and self.thread.is_alive())):
                 say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
                 return
@@ -87,17 +75,20 @@ class Checkpoints:
             self.thread = threading.Thread(target=self._write, args=(tensors, manifest, pause))
             self.thread.start()
             if wait:
-                self.finish()
+                self._join()
 
     def finish(self) -> None:
         """Waits for the save that is under way."""
         heartbeats.enter_phase("save")
+        self._join()
+
+    def _join(self) -> None:
         if self.thread is not None:
             self.thread.join()
 
     def _stage(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
-        """(copies on the host under the same names, in memory that every save uses again; whether there are none, but
-        the tensors themselves, as the host gives no memory that a GPU can copy to)."""
+        """(copies on the host under the same names, in memory that every save uses again, False); (the tensors, True)
+        where the host gives no memory that a GPU can copy to."""
         try:
             copies: Any = self.stager.stage({name: local_part(tensor) for name, tensor in tensors.items()})
         except RuntimeError as error:
@@ -185,6 +176,18 @@ class Checkpoints:
         for path in complete[: -self.settings.keep_checkpoints]:
             path.rename(path.with_name(f".{path.name}.deleting"))
         remove_leftovers(self.folder.parent)
+
+
+def make_stager(device: torch.device) -> DefaultStager | None:
+    """Torch's own, for copies that are waited for; None, with a line, where this torch's works once."""
+    if torch.__version__ < STAGER_SINCE:
+        say(f"waits      for each checkpoint: --async-checkpoint needs torch 2.13, this is {torch.__version__}")
+        return None
+    on_gpu = device.type == "cuda"
+    options = StagingOptions(
+        use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+    )
+    return DefaultStager(options)
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
