@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from harness import job
 from harness.base.errors import UserError
 from harness.base.ranks import of_all_ranks
 from harness.base.text import first_line
 from harness.base.transformers_internals import as_in_checkpoint
 from harness.flags.settings import Settings
-from harness.job import heartbeats
-from harness.job.printing import say
+from harness.job import say
 from harness.model.configs import read_generation_config
 from harness.state.train_state import TrainState, persistent_tensors
 
@@ -110,7 +110,7 @@ def write_weights(folder: pathlib.Path, state: TrainState) -> str:
     error, total_size = "", 0
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
-        heartbeats.enter_phase("export")
+        job.enter_phase("export")
         gathered = gather(group)
         if dist.get_rank() > 0 or error:
             continue

@@ -9,7 +9,7 @@ from harness.base.errors import UserError
 from harness.base.ranks import of_all_ranks, on_main_rank
 from harness.flags.resume import checkpoint_folder, no_checkpoint
 from harness.flags.settings import Settings
-from harness.job.printing import say
+from harness.job import say
 from harness.state.shards import sha256
 from harness.state.train_state import TrainState, new_run_id
 

@@ -15,14 +15,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
+from harness import job
 from harness.base import saved
 from harness.base.devices import wait_for_device
 from harness.base.ranks import of_all_ranks
 from harness.base.text import first_line
 from harness.flags.parser import record_flags
 from harness.flags.settings import Settings
-from harness.job import heartbeats
-from harness.job.printing import say
+from harness.job import say
 from harness.state.shards import Writer, checkpoint_error, sha256
 from harness.state.train_state import TrainState, like, local_part
 
@@ -60,7 +60,7 @@ class Checkpoints:
         this. While the save before is still being written, nothing is saved."""
         with state.tracker.excluded():
             start = time.perf_counter()
-            heartbeats.enter_phase("save")
+            job.enter_phase("save")
             wait = wait or self.stager is None
             if wait:
                 self._join()
@@ -79,7 +79,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Waits for the save that is under way."""
-        heartbeats.enter_phase("save")
+        job.enter_phase("save")
         self._join()
 
     def _join(self) -> None:
@@ -106,13 +106,12 @@ class Checkpoints:
         """Does `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks; where it fails on
         one, all raise an OSError with its message."""
         result, error = None, ""
-        heartbeats.HERE.writing = work.__name__
         try:
             if not main_only or dist.get_rank() == 0:
-                result = work()
+                with job.writing(work.__name__):
+                    result = work()
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
-        heartbeats.HERE.writing = ""
         results, errors = zip(*of_all_ranks((result, error), self.group), strict=True)
         for error in errors:
             if error:

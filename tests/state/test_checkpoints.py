@@ -24,6 +24,7 @@ from conftest import (
     ROOT,
     Stop,
     metrics_of,
+    parse,
     slow_case,
     start,
     torchrun_command,
@@ -40,6 +41,7 @@ import train_fsdp
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.data import sample_order
+from harness.job import endings, folders
 from harness.job.signals import StopRequest
 from harness.state import store
 from harness.state.shards import SafeReader
@@ -357,6 +359,39 @@ def test_a_second_start_beside_a_running_one_is_refused(flags, tmp_path):
     first.communicate()
     (line,) = without_repeated_flags(second.stderr).splitlines()
     assert line.startswith(f"train_fsdp.py: error: --run-name r: another run is in {tmp_path / 'r'}")
+
+
+def test_a_start_that_waited_for_the_lock_asks_again_what_is_in_the_folder(refused, copied, tmp_path, monkeypatch):
+    """Both had seen no folder; the other one trained, and is done."""
+    first = copied.rename(tmp_path / "first")
+    lock = folders.lock_folder
+    train_meanwhile = lambda folder: [shutil.copytree(first, folder, dirs_exist_ok=True), lock(folder)]  # noqa: E731
+    monkeypatch.setattr(folders, "lock_folder", train_meanwhile)
+    before = (first / "metrics.jsonl").read_bytes()
+    assert f"{copied} holds a run already" in refused("r")
+    assert (copied / "metrics.jsonl").read_bytes() == before and names(copied) == checkpoint_names(2, 4, 6)
+
+
+def test_a_start_that_waited_for_the_lock_goes_on_from_what_the_other_saved(run, copied, tmp_path, monkeypatch, capsys):
+    first = copied.rename(tmp_path / "first")
+    lock = folders.lock_folder
+    train_meanwhile = lambda folder: [shutil.copytree(first, folder, dirs_exist_ok=True), lock(folder)]  # noqa: E731
+    monkeypatch.setattr(folders, "lock_folder", train_meanwhile)
+    assert run("r", "--resume", "auto", "--num-steps", 7) == 0
+    assert "step-00000006 at step 6" in capsys.readouterr().out
+    assert [line["step"] for line in metrics_of(copied)] == [*range(1, 8), 7]
+
+
+def test_starts_of_the_same_second_have_folders_of_their_own_and_a_failed_one_leaves_none(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "-20260101-000000")
+    monkeypatch.setattr(endings, "LISTENERS", [])
+    settings = parse([*flags, "--output-dir", tmp_path / "out"])
+    chosen = [folders.choose_folder(settings).name for _ in range(3)]
+    assert chosen == [f"model-20260101-000000{number}" for number in ("", "-2", "-3")]
+    (tmp_path / "out" / chosen[1] / "metrics.jsonl").touch()
+    for listener in endings.LISTENERS:
+        listener(2)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [chosen[1]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
