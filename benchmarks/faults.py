@@ -50,7 +50,7 @@ from harness.base import saved
 from harness.flags import parse_args
 from harness.job import signals
 from harness.report import run_record
-from harness.state.train_state import TrainState
+from harness.state import TrainState
 
 STEPS = 4
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -294,16 +294,17 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
     Watch(folder, log, rank, start.fault, start.point)
     if start.stop and rank == 0:
         step, name = start.stop
-        count = TrainState.count
+        advance = TrainState.advance
 
         def counted(state, *args):
-            count(state, *args)
+            tokens = advance(state, *args)
             if state.step == step:
                 os.kill(os.getpid(), getattr(signal, name))
                 while not signals.LISTENING[0].name:  # until the thread that listens has it
                     time.sleep(0.01)
+            return tokens
 
-        TrainState.count = counted
+        TrainState.advance = counted
     run_record.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))

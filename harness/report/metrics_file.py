@@ -9,10 +9,9 @@ import os
 import pathlib
 import threading
 
-from harness.base.saved import place_of
+from harness.base.saved import place_of, sync
 from harness.job import replace_file
 from harness.report.run_files import read_metrics
-from harness.state.store import sync
 
 
 def as_json(metrics: dict) -> dict:

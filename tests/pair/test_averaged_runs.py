@@ -1,7 +1,6 @@
 """--ema in whole runs: saved, resumed, evaluated beside the weights, exported."""
 
 import json
-import shutil
 
 import multirank
 import pytest
@@ -157,18 +156,6 @@ def test_a_run_begins_and_drops_an_average_at_a_resume_and_says_so(run, finished
         assert torch.equal(average[name], first[name].lerp(second[name], 1 - 0.8)), name
     config = json.loads((tmp_path / "begun" / "config.json").read_text())
     assert config["flags"]["ema"] == 0.8 and "ema 0.0 -> 0.8" in config["starts"][-1]["changed"]
-
-
-def test_a_checkpoint_of_an_earlier_version_resumes_without_an_average(run, finished, tmp_path, capsys):
-    old = shutil.copytree(finished, tmp_path / "old")
-    path = checkpoint(old, STEPS) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    for name in ("ema", "decay_steps", "decay_shape", "export_weights"):
-        del manifest["flags"][name]
-    del manifest["sha256"]
-    path.write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
-    assert run("r", "--resume", checkpoint(old, STEPS), "--num-steps", STEPS + 1, "--ema", 0) == 0
-    assert "ema" not in capsys.readouterr().out.partition("changed")[2].partition("\n")[0]
 
 
 def test_both_are_evaluated_without_training_as_the_run_did_and_exported_alike(

@@ -452,7 +452,7 @@ def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, checkpoint)
     del manifest["sha256"]
     manifest["files"]["../outside"] = manifest["files"][shard]
     change(checkpoint / "manifest.json", **manifest, sha256=saved.manifest_checksum(manifest))
-    assert "step-00000002 is damaged (manifest.json cannot be read)" in mistake(*resume)
+    assert "step-00000002 is damaged (../outside is outside the checkpoint)" in mistake(*resume)
 
 
 def test_the_metrics_endpoint_answers_on_the_loopback_address_alone(tmp_path):
