@@ -141,7 +141,6 @@ def contradiction(s: Settings) -> str | None:
         (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),
         *((name is not None and not_a_folder_name(name), f"{of}: {name!r} is {not_a_folder_name(name or '')}")
           for of, name in (("--run-name", s.run_name), ("--project-name", s.project_name))),
-        (s.html and not s.plan, "--html: it is a picture of a plan; give --plan with it"),
         (s.measure and s.plan, "--measure: it trains nothing and plans nothing; run --plan after it"),
         (s.measure and s.batch_size == "auto", "--batch-size: --measure times one size; give a number"),
         (s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts or s.eval_interval), "--num-steps: 0 trains nothing; it goes with --eval-interval 1, --sample-prompt TEXT or --export DIR"),

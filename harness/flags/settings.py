@@ -149,7 +149,6 @@ class Settings:
     plan_seconds: float = flag(30.0, "how long planning takes, from when torch is loaded, the search for the fastest configuration that fits included; a third of it more for each further world size; 0 plans only what is asked for [30]", least=0)
     gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run", below=1_000_000)
     json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
-    html: str | None = flag(None, "the plan as a page with charts too", metavar="FILE", type=path)
     measure: bool = flag(False, "no training: times this device, under torchrun its links too, with what a step of this configuration runs, for plans; names a slow rank or link")
     own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
 

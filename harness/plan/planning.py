@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-import pathlib
 
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
@@ -28,7 +27,6 @@ from harness.plan.gpus import (
 )
 from harness.plan.predict import Prediction, Recipe, predict
 from harness.plan.text import assumptions, describe_plan, describe_verdict
-from harness.report import plan_page
 
 
 def price_of_run(settings: Settings, result: dict) -> dict:
@@ -111,6 +109,4 @@ def plan(settings: Settings, recipe: Recipe) -> None:
     result["rates_assumed"] = bool(assumed)
     result["verdict_text"] = describe_verdict(settings, result)
     result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
-    if settings.html:
-        plan_page.write_plan(pathlib.Path(settings.html).expanduser(), result)
     print(json.dumps(without_infinities(result), indent=2) if settings.json else describe_plan(settings, result))

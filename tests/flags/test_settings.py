@@ -39,7 +39,7 @@ def test_help_names_every_flag_with_its_default():
         assert "--" + name.replace("_", "-") in described, name
     without_default = {"-h", "--version", "--demo", "--config", "--sample-prompt", "--peak-tflops"}  # off unless given
     without_default |= {"--defer-grad-sync", "--cpu-offload", "--fp8-emulate", "--export"}
-    without_default |= {"--plan", "--measure", "--plan-rates", "--gpu-hour-usd", "--json", "--html", "--sample-prompts"}
+    without_default |= {"--plan", "--measure", "--plan-rates", "--gpu-hour-usd", "--json", "--sample-prompts"}
     for flag, text in described.items():
         assert flag in without_default or re.search(r"\[[^\]]+\]", text.replace("[:5%]", "")), flag
     for flag in ("--batch-size", "--num-steps", "--lr", "--seed", "--zero-stage"):
@@ -59,7 +59,6 @@ def test_help_names_every_flag_with_its_default():
         "--num-steps 0",
         "--num-steps 0 --sample-prompt Once",
         "--num-steps 0 --demo",
-        "--html there.html",
         "--batch-size auto --num-steps 0 --export there",
         "--measure --plan",
         "--measure --batch-size auto",

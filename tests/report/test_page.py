@@ -15,7 +15,6 @@ from harness.base.errors import UserError
 from harness.report import page
 from harness.report.page import write_report
 from harness.report.page_parts import plotly_js
-from harness.report.plan_page import write_plan
 
 EVIL = "<script>document.title='broken'</script><img src=http://127.0.0.1:9/x>{{plotly}}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -284,50 +283,6 @@ def test_the_command_writes_into_the_runs_folder_and_a_wrong_one_is_one_line(ful
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A plan
-
-PLAN = {
-    "model": "demo", "gpu": "H100 SXM", "gpus": 8, "capacity_gib": 79.1, "fits": True, "step_time_ms": 100.0,
-    "tokens_per_sec": 8e4, "mfu_percent": 50.0, "hours_per_billion_tokens": 3.5,
-    "memory_gib": {"reserved": 44.0}, "at_peak_gib": {"parameters": 10.0, "activations": 30.0},
-    "time_ms": {"matmul": 80.0, "exposed": 20.0, "communication": 50.0}, "assumptions": {"rates": "<b>assumed</b>"},
-}  # fmt: skip
-
-
-def test_a_plans_page_has_memory_by_kind_against_the_card_time_and_world_sizes(tmp_path):
-    row = {"command": "x", "fits": True, "reserved_gib": 60.0, "step_time_ms": 90.0, "tokens_per_sec": 9e4}
-    others = {
-        "fastest": row | {"flags": "--batch-size 2"},
-        "configurations": [row | {"flags": f"--zero-stage 2 {20 * '--more '}"}],
-    }
-    speed = {"tokens_per_sec": 1.0, "exposed_communication_percent": 2.0, "fits": True}
-    others |= {"published_share": (0.62, 0.84, 1.08), "published_runs": "9 of 10 published runs"}
-    others["scaling"] = [speed | {"gpus": gpus, "dp_replicate_size": gpus // 8} for gpus in (8, 16)]
-    path = write_plan(tmp_path / "plan.html", PLAN | others | {"verdict_text": "it fits & is fast"})
-    charts = charts_on(path)
-    memory = {trace["name"]: trace["x"] for trace in charts["Memory of the fullest GPU"]["traces"]}
-    assert memory["parameters"][0] == 10 and memory["allocator, CUDA, NCCL"][0] == 4
-    assert memory["reserved, all kinds"] == [None, 60, 60]
-    assert charts["Memory of the fullest GPU"]["limit"] == 79.1
-    assert {trace["name"]: trace["x"] for trace in charts["Time of a step"]["traces"]} == {
-        "matmul": [80.0], "exposed communication": [20.0]
-    }  # fmt: skip
-    assert [trace["x"] for trace in charts["Speed over world sizes"]["traces"]] == [[8], [16]]
-    names = charts["Memory of the fullest GPU"]["traces"][0]["y"]
-    assert max(len(line) for name in names for line in name.split("\n")) <= 56 and "--more\n--more" in names[2]
-    assert "9 of 10 published runs reached 62% to 108% of such plans" in text_of(path)
-    assert "it fits & is fast" in text_of(path) and "<b>assumed" not in path.read_text()
-    assert "rates <b>assumed</b>" in text_of(path)
-    assert charts_on(write_plan(tmp_path / "plan.html", PLAN)).keys() == {"Memory of the fullest GPU", "Time of a step"}
-
-
-def test_a_plans_page_that_cannot_be_written_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"--html .*/gone/plan.html: cannot be written \(No such file") as refused:
-        write_plan(tmp_path / "gone" / "plan.html", PLAN)
-    assert refused.value.exit_code == 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # In a browser
 
 
@@ -360,14 +315,11 @@ def test_a_page_is_drawn_in_a_browser_without_an_error_or_a_request(full):
 
 
 @drawn_only
-@pytest.mark.parametrize("kind", ["one run", "several runs", "a plan"])
+@pytest.mark.parametrize("kind", ["one run", "several runs"])
 def test_every_word_of_a_page_is_shown_as_text(full, tmp_path, kind):
     path = tmp_path / "page.html"
-    if kind == "a plan":
-        write_plan(path, PLAN | {"fastest": {"command": f"x {EVIL}", "flags": f"--flag {EVIL}", "reserved_gib": 60.0}})
-    else:
-        other = write_run(tmp_path / "other <b>", [line(step) for step in range(1, 9)], commit=EVIL)
-        write_report([full] if kind == "one run" else [full, other], path)
+    other = write_run(tmp_path / "other <b>", [line(step) for step in range(1, 9)], commit=EVIL)
+    write_report([full] if kind == "one run" else [full, other], path)
     drawn, _ = browse(path, "--dump-dom")
     shown = html.unescape(re.sub(r"<[^>]+>", " ", drawn.partition("<main>")[2].partition("</main>")[0]))
     shown = re.sub(r"\s+", " ", shown)
