@@ -12,7 +12,7 @@ Where to change what:
     the order and mixture of the data  harness/data/mixture.py, harness/data/sample_order.py
     an optimizer, groups, clipping     harness/model/optimizers/, harness/model/optimization.py
     what a checkpoint holds            harness/state/train_state.py
-    a figure and where it is shown     harness/report/figure_list.py, harness/report/figures.py
+    a figure and where it is shown     harness/report/figures.py
 
 run(), near the end, calls prepare(), train() and finish(): the table of contents. utils.py has the data, the FLOP and
 MFU math and the clock. The rest is in harness/, one concern a file.
@@ -29,10 +29,8 @@ from harness.job import startup
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
     SETTINGS = startup.begin()
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import math
 import pathlib
 import re
@@ -49,6 +47,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
+from harness import report
 from harness.base import saved, torch_internals
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
@@ -76,7 +75,7 @@ from harness.model.collectives import alias_reduce_scatter_buffers, make_replica
 from harness.model.configs import choose_sequence_length, find_source, load_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, fp8_converter
-from harness.model.flops import known_document_flops, known_flops
+from harness.model.flops import known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
 from harness.model.precision import choose_precision
@@ -88,25 +87,6 @@ from harness.model.verify import verify_sharding
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, materialize, on_meta
 from harness.plan import own_plan, planning
 from harness.plan.fitting import memory_savers
-from harness.report import trackers
-from harness.report.figures import check_gates, check_that_figures_will_exist, figures_of_all_ranks
-from harness.report.header import describe_setup
-from harness.report.log import Report, write_page
-from harness.report.not_finite import NotFinite, broken_update, find_divergence, first_not_finite, give_up
-from harness.report.profiling import Profiler, dump_memory, record_memory
-from harness.report.prometheus import Endpoint
-from harness.report.run_record import describe_origin, record_start
-from harness.report.skipped_steps import StepResult, count_skipped, read_results, read_routing
-from harness.report.slow_ranks import SlowRanks
-from harness.report.summary import (
-    describe_stories,
-    finish_metrics,
-    next_commands,
-    only_json_on_stdout,
-    say_evaluation,
-    summarize,
-)
-from harness.report.waiting import Waiting
 from harness.state.export import export, step_of_export
 from harness.state.find import find_checkpoint, find_recorded_data
 from harness.state.identity import (
@@ -117,7 +97,7 @@ from harness.state.identity import (
     describe_identity,
     keep_global_batch,
 )
-from harness.state.store import Checkpoints, remove_leftovers
+from harness.state.store import Checkpoints
 from harness.state.train_state import TrainState
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -351,7 +331,9 @@ def evaluate_with_average(
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-def train_step(settings, model, optimizer, batches, tracker, recent_norms: RecentNorms | None = None) -> StepResult:
+def train_step(
+    settings, model, optimizer, batches, tracker, recent_norms: RecentNorms | None = None
+) -> report.StepResult:
     """One optimizer step. Returns this rank's mean loss, the global gradient norm, and 1 where that made the optimizer
     skip the step, else 0: all still on the device. By `recent_norms`, which takes the norm, spikes are skipped too.
 
@@ -395,7 +377,7 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms: Recen
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)  # one all-reduce for the scales of all layers
-    return StepResult(total, norm, skip, router_total, expert_load)
+    return report.StepResult(total, norm, skip, router_total, expert_load)
 
 
 # ---- Preparation -----------------------------------------------------------------------------------------------------
@@ -408,7 +390,7 @@ class Job:
     settings: Settings  # resolved
     device: torch.device
     folder: pathlib.Path
-    endpoint: Endpoint
+    trackers: list  # open, on rank 0
     tokenizer: Any
     prompts: list[str]
     beginning: str  # of a story, for the summary: the first words of the text
@@ -439,15 +421,13 @@ def load_model_files(settings: Settings) -> tuple:
 
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
-    on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
     folder = on_main_rank(lambda: folders.choose_folder(settings))
     heartbeats.record_into(folder)
     peak = settings.peak_tflops or utils.get_gpu_peak_tflops()
-    check_that_figures_will_exist(settings, device, peak)
-    endpoint = Endpoint(settings, folder)
-    on_main_rank(endpoint.open)
+    report.check_measurable(settings, device, peak)
+    trackers = report.open_trackers(settings, folder)
     if settings.memory_snapshot:
-        record_memory(folder)
+        report.record_memory(folder)
     on_main_rank(lambda: check_sources_exist(settings.sources()))
     config, tokenizer, prompts = load_model_files(settings)
     mesh = build_mesh(settings, device)
@@ -475,25 +455,25 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if settings.min_mfu and not flops_per_token:
         raise UserError(f"--min-mfu: {flops_in_words}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
-    if settings.document_mask and flops_per_token:
-        tracker.document_flops = known_document_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     state = TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
     if checkpoint:
         origin = on_main_rank(lambda: saved.find_origin(folder, checkpoint, manifest))
         state.load(checkpoint, manifest, *origin)
     refuse_broken(settings, state, checkpoint)
-    say(describe_setup(settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average, manifest))
+    header = (settings, model, optimizer, mesh, data, flops_in_words, peak, verified, average, manifest)
+    say(report.describe_setup(*header))
     if checkpoint:
         say(columns({"resumed": f"{checkpoint} at step {state.step:,}"}))
         if changed:
             say(columns({"changed": changed}))
     if state.branched_from:
-        say(columns({"branched": describe_origin(state.branched_from)}))
+        origin = state.branched_from
+        say(columns({"branched": f"from {origin['folder']} at step {origin['step']:,}"}))
     return Job(
         settings=settings,
         device=device,
         folder=folder,
-        endpoint=endpoint,
+        trackers=trackers,
         tokenizer=tokenizer,
         prompts=prompts,
         beginning=beginning,
@@ -521,12 +501,6 @@ def refuse_broken(settings: Settings, state: TrainState, checkpoint: pathlib.Pat
 # ---- Loop ------------------------------------------------------------------------------------------------------------
 
 
-def freeze_objects() -> None:
-    """Lets later garbage collections skip all objects that exist now."""
-    gc.collect()
-    gc.freeze()
-
-
 def keep_last(batches: Iterator[dict], kept: list[dict]) -> Iterator[dict]:
     """Hands the batches on; `kept` holds the last one, from which a step takes what the model does not get."""
     for batch in batches:
@@ -534,103 +508,69 @@ def keep_last(batches: Iterator[dict], kept: list[dict]) -> Iterator[dict]:
         yield batch
 
 
-def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
-    """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
+def train(job: Job, log: report.Log, saver: Checkpoints, stop: StopRequest) -> bool:
+    """The loop. Returns whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
     last_batch: list[dict] = []
     batches = keep_last(training_batches(settings, job.data, state, job.device), last_batch)
     schedule = Schedule(settings, job.first_step, has_held_out=job.held_out is not None)
-    profiler, waiting, slow_ranks = Profiler(job.folder, state), Waiting(state.model), SlowRanks(job.device.type)
     recent_norms = RecentNorms(settings.skip_spikes, state.recent_norms) if settings.skip_spikes else None
-    results, metrics, stopped, good_batch = [], {}, False, None
+    stopped, good_batch = False, None
     while state.step < settings.num_steps and not stopped:
         due = schedule.at(state.step + 1)
         heartbeats.enter_phase("data", due.step)
-        learning_rate = float(state.scheduler.get_last_lr()[0])
-        with profiler.step(due), waiting.step(due.log):
+        with log.step(due):
             result = train_step(settings, state.model, state.optimizer, batches, tracker, recent_norms)
-            results.append(result)
+            log.count(result)
             if state.average:
                 state.average.update(result.skipped)
             state.scheduler.step()
             samples = job.data.record.samples_of_step(due.step)
             tokens, _ = job.data.count_tokens(samples)
             state.count(len(samples), tokens)
-        reporter.count_step()
-        if due.first:
-            with tracker.excluded():
-                freeze_objects()  # the compiler has made more than there was before
-        speed = {} if due.profiled else tracker.step(tokens, job.flops_per_token, synchronize=due.log)
         stop.can_save = True
         stopped = stop.agreed_by_all_ranks() and not due.last
         save = due.save or stopped
         if due.log or save:
-            metrics, problem = read_metrics(job, reporter, results, learning_rate)
+            metrics, problem = log.metrics()
             if "loss" in metrics or not good_batch:  # that of a skipped step may be a bad one
                 good_batch = last_batch[0]
             if (save or due.last) and not problem:
                 problem = check_pass(job, good_batch)
             if due.log or problem:
-                gc.collect()
-                metrics |= figures_of_all_ranks(speed, state, job.device, waiting.take(), slow_ranks)
-                metrics |= job.data.figures(state.samples, state.tokens)
-                problem = evaluate_and_log(job, reporter, due, metrics, problem)
+                problem = evaluate_and_log(job, log, due, metrics, problem)
             if problem:
                 saver.finish()
-                give_up(job.folder, problem, job.resumed)
+                report.give_up(job.folder, problem, job.resumed)
         if due.first and not save:
             saver.prepare(state)
         if save:
             heartbeats.enter_phase("save")
             with tracker.excluded():
                 saver.save(state, wait=stopped or due.last)
-    profiler.finish()
     heartbeats.enter_phase("save")  # the last checkpoint may still be being written
     stop.can_save = False
     saver.finish()
-    return metrics, stopped
+    return stopped
 
 
-def read_metrics(
-    job: Job, reporter: Report, results: list[StepResult], learning_rate: float
-) -> tuple[dict, NotFinite | None]:
-    """The figures of the step that was just taken, and what ends the run: what is NaN or infinite in them, or too many
-    skipped steps. A skipped step has no loss and no gradient norm.
-
-    `results` are this rank's since the last call, emptied here.
-    """
-    state, routing, steps = job.state, read_routing(results[-1]), read_results(results)
-    skipped, too_many = count_skipped(state, steps, job.settings.max_skipped)
-    reporter.note_skipped(skipped)
-    metrics = {"step": state.step}
-    if not steps[-1].skipped:
-        metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | routing  # of this step alone
-    metrics |= {"learning_rate": learning_rate, "tokens_seen": state.tokens, "skipped_steps": state.skipped_steps}
-    problem = first_not_finite(metrics, [None if step.skipped else step.loss for step in steps])
-    if too_many and not problem:
-        problem = broken_update(state)
-    return metrics, problem or too_many
-
-
-def check_pass(job: Job, batch: dict) -> NotFinite | None:
+def check_pass(job: Job, batch: dict):
     """Why this state must not be saved or called done, None where nothing is wrong: weights and optimizer states are
     finite, and so are the loss and the gradient norm of `batch`, and a loss of the average of the weights."""
     state = job.state
     with state.tracker.excluded():
-        problem = broken_update(state)
+        problem = report.broken_update(state)
         if not problem:
             loss, norm = loss_and_norm(state.model, state.optimizer, batch)
-            problem = find_divergence(state, job.first_step, loss, norm)
+            problem = report.find_divergence(state, job.first_step, loss, norm)
         if state.average and not problem:
             with state.average.as_weights():
                 loss = loss_without_data(state.model)
-            problem = find_divergence(state, job.first_step, loss, of="the weights' average")
+            problem = report.find_divergence(state, job.first_step, loss, of="the weights' average")
     return problem
 
 
-def evaluate_and_log(
-    job: Job, reporter: Report, due: Due, metrics: dict, problem: NotFinite | None
-) -> NotFinite | None:
+def evaluate_and_log(job: Job, log: report.Log, due: Due, metrics: dict, problem):
     """An evaluation where one is due, which adds `eval_loss` to `metrics`, and then a log line. Returns what is NaN or
     infinite: `problem`, or the evaluation's loss."""
     settings, state, stories = job.settings, job.state, []
@@ -640,72 +580,42 @@ def evaluate_and_log(
             metrics |= losses
             if not due.last:  # after the last step finish() writes them
                 stories = job.sample()
-            if due.first_evaluation:
-                freeze_objects()  # the compiler has run again, for passes without gradients
-        problem = first_not_finite(metrics, [])
-    heartbeats.enter_phase("log")
-    reporter.log(metrics, state.tracker.get_print_message(metrics), stories)
-    if stories:
-        say_story(describe_stories(stories))
+        problem = report.first_not_finite(metrics, [])
+    log.write(metrics, stories)
     return problem
 
 
 # ---- Endings ---------------------------------------------------------------------------------------------------------
 
 
-def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dict) -> int:
-    """The last lines, files and gates of a run that took all its steps."""
+def finish(job: Job, log: report.Log, saver: Checkpoints, planned) -> int:
+    """The last lines, files and gates of a run that has taken all its steps, now or before."""
     settings, state = job.settings, job.state
-    metrics |= figures_of_all_ranks(state.tracker.summary(), state, job.device)
-    if planned:
-        metrics |= own_plan.predicted_figures(planned)
-    stories = job.sample()
-    reporter.end(metrics, stories)
-    say(summarize(metrics, job.folder, state))
-    if stories:
-        say_story("\n" + describe_stories(stories))
-    if settings.memory_snapshot:
-        dump_memory(job.folder)
+    took_steps = state.step >= job.first_step
+    predicted = own_plan.predicted_figures(planned) if planned and took_steps else {}
+    metrics = log.finish(job.sample(), predicted)
     if settings.export:
         export(settings, state, job.tokenizer)
-    say(next_commands(settings, job.folder, job.first_prompt(), reporter.page))
+    say(report.next_commands(settings, job.folder, job.first_prompt(), log.page))
     if saver.failures:
         flag = "--checkpoint-interval" if settings.checkpoint_interval else "--final-checkpoint"
         raise UserError(f"{flag}: {saver.failures} checkpoints could not be saved, see above", 1)
-    reporter.check_written()
-    on_main_rank(lambda: check_gates(settings, metrics))
+    log.check_written()
+    on_main_rank(lambda: report.check_gates(settings, metrics))
     return 0
 
 
-def leave_early(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> int:
+def leave_early(job: Job, log: report.Log, saver: Checkpoints, stop: StopRequest) -> int:
     """The last lines of a run that a signal ended."""
-    reporter.end(None)
+    log.write_page()
     lines = {"stopped": f"by {stop.name or 'a signal to another rank'} after step {job.state.step}"}
     if not saver.failures:
         lines["stopped"] += f", saved in {saver.folder}"
         lines["go on"] = command(job.settings, job.folder)
-    if reporter.page:
-        lines["report"] = str(reporter.page)
+    if log.page:
+        lines["report"] = str(log.page)
     say(columns(lines))
-    return 1 if saver.failures or reporter.failed else StopRequest.EXIT_CODE
-
-
-def nothing_to_train(job: Job) -> int:
-    """A resumed run that had taken all its steps."""
-    say(f"done       nothing to train: step {job.state.step:,} of {job.settings.num_steps:,}")
-    if dist.get_rank() == 0:
-        remove_leftovers(job.folder)
-        record_start(job.folder, job.state)
-    metrics = on_main_rank(lambda: finish_metrics(job.settings, job.folder, job.state))
-    page = write_page(job.folder) if dist.get_rank() == 0 else None
-    stories = job.sample()
-    if stories:
-        say_story(describe_stories(stories))
-    if job.settings.export:
-        export(job.settings, job.state, job.tokenizer)
-    say(next_commands(job.settings, job.folder, job.first_prompt(), page))
-    on_main_rank(lambda: check_gates(job.settings, metrics))
-    return 0
+    return 1 if saver.failures or log.failed else StopRequest.EXIT_CODE
 
 
 def show_samples(settings: Settings) -> int:
@@ -746,12 +656,12 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     refuse_broken(settings, state, checkpoint)
     if settings.eval_interval:
         losses, tokens = evaluate_with_average(settings, state, held_out, device)
-        problem = first_not_finite({"step": state.step} | losses, [])
+        problem = report.first_not_finite({"step": state.step} | losses, [])
         if problem:
             raise UserError(f"--eval-interval: the {problem.words} by {checkpoint or settings.model}", exit_code=1)
-        say_evaluation(settings, held_out, losses, tokens, manifest["step"] if manifest else None, stdout)
+        report.say_evaluation(settings, held_out, losses, tokens, manifest["step"] if manifest else None, stdout)
     for prompt in prompts:
-        say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
+        say_story("\n" + report.describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
         export(settings, state, tokenizer)
     return 0
@@ -765,27 +675,17 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
     if settings.show_samples:
         return show_samples(settings)
     if settings.num_steps == 0:
-        with only_json_on_stdout(settings) as stdout:
+        with report.only_json_on_stdout(settings) as stdout:
             return without_training(settings, device, stdout)
     exported = on_main_rank(lambda: step_of_export(settings))
     if exported:
         say(f"done       nothing to do: {settings.export} holds this run after step {exported:,}")
         return 0
     job = prepare(settings, device)
-    if job.state.step >= job.settings.num_steps:
-        return nothing_to_train(job)
-    with contextlib.ExitStack() as cleanup:
-        reporter = Report(job.settings, job.endpoint, job.folder, job.state, job.data.record, job.changed)
-        cleanup.callback(reporter.close)
-        saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
-        planned = cleanup.enter_context(own_plan.planning_in_background(job.settings, device))
-        freeze_objects()
-        gc.disable()  # cycles are collected at log lines: in the middle of a step one rank stops and all wait for it
-        cleanup.callback(gc.enable)
-        metrics, stopped = train(job, reporter, saver, stop)
-        if stopped:
-            return leave_early(job, reporter, saver, stop)
-        return finish(job, reporter, saver, planned, metrics)
+    with report.Log(job) as log, own_plan.planning_in_background(job.settings, device) as planned:
+        saver = Checkpoints(job.settings, job.folder, job.identity, device, log.sync)
+        stopped = train(job, log, saver, stop)
+        return leave_early(job, log, saver, stop) if stopped else finish(job, log, saver, planned)
 
 
 RECIPE = planning.Recipe(

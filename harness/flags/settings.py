@@ -22,6 +22,8 @@ PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
 OPTIMIZERS_FOLDER = ROOT / "harness" / "model" / "optimizers"
 OPTIMIZERS = choices_in(OPTIMIZERS_FOLDER, first="adamw")
+TRACKERS = choices_in(ROOT / "harness" / "report" / "trackers", first="wandb")
+TRACKERS_HELP = "; ".join(f"{name}: {what}" for name, what in TRACKERS.items())
 OPTIMIZERS_HELP = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items()).replace("%", "%%")
 READERS = [constants_of(file) for file in modules_in(ROOT / "harness" / "data" / "readers")]
 SUFFIXES = list(dict.fromkeys(suffix for reader in READERS for suffix in reader["SUFFIXES"]))
@@ -128,7 +130,7 @@ class Settings:
 
     output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path)
     run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]")
-    log_with: Literal["none", "wandb", "tensorboard", "all"] = flag("none", "trackers beside metrics.jsonl [none]")
+    log_with: Literal["none", *TRACKERS, "all"] = flag("none", f"a tracker beside metrics.jsonl. {TRACKERS_HELP} [none]")  # type: ignore[valid-type]  # the files of a folder
     project_name: str = flag("train_fsdp", "project in wandb and tensorboard [train_fsdp]")
     log_interval: int = flag(10, "steps between log lines [10]")
     metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", least=1, below=65536)

@@ -1,7 +1,5 @@
 """The header: what will run, in figures that can be checked by hand."""
 
-import pathlib
-
 import torch
 import torch.distributed as dist
 
@@ -120,13 +118,3 @@ def techniques(settings: Settings, model, device_type: str) -> list[str]:
 def significant(figure: float) -> str:
     """A positive figure to three digits, from 100 on to whole ones."""
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
-
-
-def watching(settings: Settings, folder: pathlib.Path) -> dict[str, str]:
-    """Where to watch a run while it goes on: by command, address or file, what there is of each."""
-    places = {}
-    if settings.metrics_port:
-        places["metrics"] = f"http://{settings.metrics_host}:{settings.metrics_port}/metrics"
-    if settings.profile:
-        places["profile"] = str(folder / "profile" / "rank-0.json")
-    return places

@@ -1,0 +1,83 @@
+"""Trackers: where the figures of a run are shown beside its own files. Each file of this folder is one, and its name is
+a value of --log-with. A file begins with the sentence that --help shows and ends with `TRACKER`, a class of the
+interface below; the libraries that it needs are imported in its methods.
+"""
+
+import importlib
+import pathlib
+
+from harness.base.errors import UserError
+from harness.base.ranks import on_main_rank
+from harness.flags.settings import TRACKERS, Settings
+from harness.report.figures import find, named
+from harness.state.train_state import TrainState
+
+
+class Tracker:
+    """What the log of a run calls, on rank 0 alone, in this order: the methods below, of which `log` comes once a log
+    line. A method that raises ends the run before training, up to `start`; later the run goes on without the tracker.
+    """
+
+    name = ""  # as --log-with has it
+
+    def __init__(self, settings: Settings, folder: pathlib.Path):
+        """Before anything is loaded. `folder` is the run's, in which alone a tracker may write.
+
+        Raises:
+            UserError: this cannot work: no package, no login. The message says what to do.
+        """
+
+    def start(self, run: dict, state: TrainState) -> str:
+        """Begins, or goes on after `state.step`: what was shown of later steps is void. `run` is what config.json
+        holds, `run["run_id"]` stays the same over restarts. Returns where to look, an address or a command."""
+        return ""
+
+    def log(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
+        """A line of metrics.jsonl, by its keys (`figures.named` gives the names to show), and the stories of this step,
+        each {"prompt": ..., "text": ...}."""
+
+    def finish(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
+        """The last line, with the averages after warmup, and the last stories; of a run that took all its steps."""
+
+    def close(self, exit_code: int) -> None:
+        """The process is about to end with this exit code."""
+
+
+def over_tokens(metrics: dict[str, float]) -> dict[str, float]:
+    """The losses of a line, which are shown over tokens too: so runs of different batch sizes compare."""
+    losses = {}
+    for key, value in metrics.items():
+        figure = find(key)
+        if figure and figure.unit == "nats per token":
+            losses[f"by_tokens/{key}"] = value
+    return losses
+
+
+def open_trackers(settings: Settings, folder: pathlib.Path) -> list[Tracker]:
+    """The trackers of a run and its Prometheus endpoint, on rank 0; empty on the others. Every rank calls this, before
+    anything is loaded, as a tracker that cannot work is an error now and not at the first log line.
+
+    Raises:
+        UserError: as a tracker's `__init__` says.
+    """
+    opened: list[Tracker] = []
+
+    def open_each() -> None:
+        names = {"none": [], "all": list(TRACKERS)}.get(settings.log_with, [settings.log_with])
+        for name in names:
+            kind = importlib.import_module(f"harness.report.trackers.{name.replace('-', '_')}").TRACKER
+            try:
+                opened.append(kind(settings, folder))
+            except ImportError as error:
+                advice = f"pip install {error.name}, or --log-with none"
+                raise UserError(f"--log-with {name}: needs the package {error.name}; {advice}") from error
+        if settings.metrics_port:
+            from harness.report.prometheus import Prometheus
+
+            opened.append(Prometheus(settings, folder))
+
+    on_main_rank(open_each)
+    return opened
+
+
+__all__ = ["Tracker", "named", "open_trackers", "over_tokens"]
