@@ -331,7 +331,7 @@ def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, t
         assert ("no weights: --final-checkpoint or --export DIR" in capsys.readouterr().out) == (not kept)
 
 
-def test_a_last_state_that_could_not_be_written_is_a_failure(run, refused, capsys):
+def test_a_last_state_that_could_not_be_written_is_a_failure(finished, refused, capsys):
     with files_of_at_most(100_000):
         message = refused("r", exit_code=1)
     assert message == "--final-checkpoint: 1 checkpoints could not be saved, see above"
