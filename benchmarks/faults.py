@@ -49,7 +49,7 @@ import train_fsdp
 from harness.base import saved
 from harness.flags.parser import parse_args
 from harness.job.signals import StopRequest
-from harness.report import run_record
+from harness.report import files
 from harness.state.train_state import TrainState
 
 STEPS = 4
@@ -311,7 +311,7 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
                     time.sleep(0.01)
 
         TrainState.count = counted
-    run_record.commit = lambda: None  # it asks git, the slowest part of a start here
+    files.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
 

@@ -21,25 +21,25 @@ def run(kept_later: bool, argv: list[str]) -> None:
     """The program; before each log line, what a collection there takes."""
     import train_fsdp
     from harness.flags.parser import parse_args
-    from harness.report.log import Report
+    from harness.report import log as of_report
 
-    log, keep = Report.log, train_fsdp.freeze_objects
+    write, keep = of_report.Log.write, of_report.keep_objects
     calls = []
 
-    def freeze_objects() -> None:
+    def keep_objects() -> None:
         calls.append(1)
         if kept_later or len(calls) == 1:
             keep()
 
-    def timed_log(report, metrics, *more) -> None:
+    def timed_write(log, metrics, *more) -> None:
         gc.collect()  # what the step left, so that both times are those of looking alone
         objects, start = len(gc.get_objects()), time.perf_counter()
         gc.collect()
         milliseconds = 1000 * (time.perf_counter() - start)
         print(f"step {metrics['step']}: {milliseconds:.1f} ms over {objects:,} objects", file=sys.stderr, flush=True)
-        log(report, metrics, *more)
+        write(log, metrics, *more)
 
-    train_fsdp.freeze_objects, Report.log = freeze_objects, timed_log
+    of_report.keep_objects, of_report.Log.write = keep_objects, timed_write
     train_fsdp.main(parse_args(argv))
 
 

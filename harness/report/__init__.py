@@ -4,7 +4,7 @@ Before anything is loaded: `check_measurable`, `open_trackers`, `record_memory`;
 The log (`Log`) of its steps, lines and end; `StepResult` is what a step gives it.
 What ends a run is found by `first_not_finite`, `broken_update` and `find_divergence`, and said by `give_up`; gates by
 `check_gates`. The last lines: `next_commands`; without training `only_json_on_stdout`, `say_evaluation`,
-`describe_stories`. `memory_figures` is for benchmarks.
+`describe_stories`. `FIGURES`, the table of all figures, and `memory_figures` are for tools and benchmarks.
 """
 
 from harness.base import doors
@@ -12,6 +12,7 @@ from harness.base import doors
 __getattr__, __all__ = doors.open_door(
     __name__,
     {
+        "FIGURES": "figures",
         "Log": "log",
         "StepResult": "health",
         "broken_update": "health",

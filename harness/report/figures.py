@@ -124,9 +124,9 @@ def of_all_ranks(
     if worked_ms is not None:
         own["worked_ms"] = worked_ms
     row = torch.tensor([own.get(name, ABSENT) for name in (*WORST, "worked_ms")], dtype=torch.float64, device=device)
-    table = row.new_empty(dist.get_world_size() * len(row))
-    dist.all_gather_into_tensor(table, row)
-    *worst, worked = table.view(-1, len(row)).T.tolist()
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    *worst, worked = torch.stack(rows).T.tolist()
     figures = {name: max(values) for name, values in zip(WORST, worst, strict=True) if max(values) != ABSENT}
     if "step_time_ms" not in speed:
         return figures, ""

@@ -54,9 +54,6 @@ class MetricsFile:
         kept = [line for line in read_metrics(path) if line["step"] <= step]
         self.lines = [line for line in kept if "final" not in line]
         self.final = next((line for line in kept if "final" in line and line["step"] == step), None)
-        for line in kept:  # the run goes on after its last line, whose stories stay with the step
-            if "samples" in line and self.lines and self.lines[-1]["step"] == line["step"]:
-                self.lines[-1]["samples"] = line["samples"]
         replace_file(path, "".join(as_json(line) + "\n" for line in self.lines))
         self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
         self.waiting = b""

@@ -4,12 +4,11 @@ import os
 import shutil
 
 import pytest
-from conftest import metrics_of, parse, train, words, write_model
+from conftest import parse, words, write_model
 from multirank import SIZES
 
 from harness.base.errors import UserError
 from harness.job import folders
-from harness.report.log import Report
 
 NO_NAMES = ["", " ", ".", "..", "...", "a/b", "a\\b", "a\nb", "a\x1b[2Jb", "a\u202eb", "x" * 201, "é" * 101]
 
@@ -63,49 +62,6 @@ def test_a_link_that_leads_out_of_the_output_folder_is_not_followed(mistake, tmp
 def test_metrics_that_are_a_folder_are_one_line(mistake, tmp_path):
     (tmp_path / "out" / "r" / "metrics.jsonl").mkdir(parents=True)
     assert "metrics.jsonl is no file; remove it" in mistake("--resume", "auto")
-
-
-@pytest.fixture
-def moving(device, arguments, tmp_path, monkeypatch):
-    """A run of 8 steps with a checkpoint of each second one, whose folder is moved away after step 3."""
-    write, run, away = Report.write, tmp_path / "out" / "r", tmp_path / "away"
-
-    def start(back_after: int) -> int:
-        def write_and_move(self, metrics, **more):
-            write(self, metrics, **more)
-            if metrics["step"] == 3 and not more:
-                run.rename(away)
-            if metrics["step"] == back_after and not more:
-                away.rename(run)
-
-        monkeypatch.setattr(Report, "write", write_and_move)
-        flags = words(
-            "--num-steps 8 --log-interval 1 --checkpoint-interval 2 --no-async-checkpoint --keep-checkpoints 9"
-        )
-        return train([*arguments, *flags], device)
-
-    return start
-
-
-def test_a_run_whose_folder_is_moved_away_and_back_loses_nothing(moving, tmp_path, capsys):
-    with pytest.raises(UserError, match="--checkpoint-interval: 1 checkpoints could not be saved") as raised:
-        moving(back_after=5)
-    assert raised.value.exit_code == 1
-    said = capsys.readouterr().out
-    assert said.count("was moved away; move it back: nothing is lost") == 1
-    assert f"failed     checkpoint step-00000004: {tmp_path / 'out' / 'r'} was moved away; move it back" in said
-    run = tmp_path / "out" / "r"
-    assert [line["step"] for line in metrics_of(run)] == [*range(1, 9), 8]
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{n:08d}" for n in (2, 6, 8)]
-
-
-def test_a_run_whose_folder_stays_away_does_not_split_in_two(moving, tmp_path):
-    with pytest.raises(UserError) as raised:
-        moving(back_after=0)
-    assert raised.value.exit_code == 1
-    assert not os.path.lexists(tmp_path / "out" / "r")
-    assert [line["step"] for line in metrics_of(tmp_path / "away")] == [*range(1, 9), 8]
-    assert [path.name for path in (tmp_path / "away" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-00000002"])

@@ -36,7 +36,7 @@ from harness.job.printing import say_story
 from harness.job.signals import StopRequest
 from harness.model.optimization import parameter_bytes
 from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
-from harness.report.header import significant, watching
+from harness.report.header import significant
 from harness.report.summary import next_commands
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -357,14 +357,6 @@ def test_nothing_that_fits_is_refused(monkeypatch, flags, each):
 
 def test_a_small_figure_keeps_its_digits():
     assert [significant(x) for x in (0.0841, 0.1, 2.5, 989.5, 15824.0)] == ["0.0841", "0.1", "2.5", "990", "15,824"]
-
-
-def test_the_header_says_how_to_watch_by_what_was_asked_for(tmp_path):
-    settings = parse(words("--metrics-port 9999 --profile"))
-    places = watching(settings, tmp_path / "my run")
-    assert places["metrics"] == "http://127.0.0.1:9999/metrics"
-    assert places["profile"] == str(tmp_path / "my run" / "profile" / "rank-0.json")
-    assert watching(parse([]), tmp_path) == {}
 
 
 def test_one_of_a_kind_is_singular():

@@ -21,8 +21,8 @@ from conftest import (
     words,
 )
 
+from harness import report
 from harness.job import endings
-from harness.report.not_finite import first_not_finite
 
 PREFIX = "train_fsdp.py: error: "
 
@@ -134,7 +134,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
 )
 def test_what_is_not_finite_is_named_by_its_own_step(figures, losses, problem):
     metrics = {"step": 9, "loss": 1.0, "grad_norm": 1.0} | figures
-    found = first_not_finite(metrics, losses)
+    found = report.first_not_finite(metrics, losses)
     assert (found and (found.step, found.words)) == problem
 
 

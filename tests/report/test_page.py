@@ -10,11 +10,10 @@ import subprocess
 
 import pytest
 from conftest import ROOT, parse
+from harness.report.page_parts import plotly_js
 
-from harness.base.errors import UserError
 from harness.report import page
 from harness.report.page import write_report
-from harness.report.page_parts import plotly_js
 
 EVIL = "<script>document.title='broken'</script><img src=http://127.0.0.1:9/x>{{plotly}}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

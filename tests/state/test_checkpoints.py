@@ -261,7 +261,7 @@ def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, fini
 
 
 def test_trackers_continue_after_a_kill(run, tmp_path, monkeypatch):
-    from test_program import as_dict, read_events, wandb_records
+    from trackerfiles import as_dict, read_events, wandb_records
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -1123,7 +1123,7 @@ def test_a_stopped_and_a_failed_run_leave_their_page(run, refused, tmp_path):
     assert run("stopped", stop_after=2) == StopRequest.EXIT_CODE
     assert f"ended at step 2 of {STEPS}" in (tmp_path / "stopped" / "report.html").read_text()
     refused("failed", "--lr", "1e30", "--max-grad-norm", 0, "--max-skipped", 0, exit_code=1)
-    assert '"heading": "Skipped steps"' in (tmp_path / "failed" / "report.html").read_text()
+    assert "Skipped steps" in (tmp_path / "failed" / "report.html").read_text()
 
 
 def test_an_export_that_would_overwrite_or_cannot_be_written_is_refused_before_training(refused, tmp_path):

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import faults
 from faults import SAVES, Point, Start
 
-from harness.report.log import Report
+from harness import report
 
 
 def answer(file: pathlib.Path, function, *arguments) -> None:
@@ -87,7 +87,7 @@ def only_the_first_name(name: str, fault: str, point: Point) -> bool:
 
 
 def enumerate_without_a_synced_log(folder: pathlib.Path) -> dict:
-    Report.sync = lambda self: None
+    report.Log.sync = lambda self: None
     return faults.enumerate_faults("a fresh run", folder, only_the_first_name)
 
 

@@ -67,8 +67,10 @@ class Tensorboard(Tracker):
 
 def as_it_is(text: str) -> str:
     """A text as a block of code, the one thing in which Markdown changes nothing."""
-    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, LINE, drop_whitespace=False)]
-    return textwrap.indent("\n".join(lines), "    ")
+    lines = []
+    for paragraph in text.splitlines():
+        lines += textwrap.wrap(paragraph, LINE) or [""]
+    return textwrap.indent("\n".join(lines), "    ", lambda line: True)
 
 
 TRACKER = Tensorboard

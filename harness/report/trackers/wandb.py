@@ -53,9 +53,10 @@ class Wandb(Tracker):
         self.run.log(row, step=metrics["step"], commit=True)
 
     def finish(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
-        self.run.summary.update(named(metrics))
+        summary = named(metrics)
         if stories:
-            self.run.summary.update({"stories": self.table(stories)})
+            summary["stories"] = self.table(stories)
+        self.run.summary.update(summary)
 
     def table(self, stories: list[dict[str, str]]):
         import wandb
