@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import threading
 import time
 
 import torch
@@ -57,6 +58,7 @@ class MetricsFile:
         replace_file(path, "".join(as_json(line) + "\n" for line in self.lines))
         self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
         self.waiting = b""
+        self.lock = threading.Lock()  # a checkpoint's thread makes the lines durable while the loop adds more
 
     def write(self, line: dict | None = None) -> None:
         """Writes a line behind those that wait.
@@ -64,10 +66,11 @@ class MetricsFile:
         Raises:
             OSError: it waits, or a part of it; the next call tries again.
         """
-        if line is not None:
-            self.waiting += as_json(line).encode() + b"\n"
-        while self.waiting:
-            self.waiting = self.waiting[self.file.write(self.waiting) :]
+        with self.lock:
+            if line is not None:
+                self.waiting += as_json(line).encode() + b"\n"
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def sync(self) -> None:
         """Makes all lines so far durable.

@@ -65,7 +65,8 @@ class Ready(Protocol):
 
 
 class Log(contextlib.AbstractContextManager):
-    """Inside it garbage is collected at log lines only: in the middle of a step one rank stops and all wait for it."""
+    """The log of one start of a run. Inside it garbage is collected at log lines only: in the middle of a step one rank
+    stops and all wait for it."""
 
     def __init__(self, ready: Ready):
         self.settings, self.state, self.data, self.device = ready.settings, ready.state, ready.data, ready.device
@@ -122,9 +123,10 @@ class Log(contextlib.AbstractContextManager):
             say("compile    the layers, within the first step; of a large model that takes minutes")
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
         gc.enable()
-        self.profile.close()  # of a run that was stopped within it
+        if error is None:  # else another rank may be gone, for which a profile would wait
+            self.profile.close()  # of a run that was stopped within it
         self.bar.close()
 
     # ---- A step ------------------------------------------------------------------------------------------------------
@@ -280,13 +282,11 @@ class Log(contextlib.AbstractContextManager):
             metrics |= figures | (planned or {})
         elif self.file:
             metrics |= self.state.tracker.summary() | (self.file.final or {})
-            stories = stories or metrics.get("samples", [])
         metrics = {key: value for key, value in metrics.items() if key not in NOTES}
         if self.settings.memory_snapshot and took_steps:
             dump_memory(self.folder)
         if not self.file:
             return metrics
-        self.slow = ""
         if metrics:
             self._write_line(metrics, stories, final=True)
             self._tell(lambda tracker: tracker.finish(metrics, stories))
@@ -307,10 +307,8 @@ class Log(contextlib.AbstractContextManager):
         try:
             self.file.write()
         except OSError as error:
-            problem = (
-                f"{self.folder / 'metrics.jsonl'} could not be written ({error.strerror}), its last lines are lost"
-            )
-            raise UserError(f"--output-dir: {problem}", 1) from error
+            problem = f"{self.folder / 'metrics.jsonl'} could not be written ({error.strerror})"
+            raise UserError(f"--output-dir: {problem}; its last lines are lost", 1) from error
 
     def write_page(self) -> None:
         """Makes report.html of the run's files, on rank 0. Where that fails a line says so: the run has its result."""

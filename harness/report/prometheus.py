@@ -45,7 +45,6 @@ class Prometheus(Tracker):
         self.settings, self.run = settings, folder.name
         self.running = "running"
         self.progress: tuple[TrainState, int] | None = None  # the state and the step with which this process began
-        self.labels: dict[str, str] = {}
         self.figures: dict[str, float] = {
             "num_steps": settings.num_steps,
             "log_interval_steps": settings.log_interval,
@@ -70,12 +69,8 @@ class Prometheus(Tracker):
 
     def start(self, run: dict, state: TrainState) -> str:
         self.progress = state, state.step
-        self.show({"num_steps": run["flags"]["num_steps"], "starts": len(run["starts"])})
-        self.show({"world_size": run["world_size"]})
-        labels = {"model": self.settings.model, "dataset": self.settings.describe_dataset()}
-        labels["torch"] = run["versions"]["torch"]
-        labels |= {key: run[key] for key in ("run_id", "commit", "gpu", "world_size")}
-        self.labels = {key: str(value or "") for key, value in labels.items()}
+        num_steps, starts = run["flags"]["num_steps"], len(run["starts"])
+        self.show({"num_steps": num_steps, "starts": starts, "world_size": run["world_size"]})
         return f"http://{self.settings.metrics_host}:{self.settings.metrics_port}/metrics"
 
     def show(self, metrics: dict[str, float]) -> None:
@@ -107,9 +102,6 @@ class Prometheus(Tracker):
             words = "time that rank 0 has been in this part of a step, or of what surrounds the steps"
             phase = GaugeMetricFamily("training_phase_seconds", words, labels=["run", "phase"])
             yield labelled(phase, time.monotonic() - here.since, phase=here.phase)
-        if self.labels:
-            info = GaugeMetricFamily("training_info", "what runs; always 1", labels=["run", *self.labels])
-            yield labelled(info, 1, **self.labels)
         gauges = {}
         for key, value in self.figures.items():
             if key in COUNTERS:
