@@ -26,7 +26,7 @@ __getattr__, __all__ = doors.open_door(
         "memory_figures": "figures",
         "next_commands": "summary",
         "only_json_on_stdout": "summary",
-        "open_trackers": "trackers",
+        "open_trackers": "log",
         "record_memory": "profiling",
         "say_evaluation": "summary",
     },

@@ -14,6 +14,7 @@ All ranks call these methods, which gather what all ranks measure; rank 0 alone 
 
 import contextlib
 import gc
+import importlib
 import pathlib
 import statistics
 import sys
@@ -26,8 +27,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from harness.base.errors import UserError
+from harness.base.ranks import on_main_rank
 from harness.base.text import first_line
-from harness.flags.settings import Settings
+from harness.flags.settings import TRACKERS, Settings
 from harness.job import endings, heartbeats, terminal
 from harness.job.printing import columns, say, say_story
 from harness.job.schedule import Due
@@ -45,10 +47,36 @@ from harness.report.health import (
     read_routing,
 )
 from harness.report.profiling import dump_memory, profiling
+from harness.report.prometheus import Prometheus
 from harness.report.summary import describe_held_out, describe_skipped, describe_stories, summarize
 from harness.report.trackers import Tracker
 from harness.report.waits import Waits
 from harness.state.train_state import TrainState
+
+
+def open_trackers(settings: Settings, folder: pathlib.Path) -> list[Tracker]:
+    """The trackers of a run and its Prometheus endpoint, on rank 0; empty on the others. Every rank calls this, before
+    anything is loaded, as a tracker that cannot work is an error now and not at the first log line.
+
+    Raises:
+        UserError: as a tracker's `__init__` says.
+    """
+    opened: list[Tracker] = []
+
+    def open_each() -> None:
+        names = {"none": [], "all": list(TRACKERS)}.get(settings.log_with, [settings.log_with])
+        for name in names:
+            kind = importlib.import_module(f"harness.report.trackers.{name.replace('-', '_')}").TRACKER
+            try:
+                opened.append(kind(settings, folder))
+            except ImportError as error:
+                advice = f"pip install {error.name}, or --log-with none"
+                raise UserError(f"--log-with {name}: needs the package {error.name}; {advice}") from error
+        if settings.metrics_port:
+            opened.append(Prometheus(settings, folder))
+
+    on_main_rank(open_each)
+    return opened
 
 
 class Ready(Protocol):
@@ -128,6 +156,8 @@ class Log(contextlib.AbstractContextManager):
         if error is None:  # else another rank may be gone, for which a profile would wait
             self.profile.close()  # of a run that was stopped within it
         self.bar.close()
+        if not self.page_tried:
+            self.write_page()
 
     # ---- A step ------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Page: report.html of a run, drawn from its metrics.jsonl and config.json alone: charts in SVG, no script, one file.
 
-A run writes it where it ends. Of a run that was killed: python -m harness.report.page outputs/RUN_NAME
+A run writes it where it ends; `python -m harness.report.page OUTPUT_DIR/RUN_NAME` writes that of a run that was killed.
 """
 
 import html

@@ -388,7 +388,7 @@ OTHERS = {
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
-    "launch/datatrove.py": {"--executor", "--slurm-option", "--tasks", "--workers"},
+    "launch/datatrove.py": {"--executor", "--output", "--slurm-option", "--tasks", "--workers"},
 }
 
 

@@ -15,7 +15,8 @@ from trackerfiles import newest_records, read_events, wandb_rows
 
 from harness.base.errors import UserError
 from harness.job import endings
-from harness.report.trackers import Tracker, open_trackers
+from harness.report.log import open_trackers
+from harness.report.trackers import Tracker
 from harness.report.trackers.tensorboard import as_it_is
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"

@@ -1112,13 +1112,6 @@ def test_each_start_is_told_with_what_it_does_again(run, copied):
     assert "2 starts, 2 logged steps done again" in (copied / "report.html").read_text()
 
 
-def test_a_page_that_cannot_be_written_is_one_line_and_costs_nothing_else(run, tmp_path, capsys):
-    with files_of_at_most(1_000_000):
-        assert run("r", "--no-final-checkpoint") == 0
-    assert capsys.readouterr().out.count("report     not written: File too large\n") == 1
-    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == [".lock", "config.json", "metrics.jsonl"]
-
-
 def test_a_stopped_and_a_failed_run_leave_their_page(run, refused, tmp_path):
     assert run("stopped", stop_after=2) == StopRequest.EXIT_CODE
     assert f"ended at step 2 of {STEPS}" in (tmp_path / "stopped" / "report.html").read_text()

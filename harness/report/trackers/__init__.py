@@ -3,12 +3,9 @@ a value of --log-with. A file begins with the sentence that --help shows and end
 interface below; the libraries that it needs are imported in its methods.
 """
 
-import importlib
 import pathlib
 
-from harness.base.errors import UserError
-from harness.base.ranks import on_main_rank
-from harness.flags.settings import TRACKERS, Settings
+from harness.flags.settings import Settings
 from harness.report.figures import find, named
 from harness.state.train_state import TrainState
 
@@ -53,31 +50,4 @@ def over_tokens(metrics: dict[str, float]) -> dict[str, float]:
     return losses
 
 
-def open_trackers(settings: Settings, folder: pathlib.Path) -> list[Tracker]:
-    """The trackers of a run and its Prometheus endpoint, on rank 0; empty on the others. Every rank calls this, before
-    anything is loaded, as a tracker that cannot work is an error now and not at the first log line.
-
-    Raises:
-        UserError: as a tracker's `__init__` says.
-    """
-    opened: list[Tracker] = []
-
-    def open_each() -> None:
-        names = {"none": [], "all": list(TRACKERS)}.get(settings.log_with, [settings.log_with])
-        for name in names:
-            kind = importlib.import_module(f"harness.report.trackers.{name.replace('-', '_')}").TRACKER
-            try:
-                opened.append(kind(settings, folder))
-            except ImportError as error:
-                advice = f"pip install {error.name}, or --log-with none"
-                raise UserError(f"--log-with {name}: needs the package {error.name}; {advice}") from error
-        if settings.metrics_port:
-            from harness.report.prometheus import Prometheus
-
-            opened.append(Prometheus(settings, folder))
-
-    on_main_rank(open_each)
-    return opened
-
-
-__all__ = ["Tracker", "named", "open_trackers", "over_tokens"]
+__all__ = ["Tracker", "named", "over_tokens"]
