@@ -20,13 +20,21 @@ MIN_SKIPPED = 10
 
 
 class StepResult(NamedTuple):
-    """What a step gave; scalars that are still on the device, or numbers."""
+    """What a step gave: scalars that are still on the device."""
 
-    loss: torch.Tensor | float  # of this rank; as a number the mean over all
-    grad_norm: torch.Tensor | float
-    skipped: torch.Tensor | float  # 1 where the step was skipped, else 0
+    loss: torch.Tensor  # of this rank
+    grad_norm: torch.Tensor
+    skipped: torch.Tensor  # 1 where the step was skipped, else 0
     router_loss: torch.Tensor | None = None  # of this rank; None without a router loss
     expert_load: torch.Tensor | None = None  # tokens of this rank that went to each expert, (layers, experts)
+
+
+class StepNumbers(NamedTuple):
+    """A step's result as numbers, over all ranks."""
+
+    loss: float
+    grad_norm: float
+    skipped: float
 
 
 class Skipped(NamedTuple):
@@ -45,20 +53,20 @@ class NotFinite(NamedTuple):
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
-def read_results(results: list[StepResult]) -> list[StepResult]:
+def read_results(results: list[StepResult]) -> list[StepNumbers]:
     """The results of steps as numbers, losses averaged over all ranks, with one transfer from the device for all."""
     losses = torch.stack([result.loss for result in results]).float()
     dist.all_reduce(losses)
     norms = torch.stack([result.grad_norm for result in results]).to(losses)
     skipped = torch.stack([result.skipped for result in results]).to(losses)
     numbers = torch.stack([losses / dist.get_world_size(), norms, skipped], dim=1)
-    return [StepResult(*row) for row in numbers.tolist()]
+    return [StepNumbers(*row) for row in numbers.tolist()]
 
 
 def read_routing(result: StepResult) -> dict[str, float]:
     """`router_loss` and `expert_load_max` of a step, over all ranks; empty for a model without a router loss. The
     latter is the largest share of a layer's tokens that one expert got, over the share that each would get evenly."""
-    if result.router_loss is None:
+    if result.router_loss is None or result.expert_load is None:
         return {}
     figures = torch.cat([result.router_loss.reshape(1), result.expert_load.flatten()])
     dist.all_reduce(figures)
@@ -72,7 +80,7 @@ def read_routing(result: StepResult) -> dict[str, float]:
 
 
 def count_skipped(
-    state: TrainState, steps: list[StepResult], max_skipped: int
+    state: TrainState, steps: list[StepNumbers], max_skipped: int
 ) -> tuple[list[Skipped], NotFinite | None]:
     """(those of `steps`, the last ones of the run, that were skipped; why they end the run, None where they do not).
     Moves the counts and the norms of `state`."""

@@ -114,7 +114,8 @@ class Log(contextlib.AbstractContextManager):
         self.waits, self.profile = Waits(self.state.model), contextlib.ExitStack()
         self.file: MetricsFile | None = None  # on rank 0
         self.failed = False  # whether lines of metrics.jsonl wait for the disk
-        self.page_tried, self.page = False, None  # the page's path once it is written
+        self.page_tried = False
+        self.page: pathlib.Path | None = None  # once it is written
         if dist.get_rank() == 0:
             self._open()
         shown = self.file is not None and terminal.is_terminal(sys.stderr)
@@ -199,7 +200,7 @@ class Log(contextlib.AbstractContextManager):
         self.skipped += skipped
         if skipped:
             say(describe_skipped(skipped, self.data.record, self.folder))
-        metrics = {"step": state.step}
+        metrics: dict[str, Any] = {"step": state.step}
         if not steps[-1].skipped:
             metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | routing  # of this step alone
         metrics |= {"learning_rate": self.learning_rate, "tokens_seen": state.tokens}

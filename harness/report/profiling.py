@@ -42,7 +42,7 @@ def record_memory(folder: pathlib.Path) -> None:
     # private: the names that torch's guide to CUDA memory documents
     torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
     # private: no public name calls back before the error is raised, while what fills the memory is still there
-    torch._C._cuda_attach_out_of_memory_observer(lambda *_: dump_memory(folder))
+    torch._C._cuda_attach_out_of_memory_observer(lambda *_: dump_memory(folder))  # type: ignore[attr-defined]
 
 
 def dump_memory(folder: pathlib.Path) -> None:

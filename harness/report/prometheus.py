@@ -4,6 +4,7 @@ import pathlib
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import torch
@@ -65,7 +66,7 @@ class Prometheus(Tracker):
         except OSError as error:
             where = f"{host}:{port} ({error.strerror})"
             raise UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
-        server.handle_error = lambda *_: None  # a client hung up
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client hung up
 
     def start(self, run: dict, state: TrainState) -> str:
         self.progress = state, state.step
@@ -76,10 +77,10 @@ class Prometheus(Tracker):
     def show(self, metrics: dict[str, float]) -> None:
         self.figures = self.figures | metrics  # a new dictionary: a scrape may be reading the old one
 
-    def log(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
+    def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
         self.show(metrics)
 
-    def finish(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
+    def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
         self.show(metrics)
 
     def close(self, exit_code: int) -> None:

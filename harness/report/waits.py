@@ -3,7 +3,8 @@ slowest rank is inside them least. Independent of the other ranks' times."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,21 +22,22 @@ class Waits:
     """
 
     def __init__(self, model: nn.Module):
-        mesh = next(model.parameters()).device_mesh
+        mesh = next(model.parameters()).device_mesh  # type: ignore[attr-defined]  # they are DTensors
         self.cuda = mesh.device_type == "cuda"
         self.runs = False  # whether the current step is timed
         self.steps = 0  # that were timed
         self.spans: list[tuple] = []  # of time inside collectives: (start, end)
-        self.begun = None  # when the first step of `spans` began
-        self.reduced = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
+        self.begun: Any = None  # when the first step of `spans` began
+        self.reduced: Any = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
         for module in model.modules():
             if not isinstance(module, FSDPModule):
                 continue
             group = module._get_fsdp_state()._fsdp_param_group  # private: in public, collectives can only be set
             if group is None:  # it has no parameters of its own
                 continue
-            module.set_custom_all_gather(Timed(self, group._all_gather_comm))  # private: as above
-            module.set_custom_reduce_scatter(Timed(self, group._reduce_scatter_comm))  # private: as above
+            all_gather, reduce_scatter = group._all_gather_comm, group._reduce_scatter_comm  # private: as above
+            module.set_custom_all_gather(Timed(self, all_gather))  # type: ignore[arg-type]  # as FSDP2 uses it
+            module.set_custom_reduce_scatter(Timed(self, reduce_scatter))  # type: ignore[arg-type]
             if mesh.ndim > 1:
                 module.set_all_reduce_hook(lambda _: self.add(self.reduced))
 
@@ -78,7 +80,7 @@ class Waits:
 class Timed:
     """A collective with a clock, in the place of one of FSDP2's `AllGather` or `ReduceScatter` objects."""
 
-    def __init__(self, waits: Waits, collective: Callable):
+    def __init__(self, waits: Waits, collective: Any):
         self.waits, self.collective = waits, collective
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ import train_fsdp
 from harness.base import saved
 from harness.model.skipping import WINDOW
 from harness.report import log as of_report
-from harness.report.health import StepResult, count_skipped
+from harness.report.health import StepNumbers, count_skipped
 from harness.state.train_state import TrainState
 
 
@@ -187,7 +187,7 @@ def ends(steps: int, skipped: list[int], max_skipped: int = 5):
     for first in range(1, steps + 1, 7):
         results = []
         for step in range(first, min(first + 7, steps + 1)):
-            results.append(StepResult(2.0, math.nan if step in skipped else 1.0, float(step in skipped)))
+            results.append(StepNumbers(2.0, math.nan if step in skipped else 1.0, float(step in skipped)))
         state.step = first + len(results) - 1
         _, problem = count_skipped(state, results, max_skipped)
         if problem:

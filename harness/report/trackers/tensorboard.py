@@ -4,6 +4,7 @@ import json
 import pathlib
 import shlex
 import textwrap
+from typing import Any
 
 from harness.base.text import one_or_more
 from harness.flags.settings import Settings
@@ -39,7 +40,7 @@ class Tensorboard(Tracker):
         self.steps.flush()
         return f"tensorboard --logdir {shlex.quote(str(self.folder.parent))}"
 
-    def log(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
+    def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
         for name, value in named(metrics).items():
             self.steps.add_scalar(name, value, metrics["step"])
         for name, value in over_tokens(metrics).items():
@@ -52,7 +53,7 @@ class Tensorboard(Tracker):
         if stories:
             self.steps.add_text("stories", "\n\n---\n\n".join(as_it_is(story["text"]) for story in stories), step)
 
-    def finish(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
+    def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
         self.add_stories(stories, metrics["step"])
         flags = {"world_size": self.run["world_size"]}
         for name in COMPARED_FLAGS:

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from typing import Any
 
 from harness.base.errors import UserError
 from harness.base.text import first_line
@@ -46,13 +47,13 @@ class Wandb(Tracker):
         self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
         return self.run.url or f"offline; later: wandb sync {pathlib.Path(self.run.dir).parent}"
 
-    def log(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
+    def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
         row = named(metrics) | over_tokens(metrics)
         if stories:
             row["stories"] = self.table(stories)
         self.run.log(row, step=metrics["step"], commit=True)
 
-    def finish(self, metrics: dict[str, float], stories: list[dict[str, str]]) -> None:
+    def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
         summary = named(metrics)
         if stories:
             summary["stories"] = self.table(stories)
