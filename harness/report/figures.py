@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from harness import job
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
-from harness.job import heartbeats
 from harness.state.train_state import TrainState
 
 # ---- The table -------------------------------------------------------------------------------------------------------
@@ -148,8 +148,7 @@ def describe_slow(rank: int, awaited_ms: float, speed: dict[str, float], device:
     """For how long the others wait for this rank in a step; empty where that is not worth a word."""
     if awaited_ms < SLOW[device.type] * speed["step_time_ms"]:
         return ""
-    host, pid = heartbeats.RANKS[rank]
-    return f"the others wait {awaited_ms:,.0f} ms for rank {rank} ({host}, pid {pid})"
+    return f"the others wait {awaited_ms:,.0f} ms for {job.rank_name(rank)}"
 
 
 # ---- Gates -----------------------------------------------------------------------------------------------------------

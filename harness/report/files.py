@@ -12,11 +12,11 @@ import time
 import torch
 import torch.distributed as dist
 
+from harness import job
 from harness.base.saved import read_config
 from harness.base.versions import commit, versions
 from harness.flags.parser import record_flags
 from harness.flags.settings import Settings
-from harness.job.folders import replace_file
 from harness.state.train_state import TrainState
 
 
@@ -55,7 +55,7 @@ class MetricsFile:
         kept = [line for line in read_metrics(path) if line["step"] <= step]
         self.lines = [line for line in kept if "final" not in line]
         self.final = next((line for line in kept if "final" in line and line["step"] == step), None)
-        replace_file(path, "".join(as_json(line) + "\n" for line in self.lines))
+        job.replace_file(path, "".join(as_json(line) + "\n" for line in self.lines))
         self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
         self.waiting = b""
         self.lock = threading.Lock()  # a checkpoint's thread makes the lines durable while the loop adds more
@@ -117,4 +117,4 @@ def write_config(folder: pathlib.Path, run: dict, **ending: int) -> None:
     """Writes config.json, with `ending` in the entry of the latest start: the exit code, which torchrun does not pass
     on."""
     *earlier, start = run["starts"]
-    replace_file(folder / "config.json", json.dumps(run | {"starts": [*earlier, start | ending]}, indent=2) + "\n")
+    job.replace_file(folder / "config.json", json.dumps(run | {"starts": [*earlier, start | ending]}, indent=2) + "\n")

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 
+from harness import job
 from harness.base.text import counted
 from harness.flags.commands import given
 from harness.flags.settings import Settings
-from harness.job.printing import columns
 from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer
 from harness.model.routing import describe_routing
@@ -71,7 +71,7 @@ def describe_setup(
         lines["skipping"] = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
     lines |= train_set.header
-    return columns(lines, wrap=True)
+    return job.columns(lines, wrap=True)
 
 
 def device_name(device_type: str) -> str:

@@ -26,13 +26,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from harness import job
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line
 from harness.flags.settings import TRACKERS, Settings
-from harness.job import endings, heartbeats, terminal
-from harness.job.printing import columns, say, say_story
-from harness.job.schedule import Due
 from harness.report import page
 from harness.report.figures import NOTES, of_all_ranks
 from harness.report.files import MetricsFile, describe_run, write_config
@@ -118,8 +116,8 @@ class Log(contextlib.AbstractContextManager):
         self.page: pathlib.Path | None = None  # once it is written
         if dist.get_rank() == 0:
             self._open()
-        shown = self.file is not None and terminal.is_terminal(sys.stderr)
-        self.bar = terminal.step_bar(self.settings.num_steps, self.state.step, shown=shown)
+        shown = self.file is not None and job.is_terminal(sys.stderr)
+        self.bar = job.step_bar(self.settings.num_steps, self.state.step, shown=shown)
         self.began = time.monotonic()
 
     def _open(self) -> None:
@@ -142,14 +140,14 @@ class Log(contextlib.AbstractContextManager):
                 raise UserError(f"{what}; --log-with none leaves it out", 1) from error
         if self.settings.profile:
             places["profile"] = str(self.folder / "profile" / "rank-0.json")
-        say(columns(places) + "\n")
-        endings.LISTENERS.append(self.end)
+        job.say(job.columns(places) + "\n")
+        job.at_exit(self.end)
 
     def __enter__(self) -> "Log":
         keep_objects()
         gc.disable()
         if self.settings.compile:
-            say("compile    the layers, within the first step; of a large model that takes minutes")
+            job.say("compile    the layers, within the first step; of a large model that takes minutes")
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -163,7 +161,7 @@ class Log(contextlib.AbstractContextManager):
     # ---- A step ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, due: Due) -> Iterator[None]:
+    def step(self, due: job.Due) -> Iterator[None]:
         """An optimizer step with the counting of it: it is timed, and profiled where that is due."""
         began, tokens, self.logs = time.perf_counter(), self.state.tokens, due.log
         self.learning_rate = float(self.state.scheduler.get_last_lr()[0])
@@ -178,7 +176,7 @@ class Log(contextlib.AbstractContextManager):
             with self.state.tracker.excluded():
                 keep_objects()  # the compiler has made more than there was before
             if self.settings.compile:
-                say(f"compiled   in {time.perf_counter() - began:,.0f} s, the first step included")
+                job.say(f"compiled   in {time.perf_counter() - began:,.0f} s, the first step included")
         self.speed = {}
         if not due.profiled:
             tokens = self.state.tokens - tokens
@@ -199,7 +197,7 @@ class Log(contextlib.AbstractContextManager):
         skipped, too_many = count_skipped(state, steps, self.settings.max_skipped)
         self.skipped += skipped
         if skipped:
-            say(describe_skipped(skipped, self.data.record, self.folder))
+            job.say(describe_skipped(skipped, self.data.record, self.folder))
         metrics: dict[str, Any] = {"step": state.step}
         if not steps[-1].skipped:
             metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | routing  # of this step alone
@@ -219,7 +217,7 @@ class Log(contextlib.AbstractContextManager):
 
     def write(self, metrics: dict, stories: list[dict[str, str]] | None = None) -> None:
         """A log line: metrics.jsonl, the trackers, the console. `stories` are what the model wrote now."""
-        heartbeats.enter_phase("log")
+        job.enter_phase("log")
         stories, self.last = stories or [], metrics
         if self.first_loss is None:
             self.first_loss = metrics.get("loss")
@@ -234,7 +232,7 @@ class Log(contextlib.AbstractContextManager):
             self._tell(lambda tracker: tracker.log(metrics, stories), f", from step {metrics['step']} on")
         self._say_line(metrics)
         if stories:
-            say_story(describe_stories(stories))
+            job.say_story(describe_stories(stories))
 
     def _write_line(self, metrics: dict, stories: list[dict[str, str]], **notes: Any) -> None:
         """A line of metrics.jsonl with its notes. Says once that this fails, and when it works again."""
@@ -253,11 +251,11 @@ class Log(contextlib.AbstractContextManager):
         except OSError as error:
             if not self.failed:
                 reason = f"metrics.jsonl, from step {metrics['step']} on: {error.strerror}"
-                say(f"failed     {reason}; its lines wait in memory, the run goes on")
+                job.say(f"failed     {reason}; its lines wait in memory, the run goes on")
             self.failed = True
             return
         if self.failed:
-            say(f"recovered  metrics.jsonl: it has every line up to step {metrics['step']}")
+            job.say(f"recovered  metrics.jsonl: it has every line up to step {metrics['step']}")
         self.failed = False
 
     def _tell(self, call: Callable[[Tracker], None], where: str = "") -> None:
@@ -267,7 +265,7 @@ class Log(contextlib.AbstractContextManager):
                 call(tracker)
             except Exception as error:  # whatever it is, the run has its own files
                 self.trackers.remove(tracker)
-                say(f"failed     {tracker.name}{where}: {reason_of(error)}; the run goes on without it")
+                job.say(f"failed     {tracker.name}{where}: {reason_of(error)}; the run goes on without it")
 
     def _say_line(self, metrics: dict) -> None:
         """The line of the console, and the figures in the bar."""
@@ -287,7 +285,7 @@ class Log(contextlib.AbstractContextManager):
         self.bar.set_postfix_str(", ".join(shown), refresh=False)
         parts += [words for words in (describe_held_out(metrics), self.slow) if words]
         name = f"step {step:>{len(str(num_steps))}}/{num_steps}"
-        say(terminal.wrap("  ".join([name, *parts]), indent=len(name) + 2))
+        job.say(job.wrap_lines("  ".join([name, *parts]), indent=len(name) + 2))
 
     def sync(self) -> None:
         """Makes all lines so far durable, on rank 0, before a checkpoint is published.
@@ -324,11 +322,11 @@ class Log(contextlib.AbstractContextManager):
         self.write_page()
         self.bar.close()
         if took_steps:
-            say(summarize(metrics, self.folder, self.state, time.monotonic() - self.began, self.first_loss))
+            job.say(summarize(metrics, self.folder, self.state, time.monotonic() - self.began, self.first_loss))
         else:
-            say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
+            job.say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
         if stories:
-            say_story("\n" + describe_stories(stories))
+            job.say_story("\n" + describe_stories(stories))
         return metrics
 
     def check_written(self) -> None:
@@ -349,7 +347,7 @@ class Log(contextlib.AbstractContextManager):
         try:
             self.page = page.write_report(self.folder)
         except Exception as error:
-            say(columns({"report": f"not written: {reason_of(error)}"}))
+            job.say(job.columns({"report": f"not written: {reason_of(error)}"}))
 
     def end(self, exit_code: int) -> None:
         """What is left to do where the process ends, however that came; in a thread of its own on rank 0."""

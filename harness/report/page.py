@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from harness import job
 from harness.base.saved import read_config
 from harness.base.text import one_or_more
 from harness.flags.settings import ASSETS
-from harness.job.folders import replace_file
 from harness.report.figures import FIGURES, find
 from harness.report.files import read_metrics
 
@@ -74,7 +74,7 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
     path, template = folder / "report.html", (ASSETS / "page.html").read_text(encoding="utf-8")
     values = {"title": text(folder.resolve().name), "body": body(folder, lines, read_config(folder))}
     # in one pass: a placeholder in a run's text stays text
-    replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template))
+    job.replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template))
     return path
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from harness import job
 from harness.base.devices import wait_for_device
-from harness.job.printing import columns, say
 from harness.state.train_state import TrainState
 
 MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the latest
@@ -33,7 +33,7 @@ def profiling(folder: pathlib.Path, state: TrainState) -> Iterator[None]:
             steps = state.step - first_step
             shares = time_shares(profile.events(), seconds)
             table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
-            say(columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
+            job.say(job.columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
         dist.barrier()  # until rank 0 has written: the clocks of the other ranks must not count that either
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 import torch
 
+from harness import job
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
-from harness.job import endings, heartbeats
 from harness.report.figures import find
 from harness.report.trackers import Tracker
 from harness.state.train_state import TrainState
@@ -84,7 +84,7 @@ class Prometheus(Tracker):
         self.show(metrics)
 
     def close(self, exit_code: int) -> None:
-        self.running = endings.state_of(exit_code)
+        self.running = job.state_of(exit_code)
 
     def collect(self) -> Iterator:
         """The metrics as they are now; a figure is that of the last log line that had it."""
@@ -94,7 +94,7 @@ class Prometheus(Tracker):
             family.add_metric([self.run, *labels.values()], value)
             return family
 
-        labels, here = ["run"], heartbeats.HERE
+        labels, here = ["run"], job.HERE
         states = StateSetMetricFamily("training_state", "running, done, stopped or failed", labels=labels)
         yield labelled(states, {name: name == self.running for name in STATES})
         steps = CounterMetricFamily("training_steps", "optimizer steps since this process began", labels=labels)

@@ -12,13 +12,12 @@ from typing import TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
+from harness import job
 from harness.base import saved
 from harness.base.text import counted, shortened
 from harness.flags.commands import flags_of_run, to_paste
 from harness.flags.parser import LENGTHS
 from harness.flags.settings import Settings
-from harness.job import terminal
-from harness.job.printing import columns, say
 from harness.report.files import as_json
 from harness.report.header import significant
 from harness.report.health import Skipped
@@ -80,7 +79,9 @@ def say_evaluation(
     size = f"{tokens:,} tokens"
     if settings.chat_loss == "assistant" and any(windows.is_chat for windows in held_out.values()):
         size += ", of conversations the assistant's alone"
-    say(columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {describe_held_out(losses)}, {size}"}))
+    job.say(
+        job.columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {describe_held_out(losses)}, {size}"})
+    )
     if settings.json and dist.get_rank() == 0:
         figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}
         figures |= losses | {"perplexity": perplexity(losses["eval_loss"])}
@@ -97,10 +98,10 @@ def describe_skipped(skipped: list[Skipped], data, folder: pathlib.Path) -> str:
     steps = shortened([f"{step:,}" for step, _ in skipped])
     reasons = shortened(list(dict.fromkeys(reason for _, reason in skipped)), 3)
     samples = data.samples_of_step(first.step)
-    command = to_paste(terminal.launcher(), config=folder / "config.json", show_samples=first.step)
+    command = to_paste(job.launcher(), config=folder / "config.json", show_samples=first.step)
     whose = "which" if count == 1 else "the first of which"
     text = f"{'step' if count == 1 else 'steps'} {steps}: {reasons}; {whose} had samples {samples.start:,} to "
-    return columns({"skipped": f"{text}{samples.stop - 1:,}, shown by: {command}"})
+    return job.columns({"skipped": f"{text}{samples.stop - 1:,}, shown by: {command}"})
 
 
 # ---- The end ---------------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def summarize(metrics: dict, folder: pathlib.Path, state: TrainState, seconds: f
         milliseconds = metrics["predicted_step_time_ms"]
         lines["planned"] = f"alloc {alloc:.2f} GiB, reserved {reserved:.2f} GiB, {milliseconds:,.1f} ms a step"
     lines["files"] = str(folder)
-    return "\n" + columns(lines, wrap=True)
+    return "\n" + job.columns(lines, wrap=True)
 
 
 def describe_training(metrics: dict, state: TrainState, seconds: float) -> str:
@@ -173,7 +174,7 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, page: p
         prompt: what a story may begin with, empty where there is no tokenizer.
         page: of the run, None where it was not written.
     """
-    launcher, lines = terminal.launcher(), {}
+    launcher, lines = job.launcher(), {}
     is_saved = saved.newest(folder) is not None
     source = {"resume": folder} if is_saved else {"init": "pretrained", "model": settings.export or ""}
     if prompt and (is_saved or settings.export):
@@ -196,7 +197,7 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, page: p
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
     if page:
         lines["report"] = str(page)
-    return "\n" + columns(lines)
+    return "\n" + job.columns(lines)
 
 
 def decay_command(settings: Settings, folder: pathlib.Path) -> str:
@@ -205,4 +206,4 @@ def decay_command(settings: Settings, folder: pathlib.Path) -> str:
     given = flags_of_run(settings, folder, *LENGTHS, "decay_steps", "export", "export_weights")
     steps = max(1, settings.num_steps // 4)
     branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
-    return to_paste(terminal.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
+    return to_paste(job.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)

@@ -1,10 +1,13 @@
 """A run writes into one folder below OUTPUT_DIR, which is its own, and nowhere else."""
 
 import os
-import shutil
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
-from conftest import parse, words, write_model
+from conftest import ROOT, parse, start, words, write_model
 from multirank import SIZES
 
 from harness.base.errors import UserError
@@ -59,49 +62,36 @@ def test_a_link_that_leads_out_of_the_output_folder_is_not_followed(mistake, tmp
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-def test_metrics_that_are_a_folder_are_one_line(mistake, tmp_path):
-    (tmp_path / "out" / "r" / "metrics.jsonl").mkdir(parents=True)
-    assert "metrics.jsonl is no file; remove it" in mistake("--resume", "auto")
+def test_what_is_no_folder_is_said_at_the_start(mistake, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "r").write_text("notes")
+    assert mistake("--resume", "auto").startswith("--")
+    assert (tmp_path / "out" / "r").read_text() == "notes"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-00000002"])
-def test_what_is_in_the_way_of_a_checkpoint_is_said_at_the_start(mistake, tmp_path, name):
-    """Every save would fail, at that step and at each later one."""
-    place = tmp_path / "out" / "r" / name
-    place.parent.mkdir(parents=True)
-    place.write_text("notes")
-    assert f"{place} is no folder" in mistake("--resume", "auto", "--checkpoint-interval", 1)
-    place.unlink()
-    if name != "checkpoints":
-        (tmp_path / "elsewhere").mkdir()
-        place.symlink_to(tmp_path / "elsewhere")
-        assert f"{place} is a link, where a checkpoint is to be" in mistake("--resume", "auto")
+def test_a_process_takes_its_own_folder_twice_and_another_one_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "LOCK_PATIENCE", 0.5)
+    first, again = folders.lock_folder(tmp_path), folders.lock_folder(tmp_path)
+    assert first.is_locked and again.is_locked
+    code = "import pathlib; from harness.job import folders; folders.LOCK_PATIENCE = 0.5; "
+    code += f"folders.lock_folder(pathlib.Path({str(tmp_path)!r}))"
+    said = start([sys.executable, "-c", code]).stderr
+    assert f"another run is in {tmp_path}, whose processes `fuser {tmp_path}/.lock` names; end it or" in said
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
-def test_a_pipe_in_a_runs_folder_is_one_line_and_no_wait(mistake, tmp_path, name):
-    (tmp_path / "out" / "r").mkdir(parents=True)
-    os.mkfifo(tmp_path / "out" / "r" / name)
-    (tmp_path / "out" / "r" / ".lock").touch()
-    assert f"{tmp_path / 'out' / 'r' / name} is no file; remove it" in mistake("--resume", "auto")
-
-
-def test_a_lock_that_was_removed_or_made_anew_meanwhile_is_not_the_folders(tmp_path):
-    lock = tmp_path / ".lock"
-    lock.touch()
-    descriptor = os.open(lock, os.O_RDWR)
-    assert folders.is_of_this_folder(descriptor, lock)
-    lock.unlink()
-    assert not folders.is_of_this_folder(descriptor, lock)
-    lock.touch()
-    assert not folders.is_of_this_folder(descriptor, lock)
-    os.close(descriptor)
-
-
-def test_a_copy_of_hard_links_has_a_lock_of_its_own(tmp_path):
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / ".lock").write_text("[]")
-    shutil.copytree(tmp_path / "r", tmp_path / "copy", copy_function=os.link)
-    folders.lock_folder(tmp_path / "copy")
-    assert (tmp_path / "r" / ".lock").read_text() == "[]" and (tmp_path / "copy" / ".lock").read_text() != "[]"
-    assert not os.path.samefile(tmp_path / "r" / ".lock", tmp_path / "copy" / ".lock")
+def test_a_forked_process_does_not_keep_the_lock_of_a_rank_that_was_killed(tmp_path):
+    """Data workers outlive a killed rank for some seconds."""
+    code = "import os, pathlib, time; from harness.job import folders; "
+    code += f"lock = folders.lock_folder(pathlib.Path({str(tmp_path)!r})); "
+    code += "child = os.fork(); print(child or '', end=' ', flush=True); time.sleep(1000)"
+    rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    said = ""
+    while not re.search(r"\d+ ", said):
+        said += rank.stdout.read(1)
+    rank.kill()
+    rank.wait()
+    try:
+        assert folders.lock_folder(tmp_path).is_locked
+    finally:
+        os.kill(int(said), signal.SIGKILL)
+        rank.stdout.close()
