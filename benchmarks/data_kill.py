@@ -42,8 +42,8 @@ from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
+from harness.base import versions
 from harness.flags.parser import parse_args
-from harness.report import files
 
 STEPS = 60  # of a run
 GLOBAL_BATCH = 8  # sequences of a step, however many ranks and microbatches share them
@@ -131,7 +131,7 @@ def as_rank(rank: int, layout: Layout, port: int, record: int, output: int, argv
     """The forked process: the program, with its samples written down."""
     become_rank(rank, layout.ranks, port, output)
     record_batches(record, layout)
-    files.commit = lambda: None  # it asks git, the slowest part of a start here
+    versions.commit = lambda: None  # it asks git, the slowest part of a start here
     train_fsdp.main(parse_args(argv))
 
 

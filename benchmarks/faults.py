@@ -46,10 +46,9 @@ from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
-from harness.base import saved
+from harness.base import saved, versions
 from harness.flags.parser import parse_args
 from harness.job import signals
-from harness.report import files
 from harness.state.train_state import TrainState
 
 STEPS = 4
@@ -304,7 +303,7 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
                     time.sleep(0.01)
 
         TrainState.count = counted
-    files.commit = lambda: None  # it asks git, the slowest part of a start here
+    versions.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
 

@@ -64,9 +64,7 @@ NAMES = {
         "mp_policy",
         "offload_to_cpu",
     ),
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "fsdp_params",
-    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": ("fsdp_params",),
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_group",),
     "torch.distributed.tensor._sharding_prop:ShardingPropagator": ("_propagate_tensor_meta_non_cached",),
     "torch.testing._internal.distributed.fake_pg": ("FakeStore",),
@@ -196,8 +194,6 @@ def group_of_collective(args) -> dist.ProcessGroup:
         return dist.ProcessGroup.unbox(boxed[0])
     names = [arg for arg in args if isinstance(arg, str)]
     return group_by_name(names[-1])
-
-
 
 
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------

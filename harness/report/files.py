@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from harness import job
+from harness.base import versions
 from harness.base.saved import read_config
-from harness.base.versions import commit, versions
 from harness.flags.parser import record_flags
 from harness.flags.settings import Settings
 from harness.state.train_state import TrainState
@@ -104,7 +104,7 @@ def describe_run(settings: Settings, folder: pathlib.Path, state: TrainState, da
     }
     if changed:
         start["changed"] = changed
-    run = record_flags(settings) | {"versions": versions(), "commit": commit()}
+    run = record_flags(settings) | {"versions": versions.versions(), "commit": versions.commit()}
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run["world_size"] = dist.get_world_size()
     run |= {"run_id": state.run_id, "folder": str(folder.resolve())}
