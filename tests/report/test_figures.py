@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, forked, metrics_of, parse, start, words
 from multirank import worst_of_two
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,10 +14,9 @@ from test_tracker import FLOPS, TOKENS
 from trackerfiles import read_events
 
 import utils
-from harness.report.figures import FIGURES, of_all_ranks
+from harness.report.figures import FIGURES, memory_figures, of_all_ranks
 from harness.report.prometheus import Prometheus
 from harness.report.trackers import named, over_tokens
-from tools import figure_table
 
 
 def test_a_row_is_told_from_every_other_and_its_words_fit_a_table_and_a_help_text():
@@ -54,6 +54,13 @@ def test_a_line_has_the_worst_of_all_ranks():
     assert "'data_wait_percent': 5.0" in said and "'slowest_rank_ms': 8.0, 'slowest_rank': 1" in said
     assert "'step_time_ms': 10.0" in said
     assert "the others wait 6 ms for rank 1" in said
+
+
+def test_memory_is_that_of_torchs_allocator_at_its_peak(monkeypatch):
+    stats = {"active_bytes": 3 * 2**30, "allocated_bytes": 2 * 2**30, "reserved_bytes": 4 * 2**30}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {f"{key}.all.peak": size for key, size in stats.items()})
+    peaks = memory_figures(torch.device("cuda"))
+    assert peaks == {"peak_memory_active": 3.0, "peak_memory_alloc": 2.0, "peak_memory_reserved": 4.0}
 
 
 def test_in_warmup_on_a_cpu_there_is_nothing(device):
@@ -136,11 +143,3 @@ def test_a_row_and_a_line_that_computes_it_are_all_that_a_new_figure_takes(tmp_p
     assert "<h3>Hours <span>h</span></h3>" in page and f"<b>{final['elapsed_hours']:.6f}</b>" in page
     table = start([sys.executable, "-m", "tools.figure_table"], cwd=tree).stdout
     assert "| `elapsed_hours` | `extra/elapsed_hours` | h | time since the start, in hours |" in table
-
-
-def test_a_page_without_the_markers_is_left_as_it_is(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("a page\n")
-    with pytest.raises(SystemExit, match="it lacks the line"):
-        figure_table.main([str(page)])
-    assert page.read_text() == "a page\n"
