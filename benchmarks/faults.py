@@ -46,10 +46,9 @@ from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
-from harness.base import saved
+from harness.base import saved, versions
 from harness.flags import parse_args
 from harness.job import signals
-from harness.report import run_record
 from harness.state import TrainState
 
 STEPS = 4
@@ -305,7 +304,7 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
             return tokens
 
         TrainState.advance = counted
-    run_record.commit = lambda: None  # it asks git, the slowest part of a start here
+    versions.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
 

@@ -41,10 +41,8 @@ from harness.job.signals import StopRequest
 from harness.job.world import new_group
 from harness.model import collectives
 from harness.model.configs import load_config
-from harness.model.flops import DocumentFlops
 from harness.model.optimization import local
 from harness.model.weights import decoder_layers
-from harness.report.figures import figures_of_all_ranks
 from harness.state import store
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
@@ -226,19 +224,39 @@ def measured(slow: int | None, *argv: str) -> None:
     program("--measure", *argv)
 
 
+def worst_of_two() -> None:
+    """Rank 0 prints the figures of a log line to which it and a slower rank 1 contribute."""
+    from harness.report.figures import of_all_ranks
+
+    device = start_processes()
+    rank, heartbeats.RANKS[:] = dist.get_rank(), [("node-a", 1), ("node-b", 2)]
+    state = types.SimpleNamespace(elapsed=100, productive_seconds=lambda: 1)
+    speed = {"step_time_ms": 10.0, "data_wait_percent": 5.0 * rank}
+    figures = of_all_ranks(speed, state, device, worked_ms=2.0 + 6.0 * rank)
+    if rank == 0:
+        print(*figures, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def uneven(*argv: str) -> None:
-    """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and rank 0 waits
-    for it for a thousand seconds at each of the first 6 lines."""
+    """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and works for
+    300 ms longer than rank 0 in each of the first 4 steps, of two microbatches each."""
     from harness.job import preflight
-    from harness.report.waiting import Waiting
 
     rank = int(os.environ["RANK"])
-    node, own = f"node-{'ab'[rank]}", preflight.versions()
+    node, own, make_batches = f"node-{'ab'[rank]}", preflight.versions(), train_fsdp.training_batches
     socket.gethostname = lambda: node
     heartbeats.RANKS[0] = node, os.getpid()
     preflight.versions = lambda: own | ({"torch": "0.1"} if rank else {})
-    waited_ms = iter([1e6 if rank == 0 else 0.0] * 6)
-    Waiting.take = lambda _: next(waited_ms, 0.0)
+
+    def slowed(*arguments):
+        for number, batch in enumerate(make_batches(*arguments)):
+            if rank and number < 8:
+                time.sleep(0.15)
+            yield batch
+
+    train_fsdp.training_batches = slowed
     program(*argv)
 
 
@@ -564,25 +582,6 @@ def main(workspace: pathlib.Path) -> None:
             train_fsdp.train_step(args, model, optimizer, batches, tracker)
         return counted.counts
 
-    def worst_figures(waited_ms: float) -> dict[str, float]:
-        """What a log line says of ranks of which the last is the slowest."""
-        state = types.SimpleNamespace(elapsed=100, step=1, productive_seconds=lambda: 0.001)
-        mine = {"step_time_ms": 10.0 * (rank + 1), "data_wait_percent": 5.0 * rank}
-        return figures_of_all_ranks(mine, state, device, waited_ms)
-
-    def figures_by_documents() -> dict[str, float]:
-        """What a log line says of a step of 1,000 tokens a rank, in documents of 100 on rank 0, of 200 on rank 1..."""
-        flops = DocumentFlops(per_token=1000, per_pair=1)
-        tracker = utils.PerformanceTracker(0, world, peak_tflops=1.0, document_flops=flops)
-        tracker.note_documents(1000 * 100 * (rank + 1))
-        speed = tracker.step(1000 * world, 2000)
-        state = types.SimpleNamespace(elapsed=100, step=1, productive_seconds=lambda: 0.001, tracker=tracker)
-        figures = figures_of_all_ranks(speed, state, device)
-        return figures | {"average": tracker.summary()["mfu_documents_percent"]}
-
-    observe("figures", "worst", worst_figures, 9.0 * rank)
-    observe("figures", "by documents", figures_by_documents)
-    observe("figures", "always in collectives", worst_figures, 100.0)
     for name, flags in SAME_LOSSES[world].items():
         observe("runs", name, train, name, flags)
         if "--compile" in flags:

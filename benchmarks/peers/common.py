@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import utils  # comparison
 from harness import data  # comparison
-from harness.report.figures import memory_figures  # comparison
+from harness import report  # comparison
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -145,7 +145,7 @@ class Clock:  # comparison
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
-            figures = self.tracker.summary() | memory_figures(device()) | told
+            figures = self.tracker.summary() | report.memory_figures(device()) | told
             if self.world > 1:
                 loss = loss.clone()
                 dist.all_reduce(loss)

@@ -31,7 +31,7 @@ NAMES = {
     "torch:Tensor": ("_version",),
     "torch:ops.aten": ("_unsafe_view",),
     "torch:ops.mkldnn": ("_is_mkldnn_bf16_supported",),
-    "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id"),
+    "torch._C": ("_current_graph_task_id",),
     "torch._dynamo.backends.common": ("aot_autograd",),
     "torch._dynamo.config": (
         "automatic_dynamic_shapes",
@@ -51,7 +51,6 @@ NAMES = {
     ),
     "torch.cpu": ("_default_cpu_stream",),
     "torch.cuda": ("_sleep",),
-    "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
     "torch.distributed.distributed_c10d": ("_resolve_process_group",),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": ("DefaultAllGather", "DefaultReduceScatter"),
@@ -65,11 +64,7 @@ NAMES = {
         "mp_policy",
         "offload_to_cpu",
     ),
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "_all_gather_comm",
-        "_reduce_scatter_comm",
-        "fsdp_params",
-    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": ("fsdp_params",),
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_group",),
     "torch.distributed.tensor._sharding_prop:ShardingPropagator": ("_propagate_tensor_meta_non_cached",),
     "torch.testing._internal.distributed.fake_pg": ("FakeStore",),
@@ -201,24 +196,6 @@ def group_of_collective(args) -> dist.ProcessGroup:
     return group_by_name(names[-1])
 
 
-# ---- Memory ----------------------------------------------------------------------------------------------------------
-
-
-def record_memory_history(max_entries: int) -> None:
-    """Records the last allocations of the device. torch's guide to CUDA memory documents this name."""
-    torch.cuda.memory._record_memory_history(max_entries=max_entries)
-
-
-def dump_memory_snapshot(path: str) -> None:
-    """Writes what `record_memory_history` recorded. torch's guide to CUDA memory documents this name."""
-    torch.cuda.memory._dump_snapshot(path)
-
-
-def call_when_out_of_memory(observer: Callable) -> None:
-    """Calls `observer` before torch raises that the device has no memory left, while what fills it is still there."""
-    torch._C._cuda_attach_out_of_memory_observer(observer)
-
-
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 
 # The collectives that a group of parameters begins with, and a parameter between its shards and what computes. Public
@@ -239,11 +216,6 @@ def reduce_dtype(parameter: FSDPParam) -> torch.dtype:
     """In which dtype a parameter's gradients are added up over the ranks. In public a policy can only be given."""
     policy = parameter.mp_policy
     return policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
-
-
-def collectives_of(group) -> tuple:
-    """(all-gather, reduce-scatter) of a group; in public they can only be set."""
-    return group._all_gather_comm, group._reduce_scatter_comm
 
 
 def sharded_data(parameter: FSDPParam) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """The header: what will run, in figures that can be checked by hand."""
 
-import pathlib
-
 import torch
 import torch.distributed as dist
 
-from harness.base import counted
-from harness.flags import Settings
-from harness.job import columns
+from harness import job
+from harness.base.text import counted
+from harness.flags.commands import given
+from harness.flags.settings import Settings
 from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer
 from harness.model.routing import describe_routing
@@ -53,7 +52,7 @@ def describe_setup(
     lines["sharding"] = sharding
     lines["verified"] = verified
     why = f"the default on a {'GPU' if mesh.device_type == 'cuda' else 'CPU'}"
-    if "precision" in settings.given:
+    if "precision" in given(settings.argv):
         why = "by --precision"
     elif manifest:
         why = "as in the checkpoint"
@@ -72,7 +71,7 @@ def describe_setup(
         lines["skipping"] = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
     lines |= train_set.header
-    return columns(lines, wrap=True)
+    return job.columns(lines, wrap=True)
 
 
 def device_name(device_type: str) -> str:
@@ -119,13 +118,3 @@ def techniques(settings: Settings, model, device_type: str) -> list[str]:
 def significant(figure: float) -> str:
     """A positive figure to three digits, from 100 on to whole ones."""
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
-
-
-def watching(settings: Settings, folder: pathlib.Path) -> dict[str, str]:
-    """Where to watch a run while it goes on: by command, address or file, what there is of each."""
-    places = {}
-    if settings.metrics_port:
-        places["metrics"] = f"http://{settings.metrics_host}:{settings.metrics_port}/metrics"
-    if settings.profile:
-        places["profile"] = str(folder / "profile" / "rank-0.json")
-    return places

@@ -15,12 +15,12 @@ from torch.optim import _muon as torchs
 from transformers import AutoConfig
 
 import train_fsdp
+from harness import report
 from harness.model import newton_schulz
 from harness.model.matrices import matrices_of_model
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, parameter_bytes
 from harness.model.weights import on_meta
 from harness.model.whole_matrices import cost, divide, interleave, rows_held
-from harness.report.header import describe_setup
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LAYOUTS = [(1, 1), (1, 2), (1, 3), (1, 8), (4, 1), (2, 2), (3, 4)]  # replicas and shards
@@ -422,7 +422,7 @@ def test_the_header_says_how_many_of_each_and_which(built):
     model, optimizer, settings = built("--optimizer", "muon", model="fused")
     data = types.SimpleNamespace(header={}, has_padding=False)
     mesh = next(model.parameters()).device_mesh
-    header = " ".join(describe_setup(settings, model, optimizer, mesh, data, "", None, "").split())
+    header = " ".join(report.describe_setup(settings, model, optimizer, mesh, data, "", None, "").split())
     assert "muon on 14 matrices (o_proj, qkv_proj, gate_up_proj, down_proj)" in header
     assert "adamw on 7 other parameters (embed_tokens," in header
     assert find_optimizer("adamw").describe is None

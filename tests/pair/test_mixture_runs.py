@@ -173,7 +173,7 @@ def test_sources_are_added_removed_and_reweighted_at_a_resume_and_the_others_go_
     assert (lines[4]["share/a"], lines[4]["share/b"]) == (0.5, 0.5)
     assert (lines[8]["share/a"], lines[8]["share/c"]) == (0.25, 0.75)
     assert lines[8]["epochs/a"] == pytest.approx(12 / 62) and lines[8]["epochs/c"] == pytest.approx(12 / 62)
-    assert "Mixture" in (tmp_path / "r" / "report.html").read_text()
+    assert "Shares of the sources" in (tmp_path / "r" / "report.html").read_text()
     assert len({tuple(window) for window in windows_of("a", first, then)}) == 12  # none of it twice
 
     (tmp_path / "alone").mkdir()

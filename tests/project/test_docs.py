@@ -387,7 +387,6 @@ OTHERS = {
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
-    "harness/report/page.py": {"--output"},
     "launch/datatrove.py": {"--executor", "--executor-option", "--tasks", "--workers"},
 }
 

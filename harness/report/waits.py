@@ -1,19 +1,19 @@
-"""Waiting: how long this rank is inside the collectives of a sharded model. Most of that is waiting for slower ranks:
-the slowest rank is inside them least. Called by the training loop. Independent of the other ranks' times."""
+"""Waits: how long this rank is inside the collectives of a sharded model. Most of that is waiting for slower ranks: the
+slowest rank is inside them least. Independent of the other ranks' times."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from harness.base.torch_internals import collectives_of, fsdp_group
-from harness.model.collectives import sharded_modules
 from harness.report.profiling import covered
 
 
-class Waiting:
+class Waits:
     """A clock around every all-gather, reduce-scatter and all-reduce of a model's `fully_shard` groups, which work as
     before.
 
@@ -22,17 +22,22 @@ class Waiting:
     """
 
     def __init__(self, model: nn.Module):
-        mesh = next(model.parameters()).device_mesh
+        mesh = next(model.parameters()).device_mesh  # type: ignore[attr-defined]  # they are DTensors
         self.cuda = mesh.device_type == "cuda"
         self.runs = False  # whether the current step is timed
         self.steps = 0  # that were timed
         self.spans: list[tuple] = []  # of time inside collectives: (start, end)
-        self.begun = None  # when the first step of `spans` began
-        self.reduced = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
-        for module in sharded_modules(model):
-            all_gather, reduce_scatter = collectives_of(fsdp_group(module))
-            module.set_custom_all_gather(Timed(self, all_gather))
-            module.set_custom_reduce_scatter(Timed(self, reduce_scatter))
+        self.begun: Any = None  # when the first step of `spans` began
+        self.reduced: Any = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
+        for module in model.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            group = module._get_fsdp_state()._fsdp_param_group  # private: in public, collectives can only be set
+            if group is None:  # it has no parameters of its own
+                continue
+            all_gather, reduce_scatter = group._all_gather_comm, group._reduce_scatter_comm  # private: as above
+            module.set_custom_all_gather(Timed(self, all_gather))  # type: ignore[arg-type]  # as FSDP2 uses it
+            module.set_custom_reduce_scatter(Timed(self, reduce_scatter))  # type: ignore[arg-type]
             if mesh.ndim > 1:
                 module.set_all_reduce_hook(lambda _: self.add(self.reduced))
 
@@ -61,7 +66,7 @@ class Waiting:
 
     def take(self) -> float:
         """Milliseconds of a step that this rank was in a collective, the mean since the last call. The device must be
-        synchronized. Time in which several collectives run counts once, so it is never more than the steps took."""
+        synchronized. Time in which several collectives run counts once."""
         spans = [(self.since_begun(start), self.since_begun(end)) for start, end in self.spans]
         spent = covered(spans) / max(self.steps, 1)
         self.begun, self.steps, self.spans = None, 0, []
@@ -75,19 +80,19 @@ class Waiting:
 class Timed:
     """A collective with a clock, in the place of one of FSDP2's `AllGather` or `ReduceScatter` objects."""
 
-    def __init__(self, waiting: Waiting, collective: Callable):
-        self.waiting, self.collective = waiting, collective
+    def __init__(self, waits: Waits, collective: Any):
+        self.waits, self.collective = waits, collective
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.waiting.runs:
-            self.waiting.reduced = self.waiting.now()
+        if self.waits.runs:
+            self.waits.reduced = self.waits.now()
         return self.collective.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group, **options):
-        if not self.waiting.runs:
+        if not self.waits.runs:
             return self.collective(output_tensor, input_tensor, group, **options)
-        start = self.waiting.now()
+        start = self.waits.now()
         work = self.collective(output_tensor, input_tensor, group, **options)
-        self.waiting.add(start)
-        self.waiting.reduced = self.waiting.now()
+        self.waits.add(start)
+        self.waits.reduced = self.waits.now()
         return work
