@@ -76,7 +76,7 @@ from harness.model.collectives import alias_reduce_scatter_buffers, make_replica
 from harness.model.configs import choose_sequence_length, find_source, load_config
 from harness.model.finite import loss_and_norm, loss_without_data
 from harness.model.float8 import check_float8, fp8_converter
-from harness.model.flops import known_document_flops, known_flops
+from harness.model.flops import known_flops
 from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
 from harness.model.precision import choose_precision
@@ -374,7 +374,6 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms: Recen
         heartbeats.enter_phase("data")
         with tracker.data_wait():
             batch = next(batches)
-        tracker.note_documents(batch.pop("squared_lengths", 0))
         heartbeats.enter_phase("forward")
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)  # see training_batches
         loss = model(**batch, use_cache=False).loss / divisor
@@ -475,8 +474,6 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if settings.min_mfu and not flops_per_token:
         raise UserError(f"--min-mfu: {flops_in_words}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
-    if settings.document_mask and flops_per_token:
-        tracker.document_flops = known_document_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
     state = TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
     if checkpoint:
         origin = on_main_rank(lambda: saved.find_origin(folder, checkpoint, manifest))

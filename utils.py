@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,13 @@ from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.training_data import TrainingData, mix
 from harness.data.windows import PackedDataset, create_collate_fn
 from harness.flags.sources import sources_of
-from harness.model.flops import DocumentFlops, count_flops_per_token, document_flops, formula_holds
+from harness.model.flops import count_flops_per_token, formula_holds
 
 __all__ = [
     "PackedDataset",
     "PerformanceTracker",
     "create_collate_fn",
     "estimate_mfu",
-    "flops_of_documents",
     "get_dataset",
     "get_gpu_peak_tflops",
     "get_model_flops_per_token",
@@ -150,22 +149,6 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
     return 6 * matmul_parameters + attention
 
 
-def flops_of_documents(model, lengths: Iterable[int]) -> int:
-    """FLOPs of forward and backward of documents of these lengths, each of which attends to itself alone:
-
-        6 x (parameters of the matmuls) x (sum of the lengths) + 12 x layers x heads x head_dim x (sum of their squares)
-
-    for the models for which PaLM's formula holds. For others both factors come from `get_model_flops_per_token` at
-    several lengths. A ValueError where it is no straight line over them, as with a sliding window that is shorter than
-    the longest document.
-
-    `lengths` are in tokens; `model` is a causal language model of transformers or its config.
-    """
-    lengths = list(lengths)
-    flops = document_flops(model, max(lengths), get_model_flops_per_token)
-    return int(flops.of(sum(lengths), sum(length * length for length in lengths)))  # of integers
-
-
 def estimate_mfu(
     model_flops_per_token: float,
     num_tokens: float,
@@ -203,7 +186,6 @@ class PerformanceTracker:
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
     num_gpus: int = 1  # that share the tokens
     peak_tflops: float | None = None  # dense, of one device; by default that of the current GPU
-    document_flops: DocumentFlops | None = None  # where attention stays inside documents: for MFU by their lengths
 
     def __post_init__(self):
         self.reset()
@@ -212,7 +194,6 @@ class PerformanceTracker:
         """Forgets everything; the warmup begins again."""
         self.steps_seen, self.warmup_seconds = 0, 0.0
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
-        self.total |= {"document_tokens": 0.0, "document_flops": 0.0}  # of all ranks, see `count_documents`
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._start: float | None = None  # when the clock of this window started; None while it is stopped
         self._open_window()
@@ -222,8 +203,7 @@ class PerformanceTracker:
 
         Returns `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards
         the metrics of the window that this step closes: those of `estimate_mfu` and `tokens_per_sec_per_gpu`,
-        `steps_per_sec`, `step_time_ms`, `data_wait_percent`. Where there is MFU by documents, `squared_lengths` is what
-        `note_documents` added up in the window on this rank.
+        `steps_per_sec`, `step_time_ms`, `data_wait_percent`.
         """
         self.steps_seen += 1
         if self.steps_seen < self.warmup_steps:
@@ -243,26 +223,8 @@ class PerformanceTracker:
             self.total[key] += value
         self.windows.append((self.window["steps"], self.window["seconds"]))
         metrics = self._metrics(self.window)
-        if self.document_flops and "mfu_percent" in metrics:
-            metrics["squared_lengths"] = self.squared_lengths
-        self.closed = self.window
         self._open_window()
         return metrics
-
-    def note_documents(self, squared_lengths: int) -> None:
-        """Adds the documents of a microbatch of this rank: the sum of the squares of their lengths."""
-        if self._start is not None:
-            self.squared_lengths += squared_lengths
-
-    def count_documents(self, squared_lengths: float) -> dict[str, float]:
-        """`mfu_documents_percent` of the window that was closed last, by the `squared_lengths` of all ranks together.
-        The averages of `summary` have it too if every window was counted."""
-        tokens = self.closed["tokens"]
-        counted = {"document_tokens": tokens, "document_flops": self.document_flops.of(tokens, squared_lengths)}
-        for key, value in counted.items():
-            self.total[key] += value
-        metrics = self._metrics(self.closed | counted)
-        return {"mfu_documents_percent": metrics["mfu_documents_percent"]}
 
     def summary(self) -> dict[str, float]:
         """Averages over every step after warmup; `{}` when there was none."""
@@ -308,7 +270,6 @@ class PerformanceTracker:
     def _open_window(self) -> None:
         wait_for_device()
         self.window = dict.fromkeys(self.total, 0.0)
-        self.squared_lengths = 0  # of this rank's documents in the window
         self._start = time.perf_counter()
 
     def _metrics(self, window: dict[str, float]) -> dict[str, float]:
@@ -317,8 +278,6 @@ class PerformanceTracker:
         speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, peak_tflops)
         if not flops:
             del speed["actual_tflops_per_sec"]
-        if "mfu_percent" in speed and window["document_tokens"] == tokens:
-            speed["mfu_documents_percent"] = speed["mfu_percent"] * window["document_flops"] / flops
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
             "steps_per_sec": window["steps"] / seconds,

@@ -41,7 +41,6 @@ from harness.job.signals import StopRequest
 from harness.job.world import new_group, start_processes, stop_processes
 from harness.model import collectives
 from harness.model.configs import load_config
-from harness.model.flops import DocumentFlops
 from harness.model.optimization import local
 from harness.model.weights import decoder_layers
 from harness.report.figures import figures_of_all_ranks
@@ -549,18 +548,7 @@ def main(workspace: pathlib.Path) -> None:
         mine = {"step_time_ms": 10.0 * (rank + 1), "data_wait_percent": 5.0 * rank}
         return figures_of_all_ranks(mine, state, device, waited_ms)
 
-    def figures_by_documents() -> dict[str, float]:
-        """What a log line says of a step of 1,000 tokens a rank, in documents of 100 on rank 0, of 200 on rank 1..."""
-        flops = DocumentFlops(per_token=1000, per_pair=1)
-        tracker = utils.PerformanceTracker(0, world, peak_tflops=1.0, document_flops=flops)
-        tracker.note_documents(1000 * 100 * (rank + 1))
-        speed = tracker.step(1000 * world, 2000)
-        state = types.SimpleNamespace(elapsed=100, step=1, productive_seconds=lambda: 0.001, tracker=tracker)
-        figures = figures_of_all_ranks(speed, state, device)
-        return figures | {"average": tracker.summary()["mfu_documents_percent"]}
-
     observe("figures", "worst", worst_figures, 9.0 * rank)
-    observe("figures", "by documents", figures_by_documents)
     observe("figures", "always in collectives", worst_figures, 100.0)
     for name, flags in SAME_LOSSES[world].items():
         observe("runs", name, train, name, flags)

@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness.base.errors import UserError
-from harness.data.document_lengths import squared_lengths
 from harness.data.sample_order import samples_of_microbatch
 from harness.data.streaming import report_left_out
 from harness.data.training_data import Positions, SampleReader, TrainingData
@@ -32,8 +30,8 @@ def training_batches(settings: Settings, data: TrainingData, state, device: torc
 
     `state` is the run's `TrainState`; `state.positions` moves with the batches. Where samples have other numbers of
     trained tokens than each other, a batch has a `loss_divisor`: its mean loss divided by it, summed over a step's
-    microbatches and averaged over ranks, is the mean over each trained token of the global batch. With `position_ids` a
-    batch has `squared_lengths`, for the tracker. A UserError that a data worker met is raised here.
+    microbatches and averaged over ranks, is the mean over each trained token of the global batch. A
+    UserError that a data worker met is raised here.
     """
     loader = build_loader(settings, data, state, pin_memory=device.type == "cuda")
     if device.type != "cuda":
@@ -136,16 +134,7 @@ class RankBatches(IterableDataset):
                 if not self.data.is_uniform:
                     _, trained = self.data.count_tokens(samples)
                     batch["loss_divisor"] = trained_in_step / (trained * self.world_size) if trained else math.inf
-                if "position_ids" in batch:
-                    batch["squared_lengths"] = squared_lengths(batch["position_ids"], self.real_inputs(samples))
                 yield batch
-
-    def real_inputs(self, samples: range) -> np.ndarray | None:
-        """Booleans of shape (samples, seq_len), False for padding; None where there is none."""
-        if self.data.is_uniform:
-            return None
-        lengths = [self.data.count_tokens(range(sample, sample + 1))[0] for sample in samples]
-        return np.arange(self.data.seq_len) < np.array(lengths)[:, None]
 
 
 def no_trained_token(data: TrainingData, samples: range) -> UserError:

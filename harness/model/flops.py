@@ -64,47 +64,6 @@ def formula_holds(config) -> bool:
     return config.model_type in MIXTURE_FAMILIES and not has_dense_layers
 
 
-# ---- Documents -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DocumentFlops:
-    """FLOPs of a forward and a backward where each token attends to its own document alone, by the convention of
-    `utils.get_model_flops_per_token`: to all of it, as attention across documents counts the whole sequence."""
-
-    per_token: int  # of all but the scores of attention
-    per_pair: int  # of a token and one token of its document: 12 x layers x heads x head_dim by PaLM's formula
-
-    def of(self, tokens: float, squared_lengths: float) -> float:
-        """FLOPs of documents with so many tokens together, and of whose lengths the squares have this sum."""
-        return self.per_token * tokens + self.per_pair * squared_lengths
-
-
-def document_flops(model, longest: int, flops_per_token: Callable[[nn.Module, int], int]) -> DocumentFlops:
-    """FLOPs of documents of up to `longest` tokens, from `flops_per_token`, which is `utils.get_model_flops_per_token`.
-
-    A ValueError where there is no figure for the model, or where its FLOPs per token are no straight line over the
-    length: a sliding window shorter than `longest` bends it.
-    """
-    longest = max(longest, 4)
-    middle = longest // 2
-    at_one, at_middle, at_longest = (flops_per_token(model, length) for length in (1, middle, longest))
-    per_pair, rest = divmod(at_longest - at_one, longest - 1)
-    if rest or at_middle != at_one + per_pair * (middle - 1):
-        raise ValueError("its FLOPs do not grow evenly with the length of a document")
-    return DocumentFlops(at_one - per_pair, per_pair)
-
-
-def known_document_flops(
-    model, sequence_length: int, flops_per_token: Callable[[nn.Module, int], int]
-) -> DocumentFlops | None:
-    """`document_flops`, None where no figure can be trusted."""
-    try:
-        return document_flops(model, sequence_length, flops_per_token)
-    except ValueError:
-        return None
-
-
 # ---- Count by operators ----------------------------------------------------------------------------------------------
 
 

@@ -178,18 +178,7 @@ FIGURES = (  # tiles, charts and tables have this order
         label="MFU",
         written="{:.2f} %",
         chart=MFU,
-        line="across documents",
         compared=True,
-    ),
-    Figure(
-        "mfu_documents_percent",
-        "perf/mfu_documents_percent",
-        "%",
-        "mfu_percent with attention over each document's own length, with --document-mask",
-        label="MFU by documents",
-        written="{:.2f} %",
-        chart=MFU,
-        line="by documents",
     ),
     Figure(
         "actual_tflops_per_sec",

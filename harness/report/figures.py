@@ -52,7 +52,6 @@ class RankFigures:
     data_wait_percent: float = ABSENT
     waited_ms: float = ABSENT  # of a step, inside collectives
     slowdown: float = 0.0  # why the GPU's clocks are low, bits of `driver.SLOWDOWNS`
-    squared_lengths: float = ABSENT  # of the documents of the window, the sum of their lengths' squares
 
     @property
     def worked_ms(self) -> float:
@@ -68,16 +67,12 @@ def figures_of_all_ranks(
     waited_ms: float | None = None,
     slow_ranks: SlowRanks | None = None,
 ) -> dict[str, float]:
-    """Speed as this rank saw it, the figures of `worst_of_ranks`, MFU by the documents of all ranks where `speed` has
-    the `squared_lengths` of this one's, and goodput; in warmup memory alone.
+    """Speed as this rank saw it, the figures of `worst_of_ranks`, and goodput; in warmup memory alone.
 
     `waited_ms` is how long this rank was inside collectives in a step, None where that was not timed; by it
     `slow_ranks` names a rank that the others wait for. Either all ranks call this with speed or none does.
     """
     own = memory_figures(device)
-    speed = dict(speed)
-    if "squared_lengths" in speed:
-        own["squared_lengths"] = speed.pop("squared_lengths")
     timed = "step_time_ms" in speed
     if timed:
         own |= {"step_time_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
@@ -97,9 +92,6 @@ def figures_of_all_ranks(
     # lost and the time between
     trained, elapsed = state.productive_seconds(), state.elapsed
     figures = speed | worst
-    squared_lengths = [rank.squared_lengths for rank in ranks]
-    if ABSENT not in squared_lengths:
-        figures |= state.tracker.count_documents(sum(squared_lengths))
     figures["trained_seconds"] = trained
     figures["elapsed_seconds"] = elapsed
     figures["goodput_percent"] = min(100.0, 100 * trained / elapsed)

@@ -189,8 +189,6 @@ def describe_speed(metrics: dict) -> str:
         words += f", {significant(metrics['actual_tflops_per_sec'])} TFLOPS"
     if "mfu_percent" in metrics:
         words += f" of {significant(metrics['theoretical_tflops_total'])}, MFU {metrics['mfu_percent']:.2f} %"
-    if "mfu_documents_percent" in metrics:
-        words += f" ({metrics['mfu_documents_percent']:.2f} % by documents)"
     if "goodput_percent" in metrics:
         words += f", goodput {metrics['goodput_percent']:.1f} %"
     return words

@@ -85,50 +85,6 @@ def test_flops_equal_torchs_counter_and_palms_formula_to_the_digit(name):
     assert families.palm_flops_per_token(model, SEQUENCE) == counted
 
 
-DOCUMENTS = [1, 2, 7, 64, 33, 16]
-
-
-@pytest.mark.parametrize(
-    "name", ["smollm3", "llama", "qwen3 with head_dim 32", "qwen3_moe", "gpt2", slow_case("mixtral")]
-)
-def test_flops_of_documents_equal_torchs_counter_of_each_document_alone_to_the_digit(name):
-    model = tiny(name, attn_implementation="eager")
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    counted = 0
-    for length in DOCUMENTS:
-        tokens = torch.randint(0, 512, (1, length))
-        with FlopCounterMode(display=False, custom_mapping=families.MENDED) as counter:
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        counted += counter.get_total_flops()
-    assert utils.flops_of_documents(model, DOCUMENTS) == counted
-    assert utils.flops_of_documents(model.config, DOCUMENTS) == counted
-    # in windows of 64 tokens that are all one document it is the figure across documents
-    assert utils.flops_of_documents(model, [64, 64]) == 128 * utils.get_model_flops_per_token(model, 64)
-
-
-def test_flops_of_documents_of_smollm3_3b_by_hand():
-    found = flops.document_flops(preset("smollm3-3b"), 8192, utils.get_model_flops_per_token)
-    assert found == flops.DocumentFlops(6 * 3_074_949_120, 12 * 36 * 16 * 128)
-    assert utils.flops_of_documents(preset("smollm3-3b"), [4096, 4096]) == 8192 * 22_073_573_376
-
-
-@pytest.mark.parametrize("name", ["mistral with a window", slow_case("gemma3_text")])
-def test_a_sliding_window_shorter_than_a_document_leaves_no_flops_of_documents(name):
-    config = AutoConfig.for_model(name.split()[0], **FAMILIES[name])
-    with pytest.raises(ValueError, match="do not grow evenly with the length of a document"):
-        utils.flops_of_documents(config, [8, 17])
-    assert flops.known_document_flops(config, 64, utils.get_model_flops_per_token) is None
-    as_long = flops.known_document_flops(config, 16, utils.get_model_flops_per_token)
-    assert as_long.per_pair == 12 * 2 * 4 * 16  # layers, heads, head_dim
-
-
-@pytest.mark.parametrize("bend", [2, 3, 5, 6, 7])
-def test_flops_that_bend_at_any_length_are_no_straight_line(bend):
-    with pytest.raises(ValueError, match="evenly"):
-        flops.document_flops(None, 8, lambda model, length: 100 + 12 * min(length, bend))
-
-
 VARIATIONS = {
     "grouped KV heads": {},
     "one KV head": {"num_key_value_heads": 1, "tie_word_embeddings": True},

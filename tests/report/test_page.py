@@ -163,7 +163,7 @@ def write_mixture(folder: pathlib.Path, count: int, **config) -> pathlib.Path:
     """A run on so many sources, with evaluations, padding and other shares from step 21 on."""
     lines = []
     for step in range(1, 41):
-        more = {"padding_percent": 3.0, "mfu_documents_percent": 38.0}
+        more = {"padding_percent": 3.0}
         for number, source in enumerate(SOURCES[:count]):
             more[f"share/{source}"] = (number + 1 if step <= 20 else count - number) / sum(range(1, count + 1))
             more[f"epochs/{source}"] = step * (number + 1) / 20
@@ -191,9 +191,8 @@ def test_a_page_has_a_line_for_each_source_in_its_own_color_and_its_name_where_i
     assert (losses["x"], losses["y"]) == ([*range(5, 41, 5)], [9 / step for step in range(5, 41, 5)])
     assert shares["y"][19:21] == [1 / sum(range(1, count + 1)), count / sum(range(1, count + 1))]
     assert epochs["y"][-1] == 2.0 and epochs["tokens"][-1] == 40_000
-    assert [trace["name"] for trace in charts["MFU"]["traces"]] == ["across documents", "by documents"]
     assert charts["Padding"]["traces"][0]["y"] == 40 * [3.0] and not charts["Padding"]["legend"]
-    assert "3.0 %" in text_of(path) and "38.00 %" in text_of(path)
+    assert "3.0 %" in text_of(path)
 
 
 def test_runs_on_several_sources_are_compared_source_by_source(full, tmp_path):
@@ -202,8 +201,7 @@ def test_runs_on_several_sources_are_compared_source_by_source(full, tmp_path):
     for title in ("Held-out loss of the sources", "Shares of the sources", "Epochs of the sources"):
         assert [trace["name"] for trace in charts[f"{title}, web"]["traces"]] == ["on 1", "on 2"]
         assert [(trace["name"], trace["color"]) for trace in charts[f"{title}, code"]["traces"]] == [("on 2", 2)]
-    assert len(charts["MFU, across documents"]["traces"]) == 3
-    assert len(charts["MFU, by documents"]["traces"]) == 2
+    assert len(charts["MFU"]["traces"]) == 3
 
 
 def test_a_run_without_sources_has_the_charts_that_it_had_and_misses_none(full, tmp_path):

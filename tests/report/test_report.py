@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import io
-import itertools
 import json
 import re
 import resource
@@ -14,17 +13,15 @@ import urllib.request
 
 import pytest
 import torch
-from conftest import metrics_of, parse, python, slow_case, train
+from conftest import metrics_of, parse, python, train
 from test_tracker import FLOPS, TOKENS, clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
 from harness.base.errors import UserError
-from harness.data.batches import training_batches
 from harness.flags import commands
 from harness.flags.settings import PROFILED_STEPS
 from harness.job import endings
-from harness.model.configs import load_config
 from harness.report import prometheus
 from harness.report.figures import check_gates
 from harness.report.log import Report
@@ -110,44 +107,6 @@ def test_a_run_leaves_a_trace_a_table_and_all_its_figures_at_the_endpoint(run, p
     assert gauges | figures == gauges
 
 
-def test_a_run_with_a_document_mask_has_mfu_by_the_documents_that_it_trained_on(run, monkeypatch, capsys):
-    squares = []  # of each microbatch: the sum of its documents' squared lengths, one by one
-
-    def noting(*arguments):
-        for batch in training_batches(*arguments):
-            total = 0
-            for row in batch["position_ids"].tolist():
-                starts = [place for place, position in enumerate(row) if position == 0]
-                total += sum((end - start) ** 2 for start, end in itertools.pairwise([*starts, len(row)]))
-            squares.append(total)
-            yield batch
-
-    monkeypatch.setattr(train_fsdp, "training_batches", noting)
-    flags = "--num-steps 6 --log-interval 2 --perf-warmup-steps 1 --gradient-accumulation-steps 2 --document-mask"
-    folder = run(*flags.split(), "--sequence-length", "64", "--peak-tflops", "1")
-    config = load_config("demo")
-    across, one = (utils.get_model_flops_per_token(config, length) for length in (64, 1))
-    per_pair = 12 * config.num_hidden_layers * config.hidden_size  # heads x head_dim
-    *lines, final = [line for line in metrics_of(folder) if "mfu_percent" in line]
-    windows = {2: squares[2:4], 4: squares[4:8], 6: squares[8:12]}  # by the step that closes them
-    assert [line["step"] for line in lines] == [*windows]
-    for line, squared in [*zip(lines, windows.values(), strict=True), (final, squares[2:12])]:
-        tokens = len(squared) * 2 * 64
-        by_documents = (one - per_pair) + per_pair * sum(squared) / tokens
-        assert by_documents < across
-        assert line["mfu_documents_percent"] / line["mfu_percent"] == pytest.approx(by_documents / across, rel=1e-12)
-        assert "squared_lengths" not in line
-    assert f"({final['mfu_documents_percent']:.2f} % by documents)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flags", ["--peak-tflops 1", "--document-mask"])
-def test_a_run_without_a_document_mask_or_a_peak_has_no_mfu_by_documents(run, flags):
-    folder = run("--num-steps", "2", "--log-interval", "1", "--perf-warmup-steps", "1", *flags.split())
-    lines = metrics_of(folder)
-    assert "step_time_ms" in lines[-1] and ("mfu_percent" in lines[-1]) == ("peak" in flags)
-    assert [line for line in lines if {"mfu_documents_percent", "squared_lengths"} & line.keys()] == []
-
-
 def test_steps_under_the_profiler_are_in_no_speed_figure(clock):  # noqa: F811
     tracker = utils.PerformanceTracker(warmup_steps=0)
     clock.advance(1)
@@ -214,16 +173,6 @@ def test_shares_of_a_cpu_by_hand():
 def test_a_log_line_has_the_slowest_ranks_step_and_the_longest_wait_for_data(observed):
     figures = observed(2)["figures"]["worst"]
     assert (figures["step_time_ms"], figures["slowest_rank_ms"], figures["data_wait_percent"]) == (10, 20, 5)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, slow_case(4)])
-def test_mfu_by_documents_is_that_of_the_documents_of_all_ranks(observed, ranks):
-    figures = observed(ranks)["figures"]["by documents"]
-    mean_length = 100 * (ranks + 1) / 2
-    of_documents = figures["mfu_percent"] * (1000 + mean_length) / 2000
-    assert figures["mfu_documents_percent"] == pytest.approx(of_documents)
-    assert figures["average"] == pytest.approx(of_documents)
-    assert "squared_lengths" not in figures
 
 
 def test_the_last_lines_say_how_often_each_source_was_passed_over_and_its_held_out_loss(tmp_path):

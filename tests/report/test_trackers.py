@@ -26,7 +26,6 @@ from test_tracker import FLOPS, TOKENS
 import utils
 from harness.base.errors import UserError
 from harness.job import endings
-from harness.model.flops import DocumentFlops
 from harness.plan import own_plan
 from harness.report import figures, tensorboard_tracker, tracker_rows, trackers, wandb_tracker
 from harness.report.figure_list import FIGURES
@@ -68,7 +67,7 @@ def line(step: int, **more) -> dict:
 
 
 def test_every_figure_of_metrics_jsonl_has_its_entry(monkeypatch, device):
-    options = {"num_gpus": 2, "peak_tflops": 100, "document_flops": DocumentFlops(1, 1)}
+    options = {"num_gpus": 2, "peak_tflops": 100}
     clock = utils.PerformanceTracker(warmup_steps=0, **options)
     keys = {"loss", "eval_loss", "grad_norm", "learning_rate", "tokens_seen", "padding_percent", "skipped_steps"}
     keys |= {"eval_loss/SOURCE", "eval_loss_ema", "eval_loss_ema/SOURCE", "share/SOURCE", "epochs/SOURCE"}
