@@ -5,6 +5,7 @@ Importing this module starts nothing and needs no GPU, no network and no optiona
 
 import contextlib
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from harness.data.records import DEFAULT_FIELD, Field
 from harness.data.training_data import TrainingData, mix
 from harness.data.windows import PackedDataset, create_collate_fn
 from harness.flags.sources import sources_of
-from harness.model.flops import count_flops_per_token, formula_holds
+from harness.model import flops
 
 __all__ = [
     "PackedDataset",
@@ -120,33 +121,76 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
         6 x (parameters of the matmuls that a token passes) + 12 x layers x heads x head_dim x seq_len
 
     Key and value have the real number of KV heads; of a mixture only the active experts count; the LM head counts once,
-    tied or not, and the embedding not at all. `causal` halves the attention term.
+    tied or not, and the embedding not at all. Sliding windows and chunks bound the keys that a query meets, but not in
+    eager attention, which computes every score. `causal` counts those keys only that come before the query.
 
-    The formula holds for the families that `harness/model/flops.py` lists. Other models (sliding windows, linear
-    attention) have their operators counted by torch, which gives the same number where the formula holds.
+    The formula is taken where torch's own counter confirms it on four tokens of this very model. The operators of all
+    others (linear attention, latent projections of keys) are counted by torch, which has no causal figure.
 
     `model` is a causal language model of transformers, sharded too, or its config. A ValueError says why there is no
     figure to be trusted, or no causal one.
     """
     config = getattr(model, "config", model)
-    if not formula_holds(config):
-        return count_flops_per_token(config, seq_len, causal)
-
-    hidden_size, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden_size // heads
-    query_and_output = 2 * hidden_size * heads * head_dim
-    key_and_value = 2 * hidden_size * config.num_key_value_heads * head_dim
-    mlp = 3 * hidden_size * config.intermediate_size  # gate, up, down
-    if getattr(config, "num_experts", 0):
-        router = hidden_size * config.num_experts
-        mlp = router + config.num_experts_per_tok * 3 * hidden_size * config.moe_intermediate_size
-    lm_head = hidden_size * config.vocab_size
-    matmul_parameters = layers * (query_and_output + key_and_value + mlp) + lm_head
-
-    attention = 12 * layers * heads * head_dim * seq_len
+    on_meta = flops.eager_on_meta(config)
+    text = on_meta.config.get_text_config()
+    matmuls = 6 * matmul_parameters(on_meta, text)
+    masked = not flops.computes_every_score(config)
+    if flops.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, 4)):
+        return matmuls + attention_flops(text, seq_len, masked, causal)
     if causal:
-        attention //= 2
-    return 6 * matmul_parameters + attention
+        raise ValueError(f"no causal figure: torch counts {text.model_type}, and it counts whole products")
+    never_computed = attention_flops(text, seq_len) - attention_flops(text, seq_len, masked)
+    return round(flops.count_flops(on_meta, seq_len) / seq_len) - never_computed
+
+
+def matmul_parameters(model, config) -> int:
+    """Parameters of the matmuls that one token passes. `experts` are a list of modules or a weight of three dimensions;
+    of these as many count as the config says are active."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
+    active = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
+    total = 0
+    for path, module in model.named_modules(remove_duplicate=False):
+        experts = re.match(r"(.*\bexperts)\.\d+(\.|$)", path)
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(module, torch.nn.Embedding) or weight.dim() < 2 or name.endswith("bias"):
+                continue
+            if experts:
+                total += weight.numel() * active // len(model.get_submodule(experts[1]))
+            elif weight.dim() == 3 and len(weight) > 1:
+                total += weight[0].numel() * active
+            else:
+                total += weight.numel()
+    return total
+
+
+def attention_flops(config, seq_len: int, masked: bool = False, causal: bool = False) -> int:
+    """FLOPs per token of softmax attention: in each layer 6 x heads x (head_dim of keys + that of values) x keys.
+
+    A query meets all `seq_len` keys, or where attention is `masked` those of its layer's window or chunk. Where it is
+    `causal` it meets, on average over the sequence, those of them that come before it.
+    """
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:  # Moshi has a window in its config that no mask of it reads
+        layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
+        layer_types *= config.num_hidden_layers
+    total = 0
+    for index, layer_type in enumerate(layer_types):
+        layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
+        heads = getattr(layer, "num_attention_heads", 0)
+        if not heads:
+            continue
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        of_keys, of_values = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+        keys = seq_len
+        if masked and layer_type in windows:
+            keys = min(getattr(layer, windows[layer_type], None) or seq_len, seq_len)
+        if causal and layer_type == "chunked_attention":
+            keys /= 2
+        elif causal:
+            keys *= 1 - keys / (2 * seq_len)  # the first queries of a sequence have no full window before them
+        total += 6 * heads * (of_keys + of_values) * keys
+    return round(total)
 
 
 def estimate_mfu(

@@ -230,7 +230,7 @@ def test_a_bug_keeps_its_traceback(arguments, tmp_path):
     for name in ("assets", "harness"):
         shutil.copytree(ROOT / name, broken / name)
     flops = broken / "harness" / "model" / "flops.py"
-    flops.write_text(flops.read_text() + "\n\ndef formula_holds(*_, **__):\n    return 1 // 0\n")
+    flops.write_text(flops.read_text() + "\n\ndef count_flops(*_, **__):\n    return 1 // 0\n")
     process = start([sys.executable, broken / "train_fsdp.py", *arguments])
     assert process.returncode == 1
     assert "Traceback" in process.stderr
