@@ -52,5 +52,6 @@ def build(groups: list[dict], settings: Settings) -> AdamWBf16:
 OPTIMIZER = OptimizerKind(
     build,
     state_bytes=lambda weight: 4,
+    skips_on_device=True,
     state_dtypes=lambda settings, parameter: dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16),
 )
