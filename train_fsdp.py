@@ -49,7 +49,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
-from harness.base import saved, torch_internals
+from harness import model as models
+from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.base.text import first_line, one_line
@@ -70,22 +71,6 @@ from harness.job.schedule import Due, Schedule, count_steps
 from harness.job.signals import StopRequest
 from harness.job.terminal import command, progress
 from harness.job.world import end_process, fail, limit_waiting, open_store, start_processes, stop_processes
-from harness.model.attention import choose_attention, skip_packing_detection
-from harness.model.averages import WeightAverage
-from harness.model.collectives import alias_reduce_scatter_buffers, make_replicas_equal
-from harness.model.configs import choose_sequence_length, find_source, load_config
-from harness.model.finite import loss_and_norm, loss_without_data
-from harness.model.float8 import check_float8, fp8_converter
-from harness.model.flops import known_flops
-from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
-from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
-from harness.model.precision import choose_precision
-from harness.model.routing import watch_routers
-from harness.model.sampling import evaluating, sample
-from harness.model.skipping import RecentNorms, decide_skip, step_or_skip
-from harness.model.tokenizer import load_tokenizer, read_prompts
-from harness.model.verify import verify_sharding
-from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, materialize, on_meta
 from harness.plan import own_plan, planning
 from harness.plan.fitting import memory_savers
 from harness.report import trackers
@@ -128,16 +113,16 @@ def resolve(settings: Settings, config, manifest: dict | None = None) -> Setting
 
     `manifest` is that of the checkpoint that the run goes on from, if there is one.
     """
-    asked, settings = settings, choose_precision(settings, manifest)
+    asked, settings = settings, models.choose_precision(settings, manifest)
     if settings.compile is None:
         settings = dataclasses.replace(settings, compile=torch.cuda.is_available() or settings.plan)
     if settings.activation_memory_budget is not None and not settings.compile:
         raise UserError("--activation-memory-budget: needs --compile")
-    settings = dataclasses.replace(settings, sequence_length=choose_sequence_length(settings, config))
+    settings = dataclasses.replace(settings, sequence_length=models.choose_sequence_length(settings, config))
     settings = dataclasses.replace(settings, document_mask=bool(settings.document_mask))
-    attention, fused_loss = choose_attention(settings, config), choose_loss(settings.fused_loss, config)
+    attention, fused_loss = models.choose_attention(settings, config), models.choose_loss(settings.fused_loss, config)
     settings = dataclasses.replace(settings, attention=attention, fused_loss=fused_loss)
-    check_float8(settings)
+    models.check_float8(settings)
     if settings.num_workers is None:  # cached windows take no work, and a process more takes a core that computes
         workers = 1 if torch.cuda.is_available() or settings.streaming else 0
         settings = dataclasses.replace(settings, num_workers=workers)
@@ -185,31 +170,26 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     """
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     dtype = torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
-    model = on_meta(config, settings.attention, dtype)
-    skip_packing_detection(model, settings.model, settings.document_mask)
-    if settings.fused_loss:
-        fuse_loss(model, settings.compile)
-    else:
-        model.loss_function = full_loss
-    check_labels(model)
-    watch_routers(model, settings.init)
-    layers, weights, convert_to_fp8 = decoder_layers(model), None, None
+    model = models.on_meta(config, settings.attention, dtype)
+    models.adapt_forward(model, settings)
+    layers, weights, convert_to_fp8 = models.decoder_layers(model), None, None
     if settings.init == "pretrained" and read_weights:
-        weights = PretrainedWeights(model, layers, find_source(settings.model)[1], dtype)
+        weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
     if settings.precision == "fp8":
-        convert_to_fp8 = fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.compile)
+        convert_to_fp8 = models.fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.compile)
     if settings.activation_memory_budget is not None:
-        torch_internals.set_activation_memory_budget(settings.activation_memory_budget)
+        # private: no public option
+        torch._functorch.config.activation_memory_budget = settings.activation_memory_budget
 
     shard = functools.partial(fully_shard, mesh=mesh, **sharding_policies(settings, device))
     torch.manual_seed(settings.seed)
     model.train()
     in_layers = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in in_layers]
-    materialize(model, outside, device, weights)
+    models.materialize(model, outside, device, weights)
     doing = "reading weights" if weights else "making weights"
     for index, layer in progress(enumerate(layers), len(layers), "" if settings.plan else doing):
-        materialize(model, list(layer.modules()), device, weights, index)
+        models.materialize(model, list(layer.modules()), device, weights, index)
         transform_layer(settings, layer, convert_to_fp8, shard)
     if settings.compile:
         for module in outside:
@@ -218,8 +198,7 @@ def build_model(settings: Settings, config, mesh: DeviceMesh, read_weights: bool
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    alias_reduce_scatter_buffers(model, mesh, settings.gradient_accumulation_steps > 1)
-    make_replicas_equal(model, mesh)
+    models.finish_sharding(model, mesh, settings.gradient_accumulation_steps > 1)
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
 
@@ -304,7 +283,7 @@ def held_out_batches(settings: Settings, dataset, device: torch.device) -> Itera
         indices = range(first, first + settings.batch_size)
         batch = collate([dataset[index % windows] for index in indices])
         left_over = [index >= windows for index in indices]
-        batch["labels"][left_over] = IGNORE_INDEX
+        batch["labels"][left_over] = models.IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -315,11 +294,11 @@ def evaluate(
     `eval_loss/NAME`; how many tokens these are)."""
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
     heartbeats.enter_phase("evaluation")
-    with evaluating(model):
+    with models.evaluating(model):
         for total, windows in zip(totals, held_out.values(), strict=True):
             for batch in held_out_batches(settings, windows, device):
                 heartbeats.enter_phase("evaluation")
-                tokens = (batch["labels"] != IGNORE_INDEX).sum()
+                tokens = (batch["labels"] != models.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
                 total += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
@@ -351,7 +330,7 @@ def evaluate_with_average(
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-def train_step(settings, model, optimizer, batches, tracker, recent_norms: RecentNorms | None = None) -> StepResult:
+def train_step(settings, model, optimizer, batches, tracker, recent_norms=None) -> StepResult:
     """One optimizer step. Returns this rank's mean loss, the global gradient norm, and 1 where that made the optimizer
     skip the step, else 0: all still on the device. By `recent_norms`, which takes the norm, spikes are skipped too.
 
@@ -386,14 +365,12 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms: Recen
         heartbeats.enter_phase("backward")
         loss.backward()
     heartbeats.enter_phase("optimizer")
-    norm = clip_grad_norm(optimizer, settings.max_grad_norm)
-    skip = decide_skip(norm, recent_norms)
-    step_or_skip(optimizer, skip)
+    norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
+    skip = models.decide_skip(norm, recent_norms)
+    models.step_or_skip(optimizer, skip)
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-        precompute_float8_dynamic_scale_for_fsdp(model)  # one all-reduce for the scales of all layers
+        models.compute_float8_scales(model)
     return StepResult(total, norm, skip, router_total, expert_load)
 
 
@@ -422,18 +399,11 @@ class Job:
 
     def sample(self) -> list[dict[str, str]]:
         """A continuation of each prompt."""
-        return [sample(self.settings, text, self.state.model, self.tokenizer, self.device) for text in self.prompts]
+        given = self.state.model, self.tokenizer, self.device
+        return [models.sample(self.settings, prompt, *given) for prompt in self.prompts]
 
     def first_prompt(self) -> str:
         return self.prompts[0] if self.prompts else self.beginning
-
-
-def load_model_files(settings: Settings) -> tuple:
-    """(the model's config, its tokenizer, the prompts to write stories from); the weights come later."""
-    config = on_main_rank(lambda: load_config(settings.model))
-    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config, needs_tokenizer(settings)))
-    prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
-    return config, tokenizer, prompts
 
 
 def prepare(settings: Settings, device: torch.device) -> Job:
@@ -448,11 +418,11 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     if settings.memory_snapshot:
         record_memory(folder)
     on_main_rank(lambda: check_sources_exist(settings.sources()))
-    config, tokenizer, prompts = load_model_files(settings)
+    config, tokenizer, prompts = models.load_files(settings, needs_tokenizer(settings))
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, folder)
     settings = resolve(on_main_rank(lambda: mask_conversations(settings, manifest)), config, manifest)
-    parameters, sizes = count_parameters(config), parameter_bytes(settings, config)
+    parameters, sizes = models.count_parameters(config), models.parameter_bytes(settings, config)
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, parameters, sizes, mesh["shard"].size())
     resumed_step = manifest["step"] if manifest else 0
@@ -465,12 +435,13 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     changed = check_resume_compatible(settings, identity, manifest) if manifest else ""
 
     model = build_model(settings, config, mesh, read_weights=not checkpoint)
-    optimizer = build_optimizer(settings, model)
+    optimizer = models.build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
-    average = WeightAverage(model, settings.ema) if settings.ema else None
+    average = models.WeightAverage(model, settings.ema) if settings.ema else None
     averages = average.tensors if average else None
-    verified = verify_sharding(settings, model, optimizer, mesh, sizes.states > 0, averages)
-    flops_per_token, flops_in_words = known_flops(model, settings.sequence_length, utils.get_model_flops_per_token)
+    verified = models.verify_sharding(settings, model, optimizer, mesh, sizes.states > 0, averages)
+    length = settings.sequence_length
+    flops_per_token, flops_in_words = models.known_flops(model, length, utils.get_model_flops_per_token)
     if settings.min_mfu and not flops_per_token:
         raise UserError(f"--min-mfu: {flops_in_words}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
@@ -538,7 +509,7 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
     batches = keep_last(training_batches(settings, job.data, state, job.device), last_batch)
     schedule = Schedule(settings, job.first_step, has_held_out=job.held_out is not None)
     profiler, waiting, slow_ranks = Profiler(job.folder, state), Waiting(state.model), SlowRanks(job.device.type)
-    recent_norms = RecentNorms(settings.skip_spikes, state.recent_norms) if settings.skip_spikes else None
+    recent_norms = models.RecentNorms(settings.skip_spikes, state.recent_norms) if settings.skip_spikes else None
     results, metrics, stopped, good_batch = [], {}, False, None
     while state.step < settings.num_steps and not stopped:
         due = schedule.at(state.step + 1)
@@ -616,11 +587,11 @@ def check_pass(job: Job, batch: dict) -> NotFinite | None:
     with state.tracker.excluded():
         problem = broken_update(state)
         if not problem:
-            loss, norm = loss_and_norm(state.model, state.optimizer, batch)
+            loss, norm = models.loss_and_norm(state.model, state.optimizer, batch)
             problem = find_divergence(state, job.first_step, loss, norm)
         if state.average and not problem:
             with state.average.as_weights():
-                loss = loss_without_data(state.model)
+                loss = models.loss_without_data(state.model)
             problem = find_divergence(state, job.first_step, loss, of="the weights' average")
     return problem
 
@@ -707,7 +678,7 @@ def nothing_to_train(job: Job) -> int:
 
 def show_samples(settings: Settings) -> int:
     """--show-samples: what a step of this run trains on, by the order that the run recorded, if there is one."""
-    config, tokenizer, _ = load_model_files(settings)
+    config, tokenizer, _ = models.load_files(settings, needs_tokenizer(settings))
     recorded = find_recorded_data(settings)
     settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
     data, _ = load_data(settings, tokenizer, config, utils.get_dataset, recorded)
@@ -722,7 +693,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     """--num-steps 0: loads a checkpoint or pretrained weights, then evaluates, writes stories, and exports."""
     if settings.export:
         on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
-    config, tokenizer, prompts = load_model_files(settings)
+    config, tokenizer, prompts = models.load_files(settings, needs_tokenizer(settings))
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, pathlib.Path())
     settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
@@ -736,7 +707,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     check_has_average(settings, manifest)
     state = TrainState(build_model(settings, config, mesh, read_weights=not checkpoint))
     if settings.ema:
-        state.average = WeightAverage(state.model, settings.ema)
+        state.average = models.WeightAverage(state.model, settings.ema)
     if checkpoint:
         state.load(checkpoint, manifest)
         say(f"loaded     {checkpoint}, step {manifest['step']:,}")
@@ -748,7 +719,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
             raise UserError(f"--eval-interval: the {problem.words} by {checkpoint or settings.model}", exit_code=1)
         say_evaluation(settings, held_out, losses, tokens, manifest["step"] if manifest else None, stdout)
     for prompt in prompts:
-        say_story("\n" + describe_stories([sample(settings, prompt, state.model, tokenizer, device)]))
+        say_story("\n" + describe_stories([models.sample(settings, prompt, state.model, tokenizer, device)]))
     if settings.export:
         export(settings, state, tokenizer)
     return 0
@@ -789,7 +760,7 @@ RECIPE = planning.Recipe(
     resolve=resolve,
     build_mesh=build_mesh,
     build_model=build_model,
-    build_optimizer=build_optimizer,
+    build_optimizer=models.build_optimizer,
     train_step=train_step,
     make_tracker=utils.PerformanceTracker,
     estimate_mfu=utils.estimate_mfu,

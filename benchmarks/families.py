@@ -156,6 +156,7 @@ def train(folder: pathlib.Path, device) -> dict:
     import torch.distributed as dist
 
     import train_fsdp
+    from harness import model as models
     from harness.flags.parser import parse_args
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -166,10 +167,10 @@ def train(folder: pathlib.Path, device) -> dict:
     settings = train_fsdp.resolve(settings, config)
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
-    optimizer = train_fsdp.build_optimizer(settings, model)
-    train_fsdp.verify_sharding(settings, model, optimizer, mesh)
+    optimizer = models.build_optimizer(settings, model)
+    models.verify_sharding(settings, model, optimizer, mesh)
     batch, problems = next(batches(0, 1)), []
-    with train_fsdp.evaluating(model):
+    with models.evaluating(model):
         loss = model(**batch, use_cache=False).loss
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         expected = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())

@@ -141,8 +141,8 @@ def failed(work: pathlib.Path, problem: str) -> UserError:
 def load_tokenizer(name: str):
     """(transformers' tokenizer of a preset, a folder or a hub id, the name by which others find it)."""
     import transformers
+    from transformers.models.auto import tokenization_auto
 
-    from harness.base import transformers_internals
     from harness.base.hub import answer_from_cache_without_network
     from harness.model.configs import find_source, refuse_foreign_code
     from harness.model.tokenizer import tokenizer_class_from_name
@@ -151,7 +151,7 @@ def load_tokenizer(name: str):
     if os.path.isdir(source):
         source = os.path.abspath(source)
     answer_from_cache_without_network(source)
-    transformers_internals.set_tokenizer_class_from_name(tokenizer_class_from_name)
+    tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name  # private: AutoTokenizer takes no rule
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank
 from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
@@ -414,7 +415,7 @@ def main(workspace: pathlib.Path) -> None:
         return digest.hexdigest()
 
     train_fsdp.build_model = keep(train_fsdp.build_model)
-    train_fsdp.build_optimizer = keep(train_fsdp.build_optimizer)
+    models.build_optimizer = keep(models.build_optimizer)
 
     def arguments(name: str, flags: str, batch: int = BATCH, **options) -> list[str]:
         given = flags.split()
@@ -533,7 +534,7 @@ def main(workspace: pathlib.Path) -> None:
     def count_collectives(flags: str) -> dict[str, int]:
         """Collectives of this rank in one optimizer step, the second."""
         args, model = build("deep", flags, batch=world * 3)
-        optimizer = train_fsdp.build_optimizer(args, model)
+        optimizer = models.build_optimizer(args, model)
         tokens = torch.randint(0, 1536, (1, 65))
         batches = itertools.repeat({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
         tracker = utils.PerformanceTracker(0, world)

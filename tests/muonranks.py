@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness.base.ranks import of_all_ranks
 from harness.flags.parser import parse_args
 from harness.job.signals import StopRequest
@@ -249,7 +250,7 @@ def build(folder: pathlib.Path, run: dict, device, is_reference: bool = False):
             parameter.requires_grad_(False)
     if is_reference:
         return settings, model, Reference(settings, model, run["model"])
-    return settings, model, train_fsdp.build_optimizer(settings, model)
+    return settings, model, models.build_optimizer(settings, model)
 
 
 def losses(folder: pathlib.Path, run: dict, device, is_reference: bool = False, steps: int = STEPS) -> list[float]:

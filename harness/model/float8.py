@@ -6,11 +6,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.base import versions
 from harness.base.errors import UserError
-from harness.base.package_internals import float8_dtype, float8_scale, set_float8_scale, wrapped_weight
 from harness.flags.rules import misfits_float8
 from harness.flags.settings import Settings
 
@@ -60,13 +60,13 @@ def cast_before_all_gather(compiled: bool) -> None:
 
     def to(weight, *args, **options):
         moved = torch.Tensor.to(weight, *args, **options)
-        scale = float8_scale(weight)
+        scale = weight._precomputed_scale  # private: torchao has no public names for the parts of its weights
         if moved is not weight and scale is not None:
-            set_float8_scale(moved, scale.to(moved.device))
+            moved._precomputed_scale = scale.to(moved.device)
         return moved
 
     def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
-        master, scale, dtype = wrapped_weight(weight), float8_scale(weight), float8_dtype(weight)
+        master, scale, dtype = weight._tensor, weight._precomputed_scale, weight._dtype  # private: as above
         if scale is None:
             scale = tensor_to_scale(master, dtype, reduce_amax=True, device_mesh=mesh)
         bits = cast(master, scale, dtype)
@@ -97,3 +97,27 @@ def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Mo
         convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, path: takes_float8(module))
 
     return convert
+
+
+@torch.no_grad()
+def compute_float8_scales(model: nn.Module) -> None:
+    """Finds the scales of all weights that are cast before their next all-gather, after the optimizer moved them: the
+    largest magnitudes by one kernel and one all-reduce, over local tensors. torchao's own function does it over
+    DTensors, which costs the host time for each weight."""
+    weights, parameter = [], None
+    for parameter in model.parameters():
+        shard = parameter.to_local()
+        if hasattr(shard, "_precomputed_scale"):  # private: as above
+            weights.append(shard)
+    if not weights:
+        return
+    group = parameter.device_mesh.get_group("shard")
+    # private: one kernel for all; a shard may be empty, which has no largest number but this norm
+    largest = torch.stack(torch._foreach_norm([weight._tensor for weight in weights], ord=math.inf)).float()
+    if group.size() > 1:
+        largest = largest.to(parameter.device_mesh.device_type)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    # as torchao rounds them: fp64, so that a compiled division gives the same
+    scales = torch.finfo(weights[0]._dtype).max / largest.clamp(min=1e-12).double()
+    for weight, scale in zip(weights, scales.float(), strict=True):
+        weight._precomputed_scale = scale

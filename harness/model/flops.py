@@ -10,10 +10,11 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # private: torch's own counters are made of it
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, masking_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.integrations import hub_kernels
 
 from harness.base.text import first_line
+from harness.model.attention import without_packing_detection
 
 MAX_OPERATORS = 500_000  # of one count, some 10 s; a dense model of 80 layers has 20,000
 
@@ -79,8 +80,8 @@ def run_counted(model: nn.Module, tokens: int) -> int:
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     counter = FlopCounterMode(display=False, custom_mapping=MENDED)
     with (
-        # private: no option tells transformers to read no tokens, for packed rows and for a warning of padding
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None),
+        without_packing_detection(),
+        # private: no option tells transformers to read no tokens for a warning of padding
         mock.patch.object(transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
         # private: taking no kernel from the hub is an option of a whole process only
         mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),

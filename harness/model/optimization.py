@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.base.errors import UserError
-from harness.base.package_internals import wrapped_weight
-from harness.base.torch_internals import norm_of_each
 from harness.flags.settings import OPTIMIZERS, Settings
 from harness.job.host import ParameterBytes
 from harness.model.weights import on_meta
@@ -102,7 +100,8 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
 
 def local(tensor: DTensor) -> torch.Tensor:
     """This rank's part; of a float8 weight the master weight that it wraps. Called without gradients."""
-    return wrapped_weight(tensor.to_local())
+    shard = tensor.to_local()
+    return getattr(shard, "_tensor", shard)  # private: torchao's public way to the weight is to cast it, at a copy
 
 
 @torch.no_grad()
@@ -116,7 +115,8 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
         if max_norm:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return largest_of_replicas(norm, mesh)
-    norms = norm_of_each([local(parameter.grad) for parameter in parameters])
+    # private: one kernel, in fp32; `nn.utils.get_total_norm` would compute in the gradients' own dtype
+    norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters], dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     shards = mesh.get_group("shard")
     if shards.size() > 1:

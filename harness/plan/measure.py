@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
@@ -29,7 +30,6 @@ from harness.job.folders import replace_file
 from harness.job.printing import columns, say
 from harness.job.signals import StopRequest
 from harness.job.world import open_store, start_processes, stop_processes
-from harness.model import collectives
 from harness.model.attention import any_attention_kernel
 from harness.model.configs import load_config
 from harness.model.weights import layer_period
@@ -90,9 +90,9 @@ def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[t
         count = max(ranks, int(nbytes) // 4 // ranks * ranks)  # of float32
         whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
         if kind == "all_gather":
-            call = functools.partial(collectives.all_gather, whole, part, group)
+            call = functools.partial(DefaultAllGather(), whole, part, group)
         elif kind == "reduce_scatter":
-            call = functools.partial(collectives.reduce_scatter, part, whole, group, dist.ReduceOp.SUM)
+            call = functools.partial(DefaultReduceScatter(), part, whole, group, dist.ReduceOp.SUM)
         elif kind == "all_reduce":
             call = functools.partial(dist.all_reduce, whole, group=group)
         elif kind == "all_to_all":

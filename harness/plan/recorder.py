@@ -35,10 +35,9 @@ from harness.base.torch_internals import (
     is_default_cpu_stream,
     tree_map_only,
 )
-from harness.base.transformers_internals import without_packing_detection
 from harness.flags.settings import Settings
 from harness.model import loss, newton_schulz, skipping, whole_matrices
-from harness.model.attention import any_attention_kernel
+from harness.model.attention import any_attention_kernel, without_packing_detection
 from harness.model.averages import WeightAverage
 from harness.model.matrices import Matrix, matrices_of_model
 from harness.model.optimization import find_optimizer

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from harness.base.torch_internals import collectives_of, fsdp_group
-from harness.model.collectives import sharded_modules
+from harness import model as model_wing
 from harness.report.profiling import covered
 
 
@@ -29,8 +28,9 @@ class Waiting:
         self.spans: list[tuple] = []  # of time inside collectives: (start, end)
         self.begun = None  # when the first step of `spans` began
         self.reduced = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
-        for module in sharded_modules(model):
-            all_gather, reduce_scatter = collectives_of(fsdp_group(module))
+        for module in model_wing.sharded_modules(model):
+            group = model_wing.fsdp_group(module)
+            all_gather, reduce_scatter = group._all_gather_comm, group._reduce_scatter_comm
             module.set_custom_all_gather(Timed(self, all_gather))
             module.set_custom_reduce_scatter(Timed(self, reduce_scatter))
             if mesh.ndim > 1:

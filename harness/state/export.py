@@ -20,13 +20,13 @@ from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import from_main_process
 from harness.base.text import first_line
-from harness.base.transformers_internals import as_in_checkpoint
 from harness.flags.commands import given
 from harness.flags.settings import Settings
 from harness.job import heartbeats
 from harness.job.folders import name_of
 from harness.job.printing import say
 from harness.model.configs import read_generation_config
+from harness.model.weights import as_in_checkpoint
 from harness.state.train_state import TrainState, persistent_tensors
 
 EXPORT_SHARD = 5e9  # bytes of one safetensors file, the limit of transformers' save_pretrained

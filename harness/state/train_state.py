@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from harness.base.errors import UserError
-from harness.base.package_internals import wrapped_weight
 from harness.base.ranks import of_all_ranks
 from harness.model.averages import WeightAverage
 from harness.model.finite import loss_without_data
@@ -291,7 +290,7 @@ def manifest_fields() -> list[tuple[dataclasses.Field, ManifestEntry]]:
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The master weight that a float8 weight wraps; any other tensor as it is."""
     local = local_part(tensor)
-    weight = wrapped_weight(local)
+    weight = getattr(local, "_tensor", local)  # private: torchao's public way is to cast it, at a copy
     return tensor if weight is local else like(tensor, weight)
 
 

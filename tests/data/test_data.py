@@ -28,7 +28,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer
 
-import train_fsdp
 import utils
 from harness.base.errors import UserError
 from harness.data import corpora, corpus, corpus_tokens, loading, sample_order, streaming
@@ -1091,7 +1090,7 @@ def test_data_that_is_not_there_is_named(tokenizer, tmp_path, name):
 
 
 def test_data_that_is_not_there_is_named_before_the_tokenizer_is_looked_for(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_fsdp, "load_tokenizer", lambda *_: pytest.fail("it was looked for"))
+    monkeypatch.setattr("harness.model.tokenizer.load_tokenizer", lambda *_: pytest.fail("it was looked for"))
     with pytest.raises(UserError) as raised:
         train(["--model", "demo", "--dataset", "none.jsonl.gz", "--output-dir", tmp_path], device)
     assert str(raised.value) == "--dataset none.jsonl.gz: no such file or folder"

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness.base.errors import UserError
 from harness.data import batches
 from harness.data.windows import create_collate_fn
@@ -111,14 +112,14 @@ def test_training_with_flex_attention_compiles_nothing_after_its_first_step(devi
     backward of flex attention for a CPU, and refuses it there."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(train_fsdp, "choose_attention", lambda settings, config: "flex_attention")
+    monkeypatch.setattr(models, "choose_attention", lambda settings, config: "flex_attention")
     torch._dynamo.reset()
     counters.clear()
     source = write_model(tmp_path / "model", "smollm3", **MODELS["smollm3"])
     flags = ["--sequence-length", "64", "--batch-size", "2", "--dataset", "demo", "--compile", "--document-mask"]
     settings, config = resolved(["--model", source, *flags])
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-    optimizer, collate = train_fsdp.build_optimizer(settings, model), create_collate_fn(END)
+    optimizer, collate = models.build_optimizer(settings, model), create_collate_fn(END)
     losses, batches = [], (collate(pair) for pair in zip(*[iter(windows(8, 64))] * 2, strict=True))
     for step in range(4):
         with torch._dynamo.config.patch(error_on_recompile=step > 0):

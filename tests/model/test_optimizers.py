@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
-from harness.base import torch_internals
+from harness import model as models
 from harness.base.errors import UserError
 from harness.flags.settings import OPTIMIZERS
 from harness.model.optimization import (
@@ -262,7 +262,7 @@ STATES = {  # of an optimizer's states the dtype with --precision bf16, and with
 
 
 def verify(settings, model, optimizer) -> str:
-    return train_fsdp.verify_sharding(settings, model, optimizer, next(model.parameters()).device_mesh)
+    return models.verify_sharding(settings, model, optimizer, next(model.parameters()).device_mesh)
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def weight_in_bf16(settings, model, optimizer):
 
 
 def sums_in_bf16(settings, model, optimizer):
-    _, parameter, *_ = torch_internals.fsdp_group(model.model.layers[0]).fsdp_params
+    _, parameter, *_ = models.fsdp_group(model.model.layers[0]).fsdp_params
     parameter.mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
@@ -438,9 +438,9 @@ def test_only_an_optimizer_that_keeps_no_states_may_lack_them(built, monkeypatch
     model, optimizer = built()
     mesh = next(model.parameters()).device_mesh
     given = (parse([]), model, optimizer, mesh)
-    assert "and 0 optimizer states" in train_fsdp.verify_sharding(*given, keeps_states=False)
+    assert "and 0 optimizer states" in models.verify_sharding(*given, keeps_states=False)
     with pytest.raises(RuntimeError, match="has no optimizer state"):
-        train_fsdp.verify_sharding(*given)
+        models.verify_sharding(*given)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
