@@ -17,6 +17,7 @@ import utils
 from harness import model as models
 from harness.job.world import start_processes, stop_processes
 from harness.model.averages import WeightAverage
+from harness.model.float8 import float8_weights
 from harness.state.train_state import TrainState, unwrapped
 
 DECAY, STEPS, SEQUENCES, TOKENS = 0.9, 5, 8, 32
@@ -46,12 +47,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor on every rank; of a float8 weight the master weight that it wraps."""
     tensor = unwrapped(tensor.detach())
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def float8_weights(model) -> list[torch.Tensor]:
-    weights = [parameter.to_local() for parameter in model.parameters()]
-    return [weight for weight in weights if hasattr(weight, "_precomputed_scale")]
 
 
 def has_scale(weight: torch.Tensor) -> bool:

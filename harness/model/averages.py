@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.base.devices import GIB
+from harness.model.float8 import float8_weights
 from harness.model.optimization import local
 
 
@@ -91,11 +92,9 @@ class WeightAverage:
     def take_scales(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Each float8 weight with its scale, which it loses: that of other values is computed at the next gather."""
         scales = []
-        for parameter in self.model.parameters():
-            weight = parameter.to_local()
-            if hasattr(weight, "_precomputed_scale"):  # private: torchao has no public name for it
-                scales.append((weight, weight._precomputed_scale))
-                weight._precomputed_scale = None
+        for weight in float8_weights(self.model):
+            scales.append((weight, weight._precomputed_scale))  # private: torchao has no public name for it
+            weight._precomputed_scale = None
         return scales
 
     def describe(self) -> str:

@@ -99,23 +99,29 @@ def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Mo
     return convert
 
 
+def float8_weights(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's parts of the weights that are cast before their all-gather, each with its `_precomputed_scale`."""
+    # private: `to_local` makes another object, which takes no scale to the next all-gather
+    shards = [parameter._local_tensor for parameter in model.parameters()]
+    return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]
+
+
 @torch.no_grad()
 def compute_float8_scales(model: nn.Module) -> None:
     """Finds the scales of all weights that are cast before their next all-gather, after the optimizer moved them: the
     largest magnitudes by one kernel and one all-reduce, over local tensors. torchao's own function does it over
     DTensors, which costs the host time for each weight."""
-    weights, parameter = [], None
-    for parameter in model.parameters():
-        shard = parameter.to_local()
-        if hasattr(shard, "_precomputed_scale"):  # private: as above
-            weights.append(shard)
+    weights = float8_weights(model)
     if not weights:
         return
-    group = parameter.device_mesh.get_group("shard")
-    # private: one kernel for all; a shard may be empty, which has no largest number but this norm
-    largest = torch.stack(torch._foreach_norm([weight._tensor for weight in weights], ord=math.inf)).float()
+    mesh = next(model.parameters()).device_mesh
+    group = mesh.get_group("shard")
+    largest = torch.zeros(len(weights), device=weights[0].device)
+    held = [number for number, weight in enumerate(weights) if weight.numel()]  # a shard may be empty
+    # private: one kernel for all
+    largest[held] = torch.stack(torch._foreach_norm([weights[number]._tensor for number in held], ord=math.inf))
     if group.size() > 1:
-        largest = largest.to(parameter.device_mesh.device_type)
+        largest = largest.to(mesh.device_type)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     # as torchao rounds them: fp64, so that a compiled division gives the same
     scales = torch.finfo(weights[0]._dtype).max / largest.clamp(min=1e-12).double()

@@ -150,7 +150,7 @@ class Ranks:
         if self.replicas == 1:
             return Moved(results[None])
         of_all = results.new_empty(self.replicas, *results.shape)
-        work = dist.all_gather_into_tensor(of_all, results, group=self.replica_group, async_op=True)
+        work = dist.all_gather_into_tensor(of_all.flatten(0, 1), results, group=self.replica_group, async_op=True)
         return Moved(of_all, work, results)
 
     def results(self, batch: Batch, of_all: torch.Tensor) -> tuple[list[MatrixWeight], list[torch.Tensor]]:

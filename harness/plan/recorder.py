@@ -39,7 +39,7 @@ from harness.flags.settings import Settings
 from harness.model import loss, newton_schulz, skipping, whole_matrices
 from harness.model.attention import any_attention_kernel, without_packing_detection
 from harness.model.averages import WeightAverage
-from harness.model.matrices import Matrix, matrices_of_model
+from harness.model.matrices import MatrixWeight, matrix_weights
 from harness.model.optimization import find_optimizer
 from harness.model.weights import decoder_layers, on_meta
 from harness.plan.fusion import RegionMemory, fused_memory
@@ -221,8 +221,8 @@ class StepRecorder(TorchDispatchMode):
         whole = max(map(nbytes, inputs))
         sent = whole * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
         if kind == "all_to_all":
-            given, to_each = args[1], args[4]  # how many numbers it sends to each rank
-            whole, sent = nbytes(given), nbytes(given) - to_each[dist.get_rank(group)] * given.itemsize
+            whole = nbytes(args[1])
+            sent = whole * (ranks - 1) / ranks
         key = (phase, kind, ranks, per_node)
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight
@@ -336,41 +336,18 @@ class Chunks:
         return self.tensor.narrow(self.dim, rank * size, min(size, length - rank * size))
 
 
-def divide_at_full_depth(config, divide=whole_matrices.divide):
-    """A function in the place of `whole_matrices.divide`, by which a shallow model's optimizer does what that of the
-    whole model does: how many matrices a rank has is not linear in the depth. Each matrix that the shallow model lacks
-    lies where one of an equal parameter does."""
+def deal_at_full_depth(config, deal=whole_matrices.deal):
+    """A function in the place of `whole_matrices.deal`, by which a shallow model does what the optimizer of the whole
+    model does: how many weights a rank owns is not linear in the depth. Each weight that the shallow model lacks lies
+    where one of its kind does."""
 
-    def divide_all(matrices: list[Matrix], replicas: int, shards: int) -> list[whole_matrices.Stack]:
-        places = {matrix.of_parameter(0): matrix.parameter for matrix in matrices}
+    def deal_all(weights: list[MatrixWeight], world: int) -> list[whole_matrices.Batch]:
+        places = {weight.kind: weight for weight in weights}
         with disable_dispatch_modes():
-            whole_model = matrices_of_model(on_meta(config))
-        everything = [matrix.of_parameter(0) for of_parameter in whole_model.values() for matrix in of_parameter]
-        return divide([matrix.of_parameter(places[matrix]) for matrix in everything], replicas, shards)
+            whole_model = matrix_weights(on_meta(config))
+        return deal([places[weight.kind] for weight in whole_model.values() if not weight.is_of_experts], world)
 
-    return divide_all
-
-
-@contextlib.contextmanager
-def counting_copies_of_shards(recorder: StepRecorder):
-    """Counts the bytes that `whole_matrices` takes from shards and gives back to them: --cpu-offload copies these
-    between host and GPU, which a plan's tensors do not tell apart."""
-    gather, results = whole_matrices.Ranks.gather, whole_matrices.Ranks.results
-
-    def counted_gather(ranks, stack, tensors, dtype):
-        matrices = ranks.matrices_of(stack, ranks.replica)
-        recorder.counts["shard_bytes", "optimizer"] += sum(ranks.sizes(matrices, ranks.shard)) * dtype.itemsize
-        return gather(ranks, stack, tensors, dtype)
-
-    def counted_results(ranks, stack, of_all, tensors):
-        recorder.counts["shard_bytes", "optimizer"] += of_all.nbytes
-        return results(ranks, stack, of_all, tensors)
-
-    with (
-        mock.patch.object(whole_matrices.Ranks, "gather", counted_gather),
-        mock.patch.object(whole_matrices.Ranks, "results", counted_results),
-    ):
-        yield
+    return deal_all
 
 
 @contextlib.contextmanager
@@ -405,8 +382,7 @@ def on_fake_tensors(recorder: StepRecorder, config=None, on_gpu: bool = True):
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
         mock.patch.object(loss, "chunk_starts", three_chunks),
-        mock.patch.object(whole_matrices, "divide", divide_at_full_depth(config)),
-        counting_copies_of_shards(recorder),
+        mock.patch.object(whole_matrices, "deal", deal_at_full_depth(config)),
         mock.patch.object(skipping, "on_host", lambda skip: False),
         fsdp_chunks_as(Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),

@@ -147,7 +147,7 @@ def test_a_gradients_memory_is_held_for_another_stream_only_where_microbatches_a
 def test_gradients_of_a_rank_that_shards_with_nobody_are_not_copied_in_any_world(trainer, monkeypatch, shards, kind):
     """Four ranks, as they are asked for."""
     with monkeypatch.context() as patch:
-        patch.setattr(train_fsdp, "alias_reduce_scatter_buffers", lambda *_: None)
+        patch.setattr(collectives, "alias_reduce_scatter_buffers", lambda *_: None)
         model, _ = trainer("llama")
     shard = types.SimpleNamespace(size=lambda: shards)
 
