@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.base.errors import UserError
 from harness.flags.settings import OPTIMIZERS, Settings
-from harness.job.host import ParameterBytes
+from harness.job import ParameterBytes
 from harness.model.weights import on_meta
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, conversion_mapping, core_model_lo
 
 from harness.base.errors import UserError
 from harness.base.text import first_line
-from harness.job.terminal import is_first_rank
+from harness.job import is_first_rank
 from harness.model.attention import ONE_KERNEL
 
 
