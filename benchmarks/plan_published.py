@@ -123,12 +123,12 @@ def reduces_in_fp32() -> MixedPrecisionPolicy:
 
 
 def loss_in_bf16(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
-    """In the place of `train_fsdp.full_loss`: no copy of the logits in fp32."""
+    """In the place of `models.full_loss`: no copy of the logits in fp32."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def compiled_loss(*logits_and_labels, **options) -> torch.Tensor:
-    """In the place of `train_fsdp.full_loss`: compiled, it reads the logits in bf16 and holds no copy in fp32."""
+    """In the place of `models.full_loss`: compiled, it reads the logits in bf16 and holds no copy in fp32."""
     return torch.compile(full_loss)(*logits_and_labels, **options)
 
 

@@ -37,6 +37,7 @@ from harness.base import from_main_process, of_all_ranks, on_main_rank
 from harness.flags import parse_args
 from harness.job import endings, heartbeats, start_processes, stop_processes, world
 from harness import data
+from harness import model as models
 from harness.job.signals import StopRequest
 from harness.job.world import new_group
 from harness.model import collectives
@@ -454,7 +455,7 @@ def main(workspace: pathlib.Path) -> None:
         return digest.hexdigest()
 
     train_fsdp.build_model = keep(train_fsdp.build_model)
-    train_fsdp.build_optimizer = keep(train_fsdp.build_optimizer)
+    models.build_optimizer = keep(models.build_optimizer)
 
     def arguments(name: str, flags: str, batch: int = BATCH, **options) -> list[str]:
         given = flags.split()
@@ -573,7 +574,7 @@ def main(workspace: pathlib.Path) -> None:
     def count_collectives(flags: str) -> dict[str, int]:
         """Collectives of this rank in one optimizer step, the second."""
         args, model = build("deep", flags, batch=world * 3)
-        optimizer = train_fsdp.build_optimizer(args, model)
+        optimizer = models.build_optimizer(args, model)
         tokens = torch.randint(0, 1536, (1, 65))
         batches = itertools.repeat({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
         tracker = utils.PerformanceTracker(0, world)

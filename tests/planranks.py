@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import train_fsdp
 import utils
 from harness.job import start_processes, stop_processes
+from harness import model as models
 from harness.model import newton_schulz
 from harness.model.averages import WeightAverage
 from harness.model.flops import known_flops
@@ -113,7 +114,7 @@ def measure(argv, device) -> dict:
 
     settings, config = resolved(argv)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-    optimizer = train_fsdp.build_optimizer(settings, model)
+    optimizer = models.build_optimizer(settings, model)
     average = WeightAverage(model, settings.ema) if settings.ema else None
     averages = list(average.tensors.values()) if average else []
     seen = {}

@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.base import UserError
+from harness.base.errors import UserError
+from harness.flags.settings import Settings
+from harness.model.attention import skip_packing_detection
+from harness.model.routing import watch_routers
 from harness.model.weights import on_meta
 
 # Of logits that exist at one time. Their gradient takes as much again, and without compilation so do two fp32 copies.
@@ -98,6 +101,19 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Ten
     """Mean cross entropy of logits (batch, seq, vocab) and labels (batch, seq), which are shifted already."""
     total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def adapt_forward(model: nn.Module, settings: Settings) -> None:
+    """Makes transformers' forward train as this program does: with its loss, by labels that are shifted already and
+    checked to arrive so; documents apart where they are masked; the router loss beside the loss. Comes before whatever
+    wraps or compiles the layers."""
+    skip_packing_detection(model, settings.model, settings.document_mask)
+    if settings.fused_loss:
+        fuse_loss(model, settings.compile)
+    else:
+        model.loss_function = full_loss
+    check_labels(model)
+    watch_routers(model, settings.init)
 
 
 def choose_loss(fused: bool | None, config) -> bool:

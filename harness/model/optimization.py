@@ -14,10 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.base import UserError
-from harness.base.package_internals import wrapped_weight
-from harness.base.torch_internals import norm_of_each
-from harness.flags import OPTIMIZERS, Settings
+from harness.base.errors import UserError
+from harness.flags.settings import OPTIMIZERS, Settings
 from harness.job import ParameterBytes
 from harness.model.weights import on_meta
 
@@ -34,15 +32,16 @@ def decay_matrices(model: nn.Module, settings: Settings) -> list[dict]:
 class OptimizerKind:
     """What the rest of the program asks of an optimizer: the value `OPTIMIZER` of its file.
 
-    `build` takes groups of parameters, each with its weight decay, and the settings. If the optimizer it returns has no
-    states yet, `make_states` makes them. If that optimizer has an attribute `grad_scale`, its next step must divide the
-    gradients by it, unless it is None, and then set it to None. If it has an attribute `skip`, its next step must
-    change no weight, no state and no step count where that scalar is 1, whatever the gradients are, and then set it to
-    None; one without it is not called for a step that is skipped, for which the host waits for the device in each step.
+    `build` takes groups of parameters, each with its weight decay, and the settings. The optimizer it returns has made
+    its states already: a checkpoint is loaded into them. If it has an attribute `grad_scale`, its next step must divide
+    the gradients by it, unless it is None, and then set it to None.
     """
 
     build: Callable[[list[dict], Settings], torch.optim.Optimizer]
     state_bytes: Callable[[int], int]  # of one parameter's states in memory, by the bytes of its weight
+    # whether the next step changes no weight, no state and no step count where the scalar `optimizer.skip` is 1,
+    # whatever the gradients are, and then sets it to None; else the host waits for the device in each step
+    skips_on_device: bool = False
     saved_state_bytes: Callable[[int], int] | None = None  # the same in a checkpoint, where it differs
     package: str | None = None  # what pip installs for it
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
@@ -88,57 +87,21 @@ def parameter_bytes(settings: Settings, config: Any = None) -> ParameterBytes:
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters, its states made already."""
+    """The optimizer over the sharded parameters, its states made already; `skips_on_device` is what its file says."""
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
         raise UserError(f"--optimizer {settings.optimizer}: {needs}")
-    groups = kind.groups(model, settings)
-    optimizer = kind.build([group for group in groups if group["params"]], settings)
-    if not optimizer.state:
-        make_states(optimizer)
+    groups = [group for group in kind.groups(model, settings) if group["params"]]
+    optimizer = kind.build(groups, settings)
+    optimizer.skips_on_device = kind.skips_on_device
     return optimizer
-
-
-def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the states of an optimizer that has none before its first step, so that they can be checked, counted in
-    memory and loaded into.
-
-    It takes a step with zero gradients, without learning rate and weight decay, which changes no parameter, and then
-    sets every state to zero. An optimizer whose states begin with other numbers makes them itself.
-    """
-    options = [
-        (group, name, float(group[name]))
-        for group in optimizer.param_groups
-        for name in ("lr", "weight_decay")
-        if name in group
-    ]
-    for group, name, _ in options:
-        set_option(group, name, 0.0)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        for value in state.values():
-            if torch.is_tensor(value):
-                value.zero_()
-    for group, name, value in options:
-        set_option(group, name, value)
-
-
-def set_option(group: dict, name: str, value: float) -> None:
-    """Sets a number of a group of parameters, which some optimizers keep as a tensor."""
-    if torch.is_tensor(group[name]):
-        group[name].fill_(value)
-    else:
-        group[name] = value
 
 
 def local(tensor: DTensor) -> torch.Tensor:
     """This rank's part; of a float8 weight the master weight that it wraps. Called without gradients."""
-    return wrapped_weight(tensor.to_local())
+    shard = tensor.to_local()
+    return getattr(shard, "_tensor", shard)  # private: torchao's public way to the weight is to cast it, at a copy
 
 
 @torch.no_grad()
@@ -152,7 +115,8 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
         if max_norm:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return largest_of_replicas(norm, mesh)
-    norms = norm_of_each([local(parameter.grad) for parameter in parameters])
+    # private: one kernel, in fp32; `nn.utils.get_total_norm` would compute in the gradients' own dtype
+    norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters], dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     shards = mesh.get_group("shard")
     if shards.size() > 1:

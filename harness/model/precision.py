@@ -5,11 +5,16 @@ import dataclasses
 import torch
 
 from harness import job
-from harness.base.torch_internals import cpu_multiplies_bf16
-from harness.flags import Settings
+from harness.flags.settings import Settings
 
 # Tokens/s of `--demo` on two cores without bf16 instructions, lowest and highest of several runs (torch 2.13.0).
 DEMO_WITHOUT_INSTRUCTIONS = {"bf16": "295 to 424", "fp32": "2,800 to 5,300"}
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether the CPU has instructions that oneDNN takes for products of bf16."""
+    # private: get_cpu_capability does not say, and torch.cpu's functions do not follow ONEDNN_MAX_CPU_ISA
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def computes_on_gpu(settings: Settings) -> bool:

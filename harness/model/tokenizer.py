@@ -5,15 +5,20 @@ import pathlib
 
 import transformers
 from transformers import AutoTokenizer
+from transformers.models.auto import tokenization_auto
 
-from harness.base import UserError, answer_from_cache_without_network, first_line, transformers_internals
-from harness.flags import ASSETS, PRESETS, Settings
-from harness.model.configs import find_source, refuse_foreign_code
+from harness.base.errors import UserError
+from harness.base.hub import answer_from_cache_without_network
+from harness.base.ranks import on_main_rank
+from harness.base.text import first_line
+from harness.flags.settings import ASSETS, PRESETS, Settings
+from harness.model.configs import find_source, load_config, refuse_foreign_code
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
-# folder's code, whatever AutoTokenizer was told.
-transformers_internals.never_ask_to_run_code()
-any_class_from_name = transformers_internals.tokenizer_class_from_name
+# folder's code, whatever AutoTokenizer was told. private: no time to answer means that nobody is asked.
+transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+# private: the class that a folder's tokenizer_config.json names, any class of transformers; AutoTokenizer takes no rule
+any_class_from_name = tokenization_auto.tokenizer_class_from_name
 
 
 def tokenizer_class_from_name(name: str) -> type | None:
@@ -32,7 +37,7 @@ def load_tokenizer(settings: Settings, config, needed: bool = True):
     source = settings.tokenizer or find_source(settings.model)[1]
     can_be_hub_id = source.count("/") <= 1 and not source.startswith(("/", ".", "~"))
     answer_from_cache_without_network(source)
-    transformers_internals.set_tokenizer_class_from_name(tokenizer_class_from_name)
+    tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name  # private: as above
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
@@ -55,6 +60,15 @@ def load_tokenizer(settings: Settings, config, needed: bool = True):
     if size > embeddings:
         raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {embeddings}")
     return tokenizer
+
+
+def load_files(settings: Settings, needs_tokenizer: bool) -> tuple:
+    """(the model's config, its tokenizer or None where it is not needed, the prompts to write stories from). Rank 0
+    reads first."""
+    config = on_main_rank(lambda: load_config(settings.model))
+    tokenizer = on_main_rank(lambda: load_tokenizer(settings, config, needs_tokenizer))
+    prompts = on_main_rank(lambda: read_prompts(settings, config, tokenizer))
+    return config, tokenizer, prompts
 
 
 def read_prompts(settings: Settings, config, tokenizer) -> list[str]:

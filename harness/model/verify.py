@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.base.torch_internals import fsdp_group, reduce_dtype
-from harness.flags import Settings
-from harness.model.collectives import sharded_modules
+from harness.flags.settings import Settings
+from harness.model.collectives import fsdp_group, sharded_modules
 from harness.model.optimization import find_optimizer, local, weight_dtype
 
 
@@ -83,7 +82,9 @@ def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     dtypes = {}
     for module in sharded_modules(model):
         for index, parameter in enumerate(fsdp_group(module).fsdp_params):
-            dtypes[f"{names[module]}, parameter {index}"] = reduce_dtype(parameter)
+            policy = parameter.mp_policy
+            dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+            dtypes[f"{names[module]}, parameter {index}"] = dtype
     return dtypes
 
 

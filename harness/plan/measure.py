@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from harness import job
 from harness.base import GIB, UserError, find_gpu, first_line, of_all_ranks, wait_for_device
 from harness.flags import Settings
 from harness.job import columns, replace_file, say
-from harness.model import collectives
 from harness.model.attention import any_attention_kernel
 from harness.model.configs import load_config
 from harness.model.weights import layer_period
@@ -83,9 +83,9 @@ def time_collectives(record: StepRecorder, mesh: DeviceMesh) -> dict[str, list[t
         count = max(ranks, int(nbytes) // 4 // ranks * ranks)  # of float32
         whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
         if kind == "all_gather":
-            call = functools.partial(collectives.all_gather, whole, part, group)
+            call = functools.partial(DefaultAllGather(), whole, part, group)
         elif kind == "reduce_scatter":
-            call = functools.partial(collectives.reduce_scatter, part, whole, group, dist.ReduceOp.SUM)
+            call = functools.partial(DefaultReduceScatter(), part, whole, group, dist.ReduceOp.SUM)
         elif kind == "all_reduce":
             call = functools.partial(dist.all_reduce, whole, group=group)
         elif kind == "all_to_all":

@@ -22,9 +22,9 @@ class AdamW(torch.optim.AdamW):
         self.grad_scale: torch.Tensor | None = None
         self.skip: torch.Tensor | None = None
         for group in self.param_groups:
-            self.make_states(group)
+            self.add_states(group)
 
-    def make_states(self, group: dict) -> None:
+    def add_states(self, group: dict) -> None:
         for parameter in group["params"]:
             zeros = {name: torch.zeros_like(parameter, dtype=self.moments) for name in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros
@@ -59,4 +59,4 @@ def build(groups: list[dict], settings: Settings) -> AdamW:
     return AdamW(groups, lr=settings.lr, betas=settings.betas)
 
 
-OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 2 * weight)
+OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 2 * weight, skips_on_device=True)

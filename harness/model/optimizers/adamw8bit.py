@@ -2,11 +2,10 @@
 float8 weights, and on weights in bf16 with an error of the compiler."""
 
 import torch
+import torch._dynamo.utils
 from torch.distributed.tensor import DTensor
 
-from harness.base.package_internals import new_state_buffer
-from harness.base.torch_internals import unlimited_recompiles
-from harness.flags import Settings
+from harness.flags.settings import Settings
 from harness.model.optimization import OptimizerKind, local, weight_dtype
 
 
@@ -27,11 +26,9 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
             self.update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    self.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": new_state_buffer(self, parameter, signed=True),
-                        "exp_avg_sq": new_state_buffer(self, parameter, signed=False),
-                    }
+                    # private: torchao makes its states in the first step, too late to load a checkpoint into them
+                    exp_avg, exp_avg_sq = (self._new_buffer(parameter, signed) for signed in (True, False))
+                    self.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
         @staticmethod
         def _subclass_zeros(tensor: torch.Tensor, signed: bool, block_size: int) -> torch.Tensor:
@@ -40,7 +37,8 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
 
         @torch.no_grad()
         def step(self) -> None:
-            with unlimited_recompiles():  # it is compiled for each shape
+            # it is compiled for each shape; private: the limit has no public name
+            with torch._dynamo.utils.disable_cache_limit():
                 for group in self.param_groups:
                     for parameter in group["params"]:
                         if parameter.grad is not None:
