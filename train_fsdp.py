@@ -49,6 +49,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
+from harness import plan
 from harness.base import saved, torch_internals
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
@@ -61,33 +62,29 @@ from harness.data.loading import as_recorded, evaluates_own_data, load_data, mas
 from harness.data.show_samples import describe_step
 from harness.data.training_data import TrainingData
 from harness.flags.commands import as_flags
-from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
 from harness.job import folders, heartbeats, preflight
 from harness.job.host import check_memory
 from harness.job.printing import columns, say, say_story
-from harness.job.schedule import Due, Schedule, count_steps
+from harness.job.schedule import Due, Schedule
 from harness.job.signals import StopRequest
 from harness.job.terminal import command, progress
 from harness.job.world import end_process, fail, limit_waiting, open_store, start_processes, stop_processes
-from harness.model.attention import choose_attention, skip_packing_detection
+from harness.model.attention import skip_packing_detection
 from harness.model.averages import WeightAverage
 from harness.model.collectives import alias_reduce_scatter_buffers, make_replicas_equal
-from harness.model.configs import choose_sequence_length, find_source, load_config
+from harness.model.configs import find_source, load_config
 from harness.model.finite import loss_and_norm, loss_without_data
-from harness.model.float8 import check_float8, fp8_converter
+from harness.model.float8 import fp8_converter
 from harness.model.flops import known_document_flops, known_flops
-from harness.model.loss import IGNORE_INDEX, check_labels, choose_loss, full_loss, fuse_loss
+from harness.model.loss import IGNORE_INDEX, check_labels, full_loss, fuse_loss
 from harness.model.optimization import build_optimizer, clip_grad_norm, parameter_bytes
-from harness.model.precision import choose_precision
 from harness.model.routing import watch_routers
 from harness.model.sampling import evaluating, sample
 from harness.model.skipping import RecentNorms, decide_skip, step_or_skip
 from harness.model.tokenizer import load_tokenizer, read_prompts
 from harness.model.verify import verify_sharding
 from harness.model.weights import PretrainedWeights, count_parameters, decoder_layers, materialize, on_meta
-from harness.plan import own_plan, planning
-from harness.plan.fitting import memory_savers
 from harness.report import trackers
 from harness.report.figures import check_gates, check_that_figures_will_exist, figures_of_all_ranks
 from harness.report.header import describe_setup
@@ -115,44 +112,11 @@ from harness.state.identity import (
     check_same_corpus,
     check_sources,
     describe_identity,
-    keep_global_batch,
 )
 from harness.state.store import Checkpoints, remove_leftovers
 from harness.state.train_state import TrainState
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
-
-
-def resolve(settings: Settings, config, manifest: dict | None = None) -> Settings:
-    """What the flags left open, decided once: from here on the settings are what the run does and what it records.
-
-    `manifest` is that of the checkpoint that the run goes on from, if there is one.
-    """
-    asked, settings = settings, choose_precision(settings, manifest)
-    if settings.compile is None:
-        settings = dataclasses.replace(settings, compile=torch.cuda.is_available() or settings.plan)
-    if settings.activation_memory_budget is not None and not settings.compile:
-        raise UserError("--activation-memory-budget: needs --compile")
-    settings = dataclasses.replace(settings, sequence_length=choose_sequence_length(settings, config))
-    settings = dataclasses.replace(settings, document_mask=bool(settings.document_mask))
-    attention, fused_loss = choose_attention(settings, config), choose_loss(settings.fused_loss, config)
-    settings = dataclasses.replace(settings, attention=attention, fused_loss=fused_loss)
-    check_float8(settings)
-    if settings.num_workers is None:  # cached windows take no work, and a process more takes a core that computes
-        workers = 1 if torch.cuda.is_available() or settings.streaming else 0
-        settings = dataclasses.replace(settings, num_workers=workers)
-    if settings.batch_size == "auto" and not settings.plan:  # a plan looks for it itself
-        batch_size = on_main_rank(lambda: own_plan.choose_batch_size(settings))
-        settings = dataclasses.replace(settings, batch_size=batch_size)
-    if manifest:
-        settings = keep_global_batch(settings, manifest)
-    if not (settings.plan or settings.measure):
-        settings = count_steps(settings, manifest)
-    decided = {name: getattr(settings, name) for name in ("precision", "fp8_recipe", "fp8_emulate", "num_steps")}
-    problem = contradiction(dataclasses.replace(asked, **decided))
-    if problem:
-        raise UserError(problem)
-    return settings
 
 
 def build_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
@@ -452,7 +416,7 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     config, tokenizer, prompts = load_model_files(settings)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, folder)
-    settings = resolve(on_main_rank(lambda: mask_conversations(settings, manifest)), config, manifest)
+    settings = plan.resolve(on_main_rank(lambda: mask_conversations(settings, manifest)), config, manifest)
     parameters, sizes = count_parameters(config), parameter_bytes(settings, config)
     if device.type == "cpu" or settings.cpu_offload:
         check_memory(settings, parameters, sizes, mesh["shard"].size())
@@ -658,7 +622,7 @@ def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dic
     settings, state = job.settings, job.state
     metrics |= figures_of_all_ranks(state.tracker.summary(), state, job.device)
     if planned:
-        metrics |= own_plan.predicted_figures(planned)
+        metrics |= plan.predicted_figures(planned)
     stories = job.sample()
     reporter.end(metrics, stories)
     say(summarize(metrics, job.folder, state))
@@ -712,7 +676,7 @@ def show_samples(settings: Settings) -> int:
     """--show-samples: what a step of this run trains on, by the order that the run recorded, if there is one."""
     config, tokenizer, _ = load_model_files(settings)
     recorded = find_recorded_data(settings)
-    settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
+    settings = plan.resolve(on_main_rank(lambda: mask_conversations(settings)), config)
     data, _ = load_data(settings, tokenizer, config, utils.get_dataset, recorded)
     if recorded:
         check_sources(read_record(recorded), data.record)
@@ -728,7 +692,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
     config, tokenizer, prompts = load_model_files(settings)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, pathlib.Path())
-    settings = resolve(on_main_rank(lambda: mask_conversations(settings)), config)
+    settings = plan.resolve(on_main_rank(lambda: mask_conversations(settings)), config)
     if settings.eval_interval:
         own_data = manifest is not None and on_main_rank(lambda: evaluates_own_data(settings, manifest))
         data, held_out = load_data(settings, tokenizer, config, utils.get_dataset, manifest if own_data else None)
@@ -778,7 +742,7 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         reporter = Report(job.settings, job.endpoint, job.folder, job.state, job.data.record, job.changed)
         cleanup.callback(reporter.close)
         saver = Checkpoints(job.settings, job.folder, job.identity, device, reporter.sync)
-        planned = cleanup.enter_context(own_plan.planning_in_background(job.settings, device))
+        planned = cleanup.enter_context(plan.planning_in_background(job.settings, device))
         freeze_objects()
         gc.disable()  # cycles are collected at log lines: in the middle of a step one rank stops and all wait for it
         cleanup.callback(gc.enable)
@@ -788,11 +752,9 @@ def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
         return finish(job, reporter, saver, planned, metrics)
 
 
-RECIPE = planning.Recipe(
-    resolve=resolve,
+RECIPE = plan.Recipe(
     build_mesh=build_mesh,
     build_model=build_model,
-    build_optimizer=build_optimizer,
     train_step=train_step,
     make_tracker=utils.PerformanceTracker,
     estimate_mfu=utils.estimate_mfu,
@@ -804,13 +766,11 @@ def main(settings: Settings) -> None:
     watch = None
     try:
         if settings.plan:
-            own_plan.end_with_run()
-            return planning.plan(settings, RECIPE)
+            plan.end_with_run()
+            return plan.print_plan(settings, RECIPE)
         if settings.measure:
-            from harness.plan.measure import measure  # loads what only a plan needs
-
             StopRequest(settings)  # for Ctrl-C
-            return measure(settings, RECIPE)
+            return plan.measure_device(settings, RECIPE)
         stop = StopRequest(settings)
         store = open_store(settings.timeout_minutes)
         watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, store)
@@ -822,7 +782,7 @@ def main(settings: Settings) -> None:
     except UserError as error:
         fail(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code, as_json=settings.json)
     except torch.cuda.OutOfMemoryError as error:
-        savers = ", ".join(as_flags(changes) for changes in memory_savers(settings)[:3])
+        savers = ", ".join(as_flags(changes) for changes in plan.memory_savers(settings)[:3])
         fail(f"train_fsdp.py: error: {first_line(error)} Try {savers}.", 1, as_json=settings.json)
     except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
         lost_rank = watch.explain(error) if watch else ""

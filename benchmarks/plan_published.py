@@ -15,7 +15,6 @@ import dataclasses
 import datetime
 import fnmatch
 import importlib.metadata
-import io
 import json
 import pathlib
 import re
@@ -36,10 +35,11 @@ sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
+from harness import plan as planning
 from harness.base.errors import UserError
+from harness.base.gpu_table import find_gpu
 from harness.flags.parser import parse_args
 from harness.model.loss import full_loss
-from harness.plan import gpus, planning
 
 ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the eleven runs that have a constant here
 ON_SEVERAL = "MODEL_MATMUL_EFFICIENCY, CONTENTION"  # of those, the runs on several GPUs
@@ -62,7 +62,7 @@ class Run:
     not_expressed: str = ""  # what the run has and a plan cannot say
     guessed: str = ""  # what is not published
     contradicts_itself: bool = False  # its figures do not agree with each other: not in `published_share`
-    other_kind: str = ""  # what it is, where it is none of `gpus.PUBLISHED_KINDS`: in no range that plans print
+    other_kind: str = ""  # what it is, where it is none of `text.PUBLISHED_KINDS`: in no range that plans print
 
     def identity(self) -> dict:
         """What a planned row has to agree with to be kept."""
@@ -87,11 +87,9 @@ def mpt(width: int, layers: int, heads: int, positions: int) -> dict:
 def hbm2e_h100() -> dict[str, float]:
     """Rates of torchtitan's H100: 96 GB of HBM2e at 2.4 TB/s and 500 W. Of their peak it says that it lies between the
     SXM card's and the NVL card's; here it is the NVL card's."""
-    rates = {"memory_gib": 93.1, "memory_gb_per_s": gpus.MEMORY_SHARE * 2400}
-    for unit in ("matmul_tflops", "fp8_tflops", "attention_tflops"):
-        flash = unit == "attention_tflops"
-        rates[unit] = gpus.find_rates("H100 SXM", {}, flash).assumed[unit] * 835 / 989
-    return rates
+    sxm = planning.assumed_rates(find_gpu("H100 SXM"), flash=True)
+    rates = {"memory_gib": 93.1, "memory_gb_per_s": 2400 / 3350 * sxm["memory_gb_per_s"]}
+    return rates | {name: 835 / 989 * sxm[name] for name in ("matmul_tflops", "fp8_tflops", "attention_tflops")}
 
 
 def flash_attention_1(gpu: str, sequence: int) -> dict[str, float]:
@@ -319,13 +317,10 @@ def plan(run: Run) -> dict:
             pathlib.Path(folder, "config.json").write_text(json.dumps(run.config))
         flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", given]
         settings = parse_args([*flags, *run.flags.replace("CONFIG", folder).split()])
-        printed = io.StringIO()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(printed))
-            for name in run.otherwise:
-                stack.enter_context(mock.patch.multiple(train_fsdp, **OTHERWISE[name]))
-            planning.plan(settings, train_fsdp.RECIPE)
-    return json.loads(printed.getvalue())
+        otherwise = {name: value for key in run.otherwise for name, value in OTHERWISE[key].items()}
+        with mock.patch.multiple(train_fsdp, **otherwise) if otherwise else contextlib.nullcontext():
+            _, result = planning.make_plan(settings, train_fsdp.RECIPE)
+    return result
 
 
 def row_of(run: Run, planned: dict, replaced: dict | None) -> dict:
@@ -365,7 +360,7 @@ def summary_of(rows: list[dict]) -> dict:
 
 
 def published_share(rows: Iterable[dict]) -> list[float]:
-    """`gpus.PUBLISHED_SHARE`: published speed over the planned, the least, the median and the most."""
+    """`text.PUBLISHED_SHARE`: published speed over the planned, the least, the median and the most."""
     shares = [
         row["published"] / row["planned"] for row in rows if not row["contradicts_itself"] and not row["other_kind"]
     ]
@@ -373,7 +368,7 @@ def published_share(rows: Iterable[dict]) -> list[float]:
 
 
 def published_memory_share(rows: Iterable[dict]) -> list[float]:
-    """`gpus.PUBLISHED_MEMORY_SHARE`: the same of the memory, of the runs that say it."""
+    """`predict.PUBLISHED_MEMORY_SHARE`: the same of the memory, of the runs that say it."""
     shares = [
         row["memory_gib"] / row["planned_memory_gib"] for row in rows if row["memory_gib"] and not row["other_kind"]
     ]

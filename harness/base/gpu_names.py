@@ -25,6 +25,7 @@ DESCRIBED = {
     "inter_node_gb_per_s": 12,
 }
 RATES = (*DESCRIBED, "fp8_tflops", "peak_tflops", "host_us", "kernel_us")
+ABOUT = ("device", "date", "torch")  # what --measure says beside its rates: text
 
 
 def row_of(name: str) -> dict | None:
@@ -111,36 +112,37 @@ def unlisted(gpu: str, given: dict[str, float]) -> str:
     return f"--plan-gpu {gpu!r}: not a kind that plans know{meant} They know {', '.join(PLANNED)}; {own}"
 
 
-def wrong_rates(given) -> str:
-    """What is wrong with rates that a user gave; empty where nothing is."""
-    is_valid = isinstance(given, dict)
-    if is_valid:
-        is_valid = all(type(rate) in (int, float) and 1e-6 < rate < 1e12 for rate in given.values())
-    if not is_valid:
-        return f"--plan-rates: needs a JSON object of positive numbers, such as {json.dumps(DESCRIBED)}"
-    if unknown := set(given) - set(RATES):
+def wrong_rates(contents) -> str:
+    """What is wrong with the contents of a file of rates; empty where nothing is."""
+    example = json.dumps(DESCRIBED)
+    if not isinstance(contents, dict):
+        return f"--plan-rates: needs a JSON object of positive numbers, such as {example}"
+    if unknown := set(contents) - {*RATES, *ABOUT}:
         return f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(RATES)}"
+    numbers = [value for name, value in contents.items() if name in RATES]
+    texts = [value for name, value in contents.items() if name in ABOUT]
+    is_valid = all(type(rate) in (int, float) and 1e-6 < rate < 1e12 for rate in numbers)
+    if not is_valid or not all(isinstance(text, str) for text in texts):
+        return f"--plan-rates: needs a JSON object of positive numbers, such as {example}"
     return ""
 
 
 def wrong_plan(s) -> str:
     """What is wrong with the settings of a plan, by the flags and the file of rates alone; empty where nothing is."""
-    given, measured = {}, False
+    given = {}
     if s.plan_rates not in (None, "none"):
         try:
-            contents = json.loads(pathlib.Path(s.plan_rates).expanduser().read_text())
+            given = json.loads(pathlib.Path(s.plan_rates).expanduser().read_text())
         except (OSError, ValueError, RuntimeError) as error:  # also of a folder ~name, or of lists without end
             why = getattr(error, "strerror", None) or f"not JSON ({str(error).splitlines()[0]})"
             return f"--plan-rates {s.plan_rates}: {why}"
-        measured = isinstance(contents, dict) and "sections" in contents
-        given = contents.get("rates", contents) if isinstance(contents, dict) else contents
-        if not measured and (problem := wrong_rates(given)):
+        if problem := wrong_rates(given):
             return problem
     gpu = s.plan_gpu or ""
     kind, _ = choose_kind(gpu)
-    if gpu and gpu.lower() != "cpu" and not measured and not kind and (problem := unlisted(gpu, given)):
+    if gpu and gpu.lower() != "cpu" and not kind and (problem := unlisted(gpu, given)):
         return problem
-    float8 = not kind or float(row_of(kind)["fp8"]) or s.fp8_emulate or measured or "fp8_tflops" in given
+    float8 = not kind or float(row_of(kind)["fp8"]) or s.fp8_emulate or "fp8_tflops" in given
     if s.precision == "fp8" and not float8:
         return f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {kind} has none; use bf16"
     if s.plan:

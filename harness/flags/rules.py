@@ -141,13 +141,12 @@ def contradiction(s: Settings) -> str | None:
         (s.min_mfu and measured < 1, f"--min-mfu: {unmeasured}"),
         *((name is not None and not_a_folder_name(name), f"{of}: {name!r} is {not_a_folder_name(name or '')}")
           for of, name in (("--run-name", s.run_name), ("--project-name", s.project_name))),
-        (s.html and not s.plan, "--html: it is a picture of a plan; give --plan with it"),
         (s.measure and s.plan, "--measure: it trains nothing and plans nothing; run --plan after it"),
         (s.measure and s.batch_size == "auto", "--batch-size: --measure times one size; give a number"),
         (s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts or s.eval_interval), "--num-steps: 0 trains nothing; it goes with --eval-interval 1, --sample-prompt TEXT or --export DIR"),
         (s.num_steps == 0 and (s.eval_interval or not s.export) and s.resume == "none" and s.init == "random", "--num-steps: 0 trains nothing, and random weights have nothing to show; give --resume PATH, or --model DIR --init pretrained"),
         *((not s.plan and value, f"--{name}: only with --plan, without which this would train")
-          for name, value in (("plan-gpus", s.plan_gpus), ("gpu-hour-usd", s.gpu_hour_usd))),
+          for name, value in (("plan-gpus", s.plan_gpus), ("gpu-hour-usd", s.gpu_hour_usd), ("plan-details", s.plan_details))),
         (s.json and not s.plan and (s.num_steps or not s.eval_interval), "--json: only with --plan, or with --num-steps 0 and --eval-interval"),
         (problem := unknown_model(s.model), f"--model {s.model}: {problem}"),
         (s.num_steps == 0 and s.batch_size == "auto", "--batch-size: --num-steps 0 trains nothing; leave auto out"),
