@@ -59,23 +59,23 @@ def is_number_of_tensor(node: Node) -> bool:
 def fused_memory(graph: GraphModule) -> RegionMemory:
     """What the graph takes when it is compiled.
 
-    Its fused kernels write each materialized tensor once and read each once, however many of them use it. One number
-    of a whole tensor takes a pass of its own: all of it is read before anything can be scaled by the number.
+    Its fused kernels write each materialized tensor once and read each once, however many of them use it; and once more
+    where one number is made of all of it, before anything can be scaled by the number.
     """
     nodes = list(graph.graph.nodes)
     sizes = {node: sum(allocated_bytes(t.nbytes) for t in tensors_in(node.meta.get("val"))) for node in nodes}
     materialized, reads = find_materialized(nodes)
     read: set[Node] = set()
+    read_for_numbers: set[Node] = set()
     moved = 0
     for node in nodes:
-        if node not in materialized or node.op != "call_function" or has_own_kernel(node):
-            continue
-        moved += sizes[node]
-        if is_number_of_tensor(node):
-            moved += sum(sizes[tensor] for tensor in reads[node])
-        else:
-            read |= reads[node]
-    moved += sum(sizes[tensor] for tensor in read)
+        if node in materialized and node.op == "call_function" and not has_own_kernel(node):
+            moved += sizes[node]
+            if is_number_of_tensor(node):
+                read_for_numbers |= reads[node]
+            else:
+                read |= reads[node]
+    moved += sum(sizes[tensor] for of_pass in (read, read_for_numbers) for tensor in of_pass)
     return RegionMemory(find_peak(nodes, sizes, materialized, reads), moved)
 
 
