@@ -195,6 +195,7 @@ def train(folder: pathlib.Path, device) -> dict:
     import torch.distributed as dist
 
     import train_fsdp
+    from harness import plan
     from harness.flags.parser import parse_args
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -202,7 +203,7 @@ def train(folder: pathlib.Path, device) -> dict:
     flags += f" --batch-size {BATCH // world} --lr 1e-4 --lr-scheduler constant"
     settings = parse_args(["--model", str(folder), *flags.split()])
     config = load_config(settings.model)
-    settings = train_fsdp.resolve(settings, config)
+    settings = plan.resolve(settings, config)
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
     optimizer = train_fsdp.build_optimizer(settings, model)

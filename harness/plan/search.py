@@ -142,9 +142,11 @@ class Search:
 
     def make_it_faster(self) -> None:
         """Changes one thing after the other of the fastest so far."""
+        layouts: list[dict] = []
         if self.world > 1:  # a rank that shards with nobody has one stage
-            for layout in ({"zero_stage": 2}, {"zero_stage": 3}, *self.replicas(self.world)):
-                self.try_beside(layout)
+            layouts = [{"zero_stage": 2}, {"zero_stage": 3}, *self.replicas(self.world)]
+        for layout in layouts:
+            self.try_beside(layout)
         for level in ("selective", "none"):  # some where there is none, for its room
             best = self.fastest()
             if best and (best["activation_checkpointing"], level) != ("full", "none"):
@@ -153,8 +155,10 @@ class Search:
             self.try_beside({"activation_checkpointing": "full"})
         else:
             self.enlarge_microbatch()
-        if self.world > 1 and self.settings.gradient_accumulation_steps > 1:
+        if layouts and self.settings.gradient_accumulation_steps > 1:
             self.try_beside({"zero_stage": 1})
+        for layout in layouts:  # that do not fit without any
+            self.try_beside(layout | {"activation_checkpointing": "selective"})
 
     def replicas(self, world: int) -> list[dict]:
         """One shard group a node, where there are several nodes."""
