@@ -2,20 +2,16 @@
 tests/base/test_internals.py compares NAMES with the installed torch and says which of them a new version no longer has.
 Independent of what they are used for."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention import SDPBackend
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch
 
 # Owner, a module or "module:class", and what is used of it.
 NAMES = {
@@ -28,36 +24,18 @@ NAMES = {
         "_foreach_norm",
         "_fused_sdp_choice",
     ),
-    "torch:ScriptObject": ("_type",),
     "torch:Tensor": ("_version",),
-    "torch:ops.aten": ("_unsafe_view",),
     "torch:ops.mkldnn": ("_is_mkldnn_bf16_supported",),
     "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id", "_distributed_c10d"),
-    "torch._dynamo.backends.common": ("aot_autograd",),
-    "torch._dynamo.config": (
-        "automatic_dynamic_shapes",
-        "recompile_limit",
-        "skip_fwd_side_effects_in_bwd_under_checkpoint",
-    ),
+    "torch._dynamo.config": ("skip_fwd_side_effects_in_bwd_under_checkpoint",),
     "torch._dynamo.utils": ("disable_cache_limit",),
     "torch._functorch.config": ("activation_memory_budget",),
-    "torch._functorch.partitioners": ("has_recomputable_rng_ops", "min_cut_rematerialization_partition"),
-    "torch._inductor.decomposition": ("select_decomp_table",),
-    "torch._ops:OpOverload": ("_schema",),
-    "torch._subclasses.fake_tensor": (
-        "DataDependentOutputException",
-        "DynamicOutputShapeException",
-        "FakeTensor",
-        "FakeTensorMode",
-    ),
-    "torch.cpu": ("_default_cpu_stream",),
-    "torch.cuda": ("_sleep",),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
-    "torch.distributed.distributed_c10d": ("_resolve_process_group", "_set_pg_timeout", "_timeout"),
+    "torch.distributed.distributed_c10d": ("_set_pg_timeout", "_timeout"),
     "torch.distributed:ProcessGroup": ("_get_backend",),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": ("DefaultAllGather", "DefaultReduceScatter"),
-    "torch.distributed.fsdp._fully_shard._fsdp_param": ("FSDPParam", "_chunk_with_empty"),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": ("FSDPParam",),
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
         "_sharded_local_tensor",
         "_sharded_param_data",
@@ -73,10 +51,7 @@ NAMES = {
         "fsdp_params",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_group",),
-    "torch.distributed.tensor._sharding_prop:ShardingPropagator": ("_propagate_tensor_meta_non_cached",),
-    "torch.testing._internal.distributed.fake_pg": ("FakeStore",),
-    "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes", "_get_current_dispatch_mode_stack"),
-    "torch.utils._pytree": ("tree_leaves", "tree_map", "tree_map_only"),
+    "torch.utils._python_dispatch": ("TorchDispatchMode",),
 }
 
 # ---- Any code --------------------------------------------------------------------------------------------------------
@@ -84,26 +59,11 @@ NAMES = {
 # Sees every operator that runs, also those of a backward. torch's own profilers of FLOPs and memory are made of it; its
 # module has no other name.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-# A context without any of these modes, and the list of the active ones; no public name gives either.
-disable_dispatch_modes = _python_dispatch._disable_current_modes
-active_dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
-# Nested lists, tuples and dicts of tensors; the public optree is another package.
-tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _pytree.tree_map_only
 
 
 def backward_is_running() -> bool:
     """Whether autograd runs a backward in this thread now. In public only hooks learn it, operators do not."""
     return torch._C._current_graph_task_id() != -1
-
-
-def schema_of(op) -> torch.FunctionSchema:
-    """The schema of an operator: the names of its arguments, and which it writes. A dispatch mode is given the operator
-    alone."""
-    return op._schema
-
-
-# A view of its input, which its schema does not say. torch makes it in a matmul over more than two dimensions.
-unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def was_written(tensor: torch.Tensor) -> bool:
@@ -180,11 +140,6 @@ def set_activation_memory_budget(budget: float) -> None:
     torch._functorch.config.activation_memory_budget = budget
 
 
-def occupy_gpu(cycles: int) -> None:
-    """Lets the current CUDA stream do nothing for so many clock cycles; no public kernel takes a known time."""
-    torch.cuda._sleep(cycles)
-
-
 # ---- Process groups --------------------------------------------------------------------------------------------------
 
 
@@ -199,21 +154,6 @@ def gloo_timeout() -> timedelta | None:
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Sets the timeout of a group that exists, such as one of a device mesh, whose maker takes none."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def group_by_name(name: str) -> dist.ProcessGroup:
-    """The group of a functional collective, whose operator gets the group's name."""
-    return dist.distributed_c10d._resolve_process_group(name)
-
-
-def group_of_collective(args) -> dist.ProcessGroup:
-    """The process group among the arguments of a collective's operator. One of c10d gets an object of TorchScript, and
-    its type is known by a private name only; a functional one gets the group's name after the operation's."""
-    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
-    if boxed:
-        return dist.ProcessGroup.unbox(boxed[0])
-    names = [arg for arg in args if isinstance(arg, str)]
-    return group_by_name(names[-1])
 
 
 def nccl_trace() -> bytes | None:
@@ -277,76 +217,3 @@ def sharded_tensor(parameter: FSDPParam) -> torch.Tensor:
     """This rank's part of a parameter, of its own class: a float8 weight is not the plain tensor that `to_local` and
     autograd give."""
     return parameter._sharded_local_tensor
-
-
-# ---- A step without data or devices, for plans -----------------------------------------------------------------------
-
-# Tensors without data on a device that may be missing, and what they raise where a model reads its data. Tensors on the
-# public device `meta` have no other device, and DTensor and torch.compile do not run on them.
-FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
-ERRORS_WITHOUT_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-
-
-def fake_store() -> dist.Store:
-    """The store of the backend `fake`: any number of ranks in one process. It is made for torch's own tests, so it is
-    imported only when a plan needs it; public backends wait for the other ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
-
-
-def is_default_cpu_stream(stream) -> bool:
-    """Whether a stream is the one that a CPU begins with; of CUDA only, torch gives the default stream in public."""
-    return stream is torch.cpu._default_cpu_stream
-
-
-def backend_like_inductor(compiler: Callable) -> Callable:
-    """A backend of torch.compile that makes graphs of forward and backward as inductor does, and gives each graph and
-    its inputs to `compiler`. A public backend gets the forward only, before autograd and decompositions."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    return aot_autograd(
-        fw_compiler=compiler,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table,
-        keep_inference_input_mutations=True,  # an argument that is updated is written by the kernel, not copied later
-    )
-
-
-@contextlib.contextmanager
-def compiled_without_random_states() -> Iterator[None]:
-    """Inside, compiled regions keep no state of the random numbers for a recomputation. A GPU's attention without
-    dropout draws none, but the one of fake tensors on a CPU counts as random. There is no option for it."""
-    with mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False):
-        yield
-
-
-def compiled_for_each_shape():
-    """A context in which torch.compile treats every size as fixed, and compiles up to 1,000 shapes. Its public argument
-    `dynamic=False` does not raise the limit of recompiles, and would have to be in every call."""
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000)
-
-
-@contextlib.contextmanager
-def dtensor_shapes_unrecorded() -> Iterator[None]:
-    """Inside, no dispatch mode sees the fake tensors by which DTensor learns the shape of a whole result. There is no
-    option for it."""
-    name = "_propagate_tensor_meta_non_cached"
-    propagate = getattr(ShardingPropagator, name)
-
-    def propagate_unrecorded(*args):
-        with disable_dispatch_modes():
-            return propagate(*args)
-
-    with mock.patch.object(ShardingPropagator, name, propagate_unrecorded):
-        yield
-
-
-@contextlib.contextmanager
-def fsdp_chunks_as(chunks: Callable) -> Iterator[None]:
-    """Inside, FSDP2 cuts a parameter into shards by `chunks(tensor, count, dim)`. Its own function makes a list of all
-    ranks' shards, and there is no option for another."""
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", chunks, create=True):
-        yield

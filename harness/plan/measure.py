@@ -64,7 +64,7 @@ def measure_device(settings: Settings, recipe) -> None:
     )
     is_cuda = device.type == "cuda"
     capacity = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     of_ranks = of_all_ranks((matmul[0], attention[0], memory[0], host[0]))
     matmul_s, attention_s, memory_s, host_s = (statistics.median(seconds) for seconds in zip(*of_ranks, strict=True))
     rates = {

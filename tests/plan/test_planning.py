@@ -266,7 +266,9 @@ def test_a_plan_for_a_hundred_thousand_gpus_takes_no_longer_than_another():
     flags = "--plan --json --demo --no-compile --dp-replicate-size 12500 --plan-gpus 100000 --sequence-length 64"
     process = python(*words(flags), "--plan-seconds", 0, timeout=300)
     assert process.returncode == 0, process.stderr
-    found = {(entry["collective"], entry["ranks"], entry["nodes"]) for entry in json.loads(process.stdout)["collectives"]}
+    found = {
+        (entry["collective"], entry["ranks"], entry["nodes"]) for entry in json.loads(process.stdout)["collectives"]
+    }
     assert found >= {("all_gather", 8, 1), ("all_reduce", 12_500, 12_500)}
 
 

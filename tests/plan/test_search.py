@@ -209,7 +209,7 @@ def small(tmp_path_factory):
     """The plan of a card on which the demo does not fit as asked: what it prints, with details and as JSON."""
     rates = tmp_path_factory.mktemp("rates") / "small.json"
     rates.write_text(json.dumps({"memory_gib": 1.5}))
-    flags = [*words(DEMO), "--plan-rates", rates, *words("--plan-gpus 2 --batch-size 8 --num-tokens 10M")]
+    flags = [*words(DEMO), "--plan-rates", rates, *words("--plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
     short, details = python(*flags), python(*flags, "--plan-details")
     found = json.loads(python(*flags, "--json").stdout)
     assert short.returncode == details.returncode == 0, short.stderr
@@ -245,7 +245,12 @@ def test_a_runs_hours_and_dollars_are_its_steps_times_the_plans():
     flags = [*words(DEMO), *words("--json --plan-seconds 0 --plan-gpus 4 --num-steps 5000")]
     result = json.loads(python(*flags).stdout)
     hours = 5000 * result["step_time_ms"] / 1000 / 3600
-    run = {"steps": 5000, "tokens": 5000 * 4 * 4 * 512, "hours": pytest.approx(hours), "cost": pytest.approx(12 * hours)}
+    run = {
+        "steps": 5000,
+        "tokens": 5000 * 4 * 4 * 512,
+        "hours": pytest.approx(hours),
+        "cost": pytest.approx(12 * hours),
+    }
     assert result["run"] | {"tokens": run["tokens"]} == run
     assert result["run"]["tokens"] % 5000 == 0
     assert len(result["configurations"]) == 1  # a plan that is not to search plans once
