@@ -159,6 +159,11 @@ TITAN_H200 = "pytorch/torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.m
 POWER = "the peak at 500 W"
 NEMO_LIKE = "--model llama3.1-8b --plan-gpus 8 --sequence-length 8192 --batch-size 1 --gradient-accumulation-steps 16"
 
+THUNDER = "Lightning-AI/lightning-thunder, issue"
+THUNDER_FLAGS = "--precision bf16-pure --zero-stage 2 --no-fused-loss --compile --plan-gpus 8"
+LITGPT = "litgpt's defaults: 1 sequence at once, no checkpointing, AdamW's states in bf16"
+LLAMA_2_7B = llama(4096, 11008, 32, 32, 32, 32000, 4096)
+
 RUNS = [
     Run(
         "KempnerForge, Llama-3 8B, 1x H200", 10471, KEMPNER, f"{KEMPNER_8B} {TWO_AT_ONCE} --plan-gpus 1", ALL_RUNS,
@@ -290,6 +295,38 @@ RUNS = [
         "llm-foundry, MPT-1B at 8,192, 8x A100", 13814, FOUNDRY,
         f"{FOUNDRY_FLAGS} --plan-gpu A100 --sequence-length 8192 --batch-size 3 --gradient-accumulation-steps 4",
         config=mpt(2048, 24, 16, 8192), rates=flash_attention_1("A100", 8192), not_expressed=FSDP1,
+    ),
+    Run(
+        "lightning-thunder, Llama-3 8B, 8x H100, ZeRO-2", 10219, f"{THUNDER} 2144, May 2025",
+        f"--model llama3.1-8b --sequence-length 8192 {THUNDER_FLAGS}", otherwise=(COMPILED_LOSS,),
+        not_expressed="thunder's own fusion (here inductor's)", guessed=LITGPT,
+    ),
+    Run(
+        "lightning-thunder, Llama-2 7B, 8x H100, inductor", 11856, f"{THUNDER} 940, August 2024",
+        f"--model CONFIG --sequence-length 4096 --attention flash {THUNDER_FLAGS}", config=LLAMA_2_7B,
+        otherwise=(COMPILED_LOSS,), guessed=LITGPT,
+    ),
+    Run(
+        "lightning-thunder, Llama-2 7B, 8x H100, thunder with cuDNN", 12493, f"{THUNDER} 940, August 2024",
+        f"--model CONFIG --sequence-length 4096 {THUNDER_FLAGS}", config=LLAMA_2_7B, otherwise=(COMPILED_LOSS,),
+        not_expressed="thunder's own fusion (here inductor's)", guessed=LITGPT,
+    ),
+    Run(
+        "lightning-thunder, Llama-3 8B, 8x H100, torchao float8", 12414, f"{THUNDER} 1528, December 2024",
+        f"--model llama3.1-8b --sequence-length 8192 {THUNDER_FLAGS} --precision fp8", memory_gib=51.7,
+        memory_is="allocated", otherwise=(COMPILED_LOSS,), not_expressed="parameters and states in bf16 (here fp32)",
+        guessed=f"{LITGPT}; memory as PyTorch allocates it, in GiB",
+    ),
+    Run(
+        "NeMo, Llama-2 7B, 8x H100, fp8", 16154, "NVIDIA/NeMo-Framework-Launcher, issue 347",
+        "--model CONFIG --sequence-length 4096 --precision fp8 --zero-stage 1 --gradient-accumulation-steps 16 \
+--plan-gpus 8", config=LLAMA_2_7B, not_expressed="Transformer Engine, reduction of bf16 gradients",
+        guessed="a global batch of 128",
+    ),
+    Run(
+        "Megatron-Bridge, Llama-3 8B, 8x B200, fp8", 30624, "NVIDIA-NeMo/Megatron-Bridge, performance summary, August 2026",
+        f"{NEMO_LIKE} --plan-gpu B200 --precision fp8", not_expressed="Transformer Engine, CUDA graphs, overlap by Megatron",
+        guessed="8 GPUs, as its run on H100", other_kind="a dense model on a B200",
     ),
     Run(
         "torchtitan, Qwen3-30B-A3B at 8,192, 8x B200", 19500, "mlc-ai/pith-train, issue 79, July 2026",

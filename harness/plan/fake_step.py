@@ -17,7 +17,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: see `Chu
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: see `dtensor_shapes_unrecorded`
 from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
 
-from harness.base.transformers_internals import without_packing_detection
 from harness.flags.settings import Settings
 from harness.model import loss, newton_schulz, skipping
 from harness.model.attention import any_attention_kernel
@@ -181,7 +180,6 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
         torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
         any_attention_kernel(),
         products_as_on_a_gpu() if on_gpu else contextlib.nullcontext(),
-        without_packing_detection(),
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
     ):

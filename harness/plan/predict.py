@@ -177,7 +177,7 @@ def move_states_to_host(step: Step, settings: Settings) -> np.ndarray:
         for key in peaks:
             peaks[key] = peaks[key] * is_on_gpu
     counts = step.counts
-    shards = host[KINDS.index("parameters")]
+    shards = float(host[KINDS.index("parameters")])
     copies = 3 if settings.zero_stage == 3 else 2  # the gathers of a microbatch's passes, and its gradients back
     copied = shards * copies * settings.gradient_accumulation_steps
     in_memory = 0.0
