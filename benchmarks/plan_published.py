@@ -324,8 +324,10 @@ RUNS = [
         guessed="a global batch of 128",
     ),
     Run(
-        "Megatron-Bridge, Llama-3 8B, 8x B200, fp8", 30624, "NVIDIA-NeMo/Megatron-Bridge, performance summary, August 2026",
-        f"{NEMO_LIKE} --plan-gpu B200 --precision fp8", not_expressed="Transformer Engine, CUDA graphs, overlap by Megatron",
+        "Megatron-Bridge, Llama-3 8B, 8x B200, fp8", 30624,
+        "NVIDIA-NeMo/Megatron-Bridge, performance summary, August 2026",
+        f"{NEMO_LIKE} --plan-gpu B200 --precision fp8",
+        not_expressed="Transformer Engine, CUDA graphs, overlap by Megatron",
         guessed="8 GPUs, as its run on H100", other_kind="a dense model on a B200",
     ),
     Run(

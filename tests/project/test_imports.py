@@ -117,7 +117,7 @@ def test_a_wrong_direction_and_a_cycle_are_seen(tmp_path, file, source, said):
 
 def test_what_is_made_for_torchs_own_tests_is_imported_in_one_place():
     users = {name for name, (_, path) in MODULES.items() if "torch.testing._internal" in imported(path)}
-    assert users == {"harness.base.torch_internals"}
+    assert users == {"harness.plan.fake_step"}
 
 
 @pytest.mark.parametrize("name", ["train_fsdp", "utils", "harness", *HARNESS])
@@ -144,7 +144,7 @@ print(json.dumps(seen))
 @pytest.fixture(scope="module")
 def fresh() -> dict[str, dict]:
     """What each module loaded that was not there before, and what ran after it."""
-    late = ["harness.flags.settings", "harness.plan.recorder"]
+    late = ["harness.flags.settings", "harness.plan.fake_step"]
     others = [name for name in HARNESS if name not in late]
     names = [late[0], "torch", "transformers", "utils", *others, "train_fsdp", late[1]]
     process = start([sys.executable, "-c", IMPORT_ALL, *names], PYTHONPATH=str(ROOT))
@@ -165,9 +165,9 @@ def test_importing_a_module_loads_no_optional_package_and_starts_nothing(fresh):
         assert (found["children"], found["joined"]) == (0, False), name
 
 
-def test_the_recorder_is_loaded_only_when_a_plan_is_made(fresh):
-    loaders = {name for name, found in fresh.items() if "harness.plan.recorder" in found["loads"]}
-    assert loaders and loaders <= {"harness.plan.recorder", "harness.plan.measure"}
+def test_fake_tensors_are_loaded_only_when_a_plan_is_made(fresh):
+    loaders = {name for name, found in fresh.items() if "harness.plan.fake_step" in found["loads"]}
+    assert loaders and loaders <= {"harness.plan.fake_step"}
 
 
 WITHOUT = """
