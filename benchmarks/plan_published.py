@@ -1,11 +1,11 @@
 """How near plans by data sheets are to published runs: speed beside speed, memory beside memory.
 
-    python benchmarks/plan_published.py [--only 'torchtitan*'] [--out benchmarks/results/plan_published.json]
+    python benchmarks/plan_published.py [--only 'torchtitan*'] [--again] [--out benchmarks/results/plan_published.json]
 
 Each run of RUNS is planned as `train_fsdp.py --plan` does, without any measured rate. `chose` names what the run was
 used to choose in harness/plan; the other runs are held out: no constant was chosen by them. Each group has a table.
 What a run's library did otherwise than this program is planned as it did it (`otherwise`, and `rates` for the rate of
-its attention kernel). A run that the file has with the same flags is not planned again: remove the file for other code.
+its attention kernel). A run that the file has with the same flags is not planned again, unless with --again.
 """
 
 import argparse
@@ -459,11 +459,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="names of runs, with * and ?")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "plan_published.json")
+    parser.add_argument("--again", action="store_true", help="plan the runs that the file has, too")
     args = parser.parse_args()
     rows: dict = json.loads(args.out.read_text())["runs"] if args.out.exists() else {}
     for run in RUNS:
         kept = rows.get(run.name)
-        is_planned = kept is not None and {key: kept[key] for key in run.identity()} == run.identity()
+        is_planned = (
+            not args.again and kept is not None and {key: kept[key] for key in run.identity()} == run.identity()
+        )
         if is_planned:
             rows[run.name] |= dataclasses.asdict(run)  # its words may have changed
         if is_planned or not fnmatch.fnmatch(run.name, args.only):

@@ -18,11 +18,10 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator  # privat
 from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
 
 from harness.flags.settings import Settings
-from harness.model import loss, newton_schulz, skipping
-from harness.model.attention import any_attention_kernel
 from harness.model.averages import WeightAverage
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer
 from harness.model.skipping import decide_skip, step_or_skip
+from harness.model.stand_ins import without_data
 from harness.model.weights import decoder_layers
 from harness.plan.fusion import fused_memory
 from harness.plan.rates import Rates
@@ -160,8 +159,8 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
         resize(storage, size)
         recorder.kinds[recorder.see(storage)] = "communication"
 
-    def three_chunks(tokens, size, starts=loss.chunk_starts):  # the second stands for all between first and last
-        starts, weight = starts(tokens, size), recorder.weight
+    def three_chunks(starts):  # the second stands for all between first and last
+        weight = recorder.weight
         for index in sorted({0, min(1, len(starts) - 1), len(starts) - 1}):
             recorder.weight = weight * max(len(starts) - 2, 1) if index == 1 else weight
             yield starts[index]
@@ -170,29 +169,15 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
-        mock.patch.object(loss, "chunk_starts", three_chunks),
-        mock.patch.object(skipping, "on_host", lambda skip: False),
+        without_data(three_chunks, on_gpu),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         # private: a GPU's attention without dropout draws no random numbers, that of fake tensors counts as if it did
         mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
         # private: `dynamic=False` does not raise the limit of recompiles, and would have to be in every call
         torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000),
-        any_attention_kernel(),
-        products_as_on_a_gpu() if on_gpu else contextlib.nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def products_as_on_a_gpu() -> Iterator[None]:
-    """Adds a product in place and multiplies in the dtype of the tensors; a CPU may do neither. Fake tensors on the CPU
-    allow the first for dtypes of which the CPU has no kernel."""
-    with (
-        mock.patch.object(loss, "add_product", lambda total, a, b: torch.addmm(total, a, b, out=total)),
-        mock.patch.object(newton_schulz, "dtype_of_products", lambda x: x.dtype),
     ):
         yield
 

@@ -15,6 +15,7 @@ from multirank import MODELS, SIZES
 
 import train_fsdp
 from harness import plan as planning
+from harness.model import loss
 from harness.plan import fake_step
 
 GIB = 2**30
@@ -289,7 +290,7 @@ def plan_many_chunks() -> None:
     settings = parse(words("--plan --demo --no-compile --plan-rates none --sequence-length 112 --batch-size 1"))
     flops = []
     for tokens in (112, 56, 4):  # 1, 2 and 28 chunks
-        fake_step.loss.tokens_at_once = lambda weight, tokens=tokens: tokens
+        loss.tokens_at_once = lambda weight, tokens=tokens: tokens
         flops.append(planning.predict_run(settings, train_fsdp.RECIPE, 2).flops_executed)
     assert flops[1:] == [flops[0]] * 2
 
