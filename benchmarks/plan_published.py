@@ -362,30 +362,24 @@ def plan(run: Run) -> dict:
     return result
 
 
-def row_of(run: Run, planned: dict, replaced: dict | None) -> dict:
-    """What the file keeps of a planned run, and the errors of the first plan of it. Memory is in GiB, without what CUDA
-    and NCCL take."""
+def row_of(run: Run, planned: dict) -> dict:
+    """What the file keeps of a planned run. Memory is in GiB, without what CUDA and NCCL take."""
     speed = planned["tokens_per_sec_per_gpu"]
     if run.memory_is == "allocated":
         memory = planned["memory_gib"]["total"]
     else:
         memory = planned["memory_gib"]["reserved"] - planned["beside_tensors_gib"]["CUDA and NCCL"]
-    before = None
-    if replaced:
-        before = replaced["before"] or {name: replaced[name] for name in ("error", "memory_error")}
-    row = dataclasses.asdict(run) | {
+    return dataclasses.asdict(run) | {
         "planned": speed,
         "error": speed / run.published - 1,
         "planned_memory_gib": memory,
         "memory_error": memory / run.memory_gib - 1 if run.memory_gib else None,
-        "before": before,
         "verdict": planned["verdict"],
         "mfu_percent": planned["mfu_percent"],
         "step_time_ms": planned["step_time_ms"],
         "time_ms": planned["time_ms"],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    return row
 
 
 def summary_of(rows: list[dict]) -> dict:
@@ -437,20 +431,12 @@ def percent(error: float | None) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """As docs/PLAN.md has it; `before` are the errors of the first plan."""
-    lines = [
-        "| run | tokens/s a GPU | planned | error | before | GiB | planned | error | before |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """As docs/PLAN.md has it."""
+    lines = ["| run | tokens/s a GPU | planned | error | GiB | planned | error |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        before = row["before"] or row
-        cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}"]
-        cells += [percent(row["error"]), percent(before["error"])]
-        if row["memory_gib"]:
-            cells += [f"{row['memory_gib']:.1f}", f"{row['planned_memory_gib']:.1f}"]
-            cells += [percent(row["memory_error"]), percent(before["memory_error"])]
-        else:
-            cells += ["", f"{row['planned_memory_gib']:.1f}", "", ""]
+        cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", percent(row["error"])]
+        cells.append(f"{row['memory_gib']:.1f}" if row["memory_gib"] else "")
+        cells += [f"{row['planned_memory_gib']:.1f}", percent(row["memory_error"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -472,7 +458,7 @@ def main() -> None:
         if is_planned or not fnmatch.fnmatch(run.name, args.only):
             continue
         try:
-            rows[run.name] = row_of(run, plan(run), kept)
+            rows[run.name] = row_of(run, plan(run))
         except UserError as error:
             print(f"{run.name}: {error}", file=sys.stderr, flush=True)
             continue
