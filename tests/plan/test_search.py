@@ -220,7 +220,7 @@ def small(tmp_path_factory):
 def test_a_plan_opens_with_the_answer_and_keeps_the_rest_for_who_asks(small):
     said, details, found, _ = small
     titles = [line.split()[0] for line in said.split("\n\n")[0].splitlines() if line[0] != " "]
-    assert titles == ["verdict", "this", "fits", "command", "tokens", "search"]
+    assert titles[:3] == ["verdict", "this", "fits"] and {"command", "tokens", "search"} <= {*titles}
     assert said.startswith("verdict    does not fit: ") and details.startswith("verdict")
     assert f"\ncommand    {found['fastest']['command']}\n" in said
     assert f"{found['fastest']['tokens_per_step']:,} a step, as asked" in said
