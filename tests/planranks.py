@@ -21,7 +21,7 @@ import train_fsdp
 import utils
 from harness import plan as planning
 from harness.flags.parser import parse_args
-from harness.job.world import start_processes, stop_processes
+from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
 from harness.model.averages import WeightAverage
 from harness.model.configs import load_config

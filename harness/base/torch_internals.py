@@ -3,10 +3,8 @@ tests/base/test_internals.py compares NAMES with the installed torch and says wh
 Independent of what they are used for."""
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
@@ -26,13 +24,11 @@ NAMES = {
     ),
     "torch:Tensor": ("_version",),
     "torch:ops.mkldnn": ("_is_mkldnn_bf16_supported",),
-    "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id", "_distributed_c10d"),
+    "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id"),
     "torch._dynamo.config": ("skip_fwd_side_effects_in_bwd_under_checkpoint",),
     "torch._dynamo.utils": ("disable_cache_limit",),
     "torch._functorch.config": ("activation_memory_budget",),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
-    "torch.distributed.distributed_c10d": ("_set_pg_timeout", "_timeout"),
-    "torch.distributed:ProcessGroup": ("_get_backend",),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": ("DefaultAllGather", "DefaultReduceScatter"),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("FSDPParam",),
@@ -138,29 +134,6 @@ def keep_attributes_of_forward_only() -> None:
 def set_activation_memory_budget(budget: float) -> None:
     """Sets which share of a compiled region's activations is kept, the rest is computed again: no public option."""
     torch._functorch.config.activation_memory_budget = budget
-
-
-# ---- Process groups --------------------------------------------------------------------------------------------------
-
-
-def gloo_timeout() -> timedelta | None:
-    """The timeout of the default group's gloo backend, which no public name gives back; None without one."""
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    if isinstance(backend, dist.ProcessGroupGloo):
-        return backend.options._timeout
-    return None
-
-
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Sets the timeout of a group that exists, such as one of a device mesh, whose maker takes none."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def nccl_trace() -> bytes | None:
-    """NCCL's record of its last collectives, None of a torch without NCCL. In public torch writes it only by itself,
-    when a collective has timed out."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    return None if dump is None else dump()
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------

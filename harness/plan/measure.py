@@ -18,15 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from harness import job
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
 from harness.base.ranks import of_all_ranks
 from harness.flags.settings import Settings
-from harness.job import heartbeats
-from harness.job.folders import replace_file
-from harness.job.printing import columns, say
-from harness.job.signals import StopRequest
-from harness.job.world import open_store, start_processes, stop_processes
+from harness.job import columns, say
 from harness.model.attention import any_attention_kernel
 from harness.model.configs import load_config
 from harness.model.optimization import build_optimizer
@@ -41,16 +38,13 @@ MAX_SLOWDOWN = 0.1  # by which a rank may be slower than the median
 MIN_LINK_SHARE = 0.75  # of the median of the links; one below it is named
 
 
-def measure_device(settings: Settings, recipe) -> None:
+def measure_device(settings: Settings, recipe, world: job.World) -> None:
     """--measure: times what steps of `settings` are made of, on all ranks at once, and writes the rates that plans of
     this kind of GPU, or of this processor, read."""
     began = time.monotonic()
     config = load_config(settings.model)
     settings = resolve(settings, config)
-    store = open_store(settings.timeout_minutes)
-    watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, store)
-    device, stop = start_processes(settings.timeout_minutes, store), StopRequest()
-    watch.meet()
+    device = world.meet()
     torch.manual_seed(0)
     model = on_meta(config)
     matmul, attention, memory, host = (
@@ -83,13 +77,9 @@ def measure_device(settings: Settings, recipe) -> None:
     units = {"tflops": "TFLOPS", "s": "GB/s", "us": "us an operator", "gib": "GiB"}
     for name, rate in rates.items():
         say(columns({"measured": f"{name.removesuffix('_gb_per_s')} {rate:,.4g} {units[name.rpartition('_')[2]]}"}))
-    for line in (
-        *slow_ranks([sum(seconds[:3]) for seconds in of_ranks], heartbeats.RANKS),
-        *slow_links(speeds, heartbeats.RANKS),
-    ):
+    for line in (*slow_ranks([sum(seconds[:3]) for seconds in of_ranks], job.RANKS), *slow_links(speeds, job.RANKS)):
         say(f"slow       {line}")
     say(f"done       {time.monotonic() - began:.0f} s")
-    stop_processes(stop)
 
 
 def write(settings: Settings, rates: dict[str, float], device: torch.device) -> None:
@@ -101,7 +91,7 @@ def write(settings: Settings, rates: dict[str, float], device: torch.device) -> 
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps({"device": name, "date": date, "torch": torch.__version__} | rates, indent=1))
+        job.replace_file(path, json.dumps({"device": name, "date": date, "torch": torch.__version__} | rates, indent=1))
     except OSError as error:
         raise UserError(f"--cache-dir: {path} cannot be written ({error.strerror})", 1) from error
     say(columns({"written": f"{path}, which --plan{' --plan-gpu cpu' if name == 'cpu' else ''} reads"}))
@@ -121,7 +111,7 @@ class Work:
 
 def median_and_work(call: Callable[[], None], device: torch.device) -> tuple[float, Work]:
     """(median seconds of a call, beside those of all ranks; its work)."""
-    heartbeats.enter_phase("measure")
+    job.enter_phase("measure")
     with StepRecorder(1, Rates("", 0, None, {"memory_gb_per_s": 1, "matmul_tflops": 1}, {})) as recorder:
         recorder.start_microbatch(0, 1, 1)
         call()

@@ -8,7 +8,7 @@ from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
-from harness.job.schedule import count_steps
+from harness.job import count_steps
 from harness.model.attention import choose_attention
 from harness.model.configs import choose_sequence_length
 from harness.model.float8 import check_float8

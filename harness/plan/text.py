@@ -3,12 +3,12 @@
 
 import textwrap
 
+from harness import job
 from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB, find_gpu
 from harness.base.text import counted
 from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
-from harness.job import terminal
-from harness.job.printing import columns
+from harness.job import columns
 from harness.plan.predict import FRAGMENTATION, PUBLISHED_MEMORY_RUNS, PUBLISHED_MEMORY_SHARE, TIGHT
 from harness.plan.rates import Rates
 from harness.plan.search import MIN_GAIN
@@ -253,7 +253,7 @@ def published_share(rates: Rates, config) -> tuple[float, float, float] | None:
 
 def fill(title: str, text: str) -> str:
     """A title and its text, wrapped to the terminal, to 80 columns where there is none; no number leaves its %."""
-    width = min(terminal.width() or 80, 120)
+    width = min(job.width() or 80, 120)
     line = columns({title: text.replace(" %", "\N{NO-BREAK SPACE}%")})
     options = {"subsequent_indent": " " * 11, "break_on_hyphens": False, "break_long_words": False}
     return textwrap.fill(line, width, **options).replace("\N{NO-BREAK SPACE}", " ")
