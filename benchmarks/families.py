@@ -158,13 +158,14 @@ def train(folder: pathlib.Path, device) -> dict:
     import train_fsdp
     from harness import model as models
     from harness.flags import parse_args
+    from harness import plan
 
     rank, world = dist.get_rank(), dist.get_world_size()
     flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"
     flags += f" --batch-size {BATCH // world} --lr 1e-4 --lr-scheduler constant"
     settings = parse_args(["--model", str(folder), *flags.split()])
     config = load_config(settings.model)
-    settings = train_fsdp.resolve(settings, config)
+    settings = plan.resolve(settings, config)
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
     optimizer = models.build_optimizer(settings, model)

@@ -1,5 +1,5 @@
-"""Own plan: a run's own plan, made by a process beside the training. Called by the script. Independent of how a plan is
-made."""
+"""Own plan: a run's own plan, made by a process beside the training. Called by the script and `resolving`. Independent
+of how a plan is made."""
 
 import contextlib
 import json
@@ -38,6 +38,7 @@ def start_plan(settings: Settings) -> subprocess.Popen:
     resolved = {
         "--plan-gpus": dist.get_world_size(),
         "--plan-gpu": settings.plan_gpu or torch.cuda.get_device_name(),
+        "--gpus-per-node": os.environ.get("LOCAL_WORLD_SIZE", settings.gpus_per_node),
         "--precision": settings.precision,
         "--batch-size": settings.batch_size,
         "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
@@ -59,7 +60,7 @@ def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, 
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return None, f"no plan within {patience:.0f} s"
+        return None, f"no plan within {patience:g} s"
     if process.returncode:
         return None, (errors.strip() or "no plan").splitlines()[-1]
     return json.loads(output), ""
@@ -73,9 +74,7 @@ def choose_batch_size(settings: Settings) -> int:
     if not result:
         raise UserError(f"--batch-size auto: {problem}")
     if not result["largest_batch_size"]:
-        advice = ""
-        if result.get("fits_with"):
-            advice = f"; it fits with {result['fits_with']['flags']}"
+        advice = f"; it fits with {result['fits_with']['flags']}" if result["fits_with"] else ""
         raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
     say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
     return result["largest_batch_size"]

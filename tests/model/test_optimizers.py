@@ -435,7 +435,7 @@ import torch
 from harness.flags.parser import parse_args
 from harness.job.world import start_processes
 from harness.model.configs import load_config
-from harness.plan import planning
+from harness import plan
 import train_fsdp
 
 class Stop:
@@ -447,7 +447,7 @@ class Stop:
 flags, only_half = sys.argv[1:], Stop()
 only_half.steps = 2
 print("PLAN", flush=True)
-planning.plan(parse_args([*flags, "--plan", "--json", "--plan-gpus", "2", "--plan-seconds", "0"]), train_fsdp.RECIPE)
+plan.print_plan(parse_args([*flags, "--plan", "--json", "--plan-gpus", "2", "--plan-seconds", "0"]), train_fsdp.RECIPE)
 print("END", flush=True)
 device = start_processes()
 for run, stop, resume in (("all", Stop(), "none"), ("half", only_half, "none"), ("half", Stop(), "auto")):
