@@ -418,10 +418,12 @@ def evaluate_and_log(run: Run, log: report.Log, due: job.Due, metrics: dict, pro
 def finish(run: Run, log: report.Log, checkpoints: state.Checkpoints, planned) -> int:
     """The end of a run that has no step left, whether it took the last one now or before: figures, stories, an export,
     gates, what to do next. Returns the exit code."""
-    metrics = log.finish(run.stories(), planned)
+    predicted = plan.predicted_figures(planned) if planned and log.took_steps() else {}
+    metrics = log.finish(run.stories(), predicted)
     if run.settings.export:
         state.export(run.settings, run.state, run.tokenizer)
-    job.say(report.next_commands(run, log.page))
+    prompt = run.prompts[0] if run.prompts else run.data.beginning
+    job.say(report.next_commands(run.settings, run.folder, prompt, log.page))
     checkpoints.check_saved()
     log.check_written()
     base.on_main_rank(lambda: report.check_gates(run.settings, metrics))
@@ -482,7 +484,7 @@ RECIPE = plan.Recipe(
 
 
 def main(settings: flags.Settings) -> None:
-    with job.World(settings, plan.memory_advice) as world:
+    with job.World(settings, lambda: plan.memory_advice(settings)) as world:
         if settings.plan:
             plan.print_plan(settings, RECIPE)
         elif settings.measure:

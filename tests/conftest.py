@@ -171,7 +171,7 @@ def losses_of(folder: pathlib.Path) -> list[float]:
 
 def write_checkpoint(run: pathlib.Path, step: int, **manifest) -> pathlib.Path:
     """A complete checkpoint in a run's folder, but without shards."""
-    folder = run / "checkpoints" / saved.name_of(step)
+    folder = run / "checkpoints" / saved.checkpoint_name(step)
     folder.mkdir(parents=True, exist_ok=True)
     content = {"format": saved.FORMAT, "step": step, "files": {}} | manifest
     (folder / saved.MANIFEST).write_text(json.dumps(content | {"sha256": saved.manifest_checksum(content)}))

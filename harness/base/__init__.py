@@ -13,5 +13,7 @@ FILES = {
     "refuse_old_python refuse_missing_packages",
     "console": "never_fail send record_error tell_json",
     "hub": "answer_from_cache_without_network",
+    "saved": "FORMAT MANIFEST checkpoint_name complete_checkpoints named_checkpoints newest_checkpoint read_config "
+    "read_json read_manifest seal step_in_name step_saved sync_to_disk unfinished_checkpoints",
 }
 __getattr__, __all__ = doors.open_door(__name__, doors.names_of(FILES))

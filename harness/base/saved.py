@@ -38,7 +38,7 @@ def read_config(folder: pathlib.Path) -> dict:
     return {}
 
 
-def sync(path: pathlib.Path) -> None:
+def sync_to_disk(path: pathlib.Path) -> None:
     """Makes a file's content durable, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
@@ -57,30 +57,30 @@ def place_of(path: str | os.PathLike) -> tuple[int, int] | None:
 # ---- Checkpoints of a run --------------------------------------------------------------------------------------------
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """The name of the checkpoint after `step`."""
     return f"step-{step:08d}"
 
 
-def step_of(path: pathlib.Path) -> int | None:
+def step_in_name(path: pathlib.Path) -> int | None:
     """The step that stands in a checkpoint's name, `step-` and eight digits; None for any other name."""
     return int(path.name[5:]) if re.fullmatch("step-[0-9]{8}", path.name) else None
 
 
-def by_name(folder: pathlib.Path) -> list[pathlib.Path]:
+def named_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """What has a checkpoint's name in a run's folder, the oldest first: complete checkpoints, damaged ones, files or
     links in the place of one."""
     try:
-        return sorted(path for path in (folder / "checkpoints").iterdir() if step_of(path) is not None)
+        return sorted(path for path in (folder / "checkpoints").iterdir() if step_in_name(path) is not None)
     except OSError:
         return []
 
 
-def complete(folder: pathlib.Path) -> list[pathlib.Path]:
+def complete_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """The complete checkpoints of a run's folder, the oldest first: folders, no links to one, whose manifest is whole.
     The files that the manifest lists are not read."""
     found = []
-    for path in by_name(folder):
+    for path in named_checkpoints(folder):
         with contextlib.suppress(OSError, ValueError):
             read_manifest(path)
             if not path.is_symlink():
@@ -88,13 +88,13 @@ def complete(folder: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
-def newest(folder: pathlib.Path | None) -> pathlib.Path | None:
+def newest_checkpoint(folder: pathlib.Path | None) -> pathlib.Path | None:
     """The newest complete checkpoint of a run's folder; None where there is none."""
-    paths = complete(folder) if folder else []
+    paths = complete_checkpoints(folder) if folder else []
     return paths[-1] if paths else None
 
 
-def leftovers(folder: pathlib.Path) -> list[pathlib.Path]:
+def unfinished_checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """Folders of checkpoints that were being written or deleted when their run was killed."""
     return [path for path in folder.glob("checkpoints/.step-*") if LEFT_OVER.fullmatch(path.name)]
 
@@ -102,7 +102,7 @@ def leftovers(folder: pathlib.Path) -> list[pathlib.Path]:
 # ---- Manifests -------------------------------------------------------------------------------------------------------
 
 
-def sealed(manifest: dict) -> str:
+def seal(manifest: dict) -> str:
     """The text of a manifest with its checksum."""
     return json.dumps(manifest | {"sha256": manifest_checksum(manifest)}, indent=1)
 
@@ -130,7 +130,7 @@ def read_manifest(checkpoint: pathlib.Path) -> dict:
         raise ValueError(f"{problem}: go on with the version that wrote it, or export from there")
     if written != manifest_checksum(manifest):
         raise ValueError(f"{MANIFEST} has changed")
-    if step_of(checkpoint) not in (None, step):
+    if step_in_name(checkpoint) not in (None, step):
         raise ValueError(f"{MANIFEST} is of step {step}")
     return manifest
 
@@ -140,5 +140,5 @@ def step_saved(checkpoint: pathlib.Path) -> int:
     try:
         return read_manifest(checkpoint)["step"]
     except (OSError, ValueError):
-        step = step_of(checkpoint)
+        step = step_in_name(checkpoint)
         return -1 if step is None else step

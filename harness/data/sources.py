@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from harness import job
-from harness.base.errors import UserError
-from harness.base.ranks import from_main_process, on_main_rank
-from harness.base.text import counted
+from harness import base, job
+from harness import flags as flag_rules
 from harness.data import cache, files, stream, token_files
 from harness.data.batches import TrainingData, describe_step, mix
 from harness.data.chat import TODAY, ChatFormat, describe_example, no_assistant_mask, read_template
@@ -41,9 +39,6 @@ from harness.data.records import (
 )
 from harness.data.stream import Stream
 from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, Tokens, tokens_of
-from harness.flags.commands import given
-from harness.flags.settings import ASSETS, Settings
-from harness.flags.sources import Source, same_dataset, sources_of, splits_overlap
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 DEFAULT_EVAL_SPLIT = "validation"
@@ -61,7 +56,7 @@ HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 class Corpus:
     """A source as it was found."""
 
-    source: Source
+    source: flag_rules.Source
     listing: Listing
     split: str  # that is trained on, with its slice
     text_field: Field
@@ -73,18 +68,18 @@ class Corpus:
         return self.source.name
 
 
-def find(settings: Settings) -> list[Corpus]:
+def find(settings: flag_rules.Settings) -> list[Corpus]:
     """The corpora of a run, listed once, by rank 0; none of synthetic data. Every rank calls this."""
     if settings.dataset == "synthetic":
         return []
-    return on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
+    return base.on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
 
 
-def find_corpus(settings: Settings, source: Source) -> Corpus:
-    place = str(ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
+def find_corpus(settings: flag_rules.Settings, source: flag_rules.Source) -> Corpus:
+    place = str(flag_rules.ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
     listing = files.find(place, settings.dataset_config)
     text_field: Field = ("input_ids", settings.text_field)
-    if "text_field" in given(settings.argv):
+    if "text_field" in settings.given:
         text_field = settings.text_field
     split = settings.dataset_split
     if split is None:
@@ -103,12 +98,12 @@ def are_mapped(of_split: list[DataFile]) -> bool:
     for file in mapped:
         if file.is_remote:
             problem = "its tokens are mapped into memory, which a store cannot give"
-            raise UserError(f"--dataset {file}: {problem}; {files.stores.copy_command(file.path)}")
+            raise base.UserError(f"--dataset {file}: {problem}; {files.stores.copy_command(file.path)}")
     for file in of_split:
         if reader_of(file.name) is not reader_of(mapped[0].name):
             one, folder = mapped[0], os.path.dirname(mapped[0].path)
             pattern = f"{folder}/*{os.path.splitext(one.name)[1]}"
-            raise UserError(
+            raise base.UserError(
                 f"--dataset: {one} has tokens that are read in place, {file} is of another format; "
                 f"name a folder or pattern with one of them, such as '{pattern}'"
             )
@@ -130,12 +125,12 @@ def holds_conversations(file: DataFile, text_field: Field) -> bool:
                     return True
             elif record is not None and len(record):
                 return False
-    except UserError:
+    except base.UserError:
         pass
     return False
 
 
-def needs_tokenizer(settings: Settings, corpora: list[Corpus]) -> bool:
+def needs_tokenizer(settings: flag_rules.Settings, corpora: list[Corpus]) -> bool:
     """Whether a run takes a tokenizer: not where all its tokens are random or come from token files, unless a flag
     asks for text or for the ends of documents."""
     if settings.tokenizer or settings.sample_prompt or settings.sample_prompts:
@@ -148,7 +143,7 @@ def needs_tokenizer(settings: Settings, corpora: list[Corpus]) -> bool:
     return not all(corpus.is_mapped for corpus in corpora)
 
 
-def mask_conversations(settings: Settings, corpora: list[Corpus]) -> Settings:
+def mask_conversations(settings: flag_rules.Settings, corpora: list[Corpus]) -> flag_rules.Settings:
     """The settings with the document mask that is on by default where a run reads conversations."""
     if settings.document_mask is None and any(corpus.is_chat for corpus in corpora):
         return dataclasses.replace(settings, document_mask=True)
@@ -199,7 +194,7 @@ class Reading:
             rows = rows_of_slice(of_split, bounds) if corpus.listing.is_hub and bounds else None
             if rows:
                 bounds = []
-            found = from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
+            found = base.from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
             tokens = cache.open_cache(found[0], self.vocab_size, self.end_of_text, found[1])
         if bounds:
             tokens = tokens.between(*cut_positions(bounds, self.with_ends(tokens).ends, len(tokens)))
@@ -226,7 +221,9 @@ class Reading:
                 if left_out:
                     problem = f"the chat template marks no token of any of the {left_out:,} conversations"
                     raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem}")
-                raise UserError(f"--dataset {corpus.source.dataset}: it holds no text ({counts['bad records']} bad)")
+                raise base.UserError(
+                    f"--dataset {corpus.source.dataset}: it holds no text ({counts['bad records']} bad)"
+                )
 
         return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
@@ -237,10 +234,10 @@ class Reading:
             if self.end_of_text is None:
                 name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
                 problem = f"{name} has no end-of-text token (eos_token)"
-                raise UserError(
+                raise base.UserError(
                     f"--dataset {tokens.files[0].name}: it does not say where its documents end, and {problem}"
                 )
-            tokens.whole_ends = from_main_process(lambda: tokens.whole_ends, self.is_main)
+            tokens.whole_ends = base.from_main_process(lambda: tokens.whole_ends, self.is_main)
         return tokens
 
     def windows(self, tokens: Tokens, place: str) -> PackedDataset:
@@ -258,7 +255,7 @@ class Reading:
             packed = PackedDataset(tokens, self.seq_len, mask)
         if not len(packed):
             short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
-            raise UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
+            raise base.UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
         return packed
 
 
@@ -278,7 +275,7 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     """(name, bounds of its slice) of a split, such as `train` or `train[:95%]`; no bounds without a slice."""
     part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if not part:
-        raise UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
+        raise base.UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
     if not part[2]:
         return part[1], []
     return part[1], [part[3] or "0%", part[4] or "100%"]
@@ -292,7 +289,7 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
         number = int(bound.rstrip("%"))
         size = 100 if bound.endswith("%") else documents
         if abs(number) > size:
-            raise UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
+            raise base.UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
         if number < 0:
             number += size
         cut = round(documents * number / size) if size else 0
@@ -335,11 +332,11 @@ def open_windows(
     subset: str | None = None,
 ) -> PackedDataset | TrainingData:
     """The windows of one corpus, or of several mixed, for `utils.get_dataset`."""
-    sources = sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
+    sources = flag_rules.sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
     windows = {}
     for source in sources:
-        place = str(ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
-        listing = from_main_process(functools.partial(files.find, place, subset), reading.is_main)
+        place = str(flag_rules.ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
+        listing = base.from_main_process(functools.partial(files.find, place, subset), reading.is_main)
         its_split = split or ("train[:5%]" if listing.is_hub else "train")
         of_split = listing.of_split(parse_split(its_split)[0])
         is_mapped = are_mapped(of_split)
@@ -365,7 +362,9 @@ class OpenedSource:
     rules: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
 
 
-def load(settings: Settings, corpora: list[Corpus], tokenizer, config, manifest: dict | None = None) -> TrainingData:
+def load(
+    settings: flag_rules.Settings, corpora: list[Corpus], tokenizer, config, manifest: dict | None = None
+) -> TrainingData:
     """What a run trains on and holds out, with the header's lines about it. Every rank calls this.
 
     `manifest` is that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
@@ -395,7 +394,9 @@ def load(settings: Settings, corpora: list[Corpus], tokenizer, config, manifest:
         rules = before.sources.get(corpus.name) if before else None
         if before and rules is None and not settings.num_steps:
             known = ", ".join(before.sources)
-            raise UserError(f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}")
+            raise base.UserError(
+                f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
+            )
         if settings.streaming and not corpus.is_mapped:
             opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes)
         else:
@@ -419,11 +420,11 @@ def load(settings: Settings, corpora: list[Corpus], tokenizer, config, manifest:
     if settings.num_steps:
         check_size(settings, data, corpora, per_step)
     data.header = describe(settings, data, opened, corpora, per_step)
-    data.beginning = on_main_rank(lambda: first_words(data.held_out or data.sources, tokenizer))
+    data.beginning = base.on_main_rank(lambda: first_words(data.held_out or data.sources, tokenizer))
     return data
 
 
-def recorded_data(settings: Settings, manifest: dict | None) -> DataRecord | None:
+def recorded_data(settings: flag_rules.Settings, manifest: dict | None) -> DataRecord | None:
     """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
     if not manifest:
         return None
@@ -433,7 +434,7 @@ def recorded_data(settings: Settings, manifest: dict | None) -> DataRecord | Non
     return record
 
 
-def open_synthetic(settings: Settings, vocab_size: int) -> OpenedSource:
+def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSource:
     """Random windows to train on, and others to evaluate on."""
     length, seed = settings.sequence_length, settings.seed
     train = SyntheticDataset(vocab_size, length, seed)
@@ -444,7 +445,7 @@ def open_synthetic(settings: Settings, vocab_size: int) -> OpenedSource:
 
 
 def choose_held_out(
-    settings: Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str
+    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
@@ -457,14 +458,16 @@ def choose_held_out(
         split = DEFAULT_EVAL_SPLIT
     if rules and split is None and not was_divided:
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
-        raise UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
+        raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if was_divided and rules["held_out"] != rule:
         how = "needs" if rule == HELD_OUT else "was read without"
-        raise UserError(f"--dataset {corpus.source.dataset}: what the run held out of it {how} --streaming")
+        raise base.UserError(f"--dataset {corpus.source.dataset}: what the run held out of it {how} --streaming")
     return split, rule if split is None or was_divided else None
 
 
-def open_cached(settings: Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None) -> OpenedSource:
+def open_cached(
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None
+) -> OpenedSource:
     """A source from the token cache or from token files."""
     split, rule = choose_held_out(settings, corpus, rules, HELD_OUT)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
@@ -493,12 +496,12 @@ def open_cached(settings: Settings, corpus: Corpus, reading: Reading, rules: dic
 
 
 def open_stream(
-    settings: Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, lanes: int
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, lanes: int
 ) -> OpenedSource:
     """A source that is read while training."""
     dataset = corpus.source.dataset
     if corpus.is_chat:
-        raise UserError(
+        raise base.UserError(
             f"--dataset {dataset}: holds conversations, whose masks are in the token cache; leave out --streaming"
         )
     split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT)
@@ -506,10 +509,14 @@ def open_stream(
     def stream_of(split: str) -> Stream:
         name, bounds = parse_split(split)
         if bounds:
-            raise UserError(f"--dataset {dataset}, split {split!r}: a stream takes whole splits; leave out --streaming")
+            raise base.UserError(
+                f"--dataset {dataset}, split {split!r}: a stream takes whole splits; leave out --streaming"
+            )
         of_split = corpus.listing.of_split(name)
         if are_mapped(of_split):
-            raise UserError(f"--dataset {dataset}: has token files, which are read in place; leave out --streaming")
+            raise base.UserError(
+                f"--dataset {dataset}: has token files, which are read in place; leave out --streaming"
+            )
         return Stream(
             of_split,
             reading.encoder(corpus),
@@ -522,7 +529,7 @@ def open_stream(
         )
 
     train = stream_of(corpus.split)
-    fingerprint = on_main_rank(train.fingerprint)
+    fingerprint = base.on_main_rank(train.fingerprint)
     held_out = stream_of(split) if split else copy.copy(train)
     if rule:
         train.held_out = False
@@ -534,7 +541,7 @@ def open_stream(
     return OpenedSource(train, windows, split or rule or "", {"held_out": rule} | fingerprint)
 
 
-def choose_lanes(settings: Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
+def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
     """How many lanes a run's samples are in: what the checkpoint says, or --streams, or the default for the source of
     most files; no more than the chunks of any source."""
     if before:
@@ -547,7 +554,7 @@ def choose_lanes(settings: Settings, corpora: list[Corpus], before: DataRecord |
     return min(lanes, *map(stream.most_lanes, of_sources))
 
 
-def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
+def weights_of(settings: flag_rules.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
     """The weight of each source: as given, or its number of tokens."""
     weights = {}
     for source in settings.sources():
@@ -557,7 +564,7 @@ def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str,
         elif len(opened) == 1:
             weights[source.name] = Fraction(1)
         elif isinstance(train, Stream):
-            raise UserError(
+            raise base.UserError(
                 f"--dataset {source.dataset}: how large a stream is, is not known; give each source a weight, as in "
                 f"{source.name}={source.dataset}:0.5"
             )
@@ -566,14 +573,14 @@ def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str,
     return weights
 
 
-def tokens_of_a_sample(train, settings: Settings) -> Fraction:
+def tokens_of_a_sample(train, settings: flag_rules.Settings) -> Fraction:
     """Tokens of a window that are not padding, on average."""
     if train.is_uniform:
         return Fraction(settings.sequence_length)
     return Fraction(train.total_tokens(), len(train))
 
 
-def check_size(settings: Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
+def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
     """Raises a UserError where a source has fewer windows than one step takes and is alone, or where one would be
     repeated more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
@@ -582,13 +589,13 @@ def check_size(settings: Settings, data: TrainingData, corpora: list[Corpus], pe
             problem = f"{order.windows:,} windows of {settings.sequence_length} tokens do not fill one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
-            raise UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
+            raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
     samples = data.record.samples_of_step(settings.num_steps).stop
     if settings.max_epochs:
         for name, epochs in data.epochs(samples).items():
             if epochs > settings.max_epochs:
                 problem = f"{name} would be read {epochs:.4g} times in {settings.num_steps:,} steps"
-                raise UserError(
+                raise base.UserError(
                     f"--max-epochs {settings.max_epochs:g}: {problem}; give it a smaller weight, or fewer --num-steps"
                 )
 
@@ -605,7 +612,7 @@ def describe_packing(train: PackedDataset, reading: Reading, corpus: Corpus, wit
     if train.is_chat:
         share = train.total_trained() / len(train.tokens)
         lines["chat"] = (
-            f"{counted(len(train.tokens.ends), 'conversation')}, trained on {100 * share:.1f} % of their tokens"
+            f"{base.counted(len(train.tokens.ends), 'conversation')}, trained on {100 * share:.1f} % of their tokens"
         )
         if reading.encoder(corpus).asks_for_date():
             lines["chat"] += f"; their template prints today's date, which is {TODAY:%Y-%m-%d} every day"
@@ -618,7 +625,11 @@ def describe_packing(train: PackedDataset, reading: Reading, corpus: Corpus, wit
 
 
 def describe(
-    settings: Settings, data: TrainingData, opened: dict[str, OpenedSource], corpora: list[Corpus], per_step: int
+    settings: flag_rules.Settings,
+    data: TrainingData,
+    opened: dict[str, OpenedSource],
+    corpora: list[Corpus],
+    per_step: int,
 ) -> dict[str, str]:
     """The lines of the header about the text: what is trained on, in which shares, what is held out and left out."""
     if settings.dataset == "synthetic":
@@ -682,7 +693,7 @@ def first_words(sources: dict[str, Any], tokenizer) -> str:
     return " ".join(words[:-1] or words)  # the last one may be cut
 
 
-def show_samples(settings: Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:
+def show_samples(settings: flag_rules.Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:
     """Prints what the step --show-samples trains on, by the order that a run's manifest or config.json recorded, if
     there is one."""
     if recorded:
@@ -697,7 +708,7 @@ def show_samples(settings: Settings, data: TrainingData, tokenizer, recorded: di
 # The evaluation of a run that has ended
 
 
-def evaluates_own_data(settings: Settings, manifest: dict) -> bool:
+def evaluates_own_data(settings: flag_rules.Settings, manifest: dict) -> bool:
     """Whether an evaluation of a run's checkpoint reads sources of the run, of which its record says what was held out;
     a UserError where it reads a part of what the run trained on, or more than that."""
     flags = manifest["flags"]
@@ -708,31 +719,31 @@ def evaluates_own_data(settings: Settings, manifest: dict) -> bool:
     trained, read = files_of_training(run), files_of_training(settings)
     shared = trained.keys() & read.keys()
     for file in shared:
-        if settings.eval_split and splits_overlap(trained[file][1], settings.eval_split):
+        if settings.eval_split and flag_rules.splits_overlap(trained[file][1], settings.eval_split):
             problem = f"it is not apart from {trained[file][1]!r}, which the run trained on"
-            raise UserError(f"--eval-split {settings.eval_split}: {problem}; give one that is")
-    if same_dataset(dataset, settings.dataset) and flags["dataset_split"] == settings.dataset_split:
+            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that is")
+    if flag_rules.same_dataset(dataset, settings.dataset) and flags["dataset_split"] == settings.dataset_split:
         return True
     own = {trained[file][0] for file in shared}
     files_of_own = {file: split for file, (name, split) in trained.items() if name in own}
     if shared and files_of_own == {file: split for file, (_, split) in read.items()}:
         return True
     for file in shared:
-        if splits_overlap(trained[file][1], read[file][1]):
+        if flag_rules.splits_overlap(trained[file][1], read[file][1]):
             problem = f"the run trained on {trained[file][1]!r} of {file}"
             advice = "leave out --dataset and --dataset-split, or give what it did not train on"
-            raise UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
+            raise base.UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
     return False
 
 
-def files_of_training(settings: Settings) -> dict[str, tuple[str, str]]:
+def files_of_training(settings: flag_rules.Settings) -> dict[str, tuple[str, str]]:
     """(source, split that is trained on) of each file of a run's sources, by its real path; of what is not there any
     more by the name of the source."""
     found = {}
     for source in settings.sources():
         try:
             corpus = find_corpus(settings, source)
-        except UserError:  # nor can it be read then
+        except base.UserError:  # nor can it be read then
             found[source.dataset] = (source.name, settings.dataset_split or "train")
             continue
         for file in corpus.listing.of_split(parse_split(corpus.split)[0]):

@@ -4,7 +4,7 @@ it. Whether its files are undamaged is found out when it is loaded."""
 import pathlib
 from typing import Any
 
-from harness.base import saved
+from harness import base
 from harness.flags.settings import Settings, flags_where
 from harness.flags.sources import same_dataset
 
@@ -12,24 +12,24 @@ from harness.flags.sources import same_dataset
 def checkpoint_folder(resume: str) -> pathlib.Path:
     """The checkpoint that --resume PATH means: itself, or the newest of a run's folder."""
     path = pathlib.Path(resume).expanduser()
-    if (path / saved.MANIFEST).exists():
+    if (path / base.MANIFEST).exists():
         return path
-    return saved.newest(path) or path
+    return base.newest_checkpoint(path) or path
 
 
 def no_checkpoint(resume: str) -> str:
     """Why there is no checkpoint at --resume PATH, and what could be resumed instead; empty where there is one, even a
     damaged one."""
     path, checkpoint = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
-    is_named_as_one = saved.step_of(path) is not None or (path / saved.MANIFEST).exists()
+    is_named_as_one = base.step_in_name(path) is not None or (path / base.MANIFEST).exists()
     if checkpoint.is_dir() and (checkpoint != path or is_named_as_one):
         return ""
     problem = "it holds no checkpoint" if path.is_dir() else "no such folder"
     if path.parent.name == "checkpoints":
-        others = set(saved.complete(path.parent.parent))
+        others = set(base.complete_checkpoints(path.parent.parent))
     else:
         folders = {folder.parent for folder in (*path.parent.glob("*/checkpoints"), *path.glob("*/checkpoints"))}
-        others = {folder for folder in folders if saved.newest(folder)}
+        others = {folder for folder in folders if base.newest_checkpoint(folder)}
     if others:
         return f"{problem}; what can be resumed is {', '.join(map(str, sorted(others)[-3:]))}"
     return f"{problem}, and no checkpoint is beside it; a run saves some with --checkpoint-interval"
@@ -41,7 +41,7 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     a step, and of the data unless another --dataset is given. None where the checkpoint cannot be read, which is
     reported when it is loaded."""
     try:
-        flags = saved.read_manifest(checkpoint_folder(settings.resume))["flags"]
+        flags = base.read_manifest(checkpoint_folder(settings.resume))["flags"]
         dataset = flags["dataset"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from harness.base import ROOT, counted, is_url, one_or_more
+from harness import base
 from harness.flags.choices import choices_in, constants_of, modules_in
 from harness.flags.flag_types import (
     Collect,
@@ -25,17 +25,19 @@ from harness.flags.flag_types import (
 from harness.flags.schedules import SCHEDULES
 from harness.flags.sources import Source, sources_of
 
-ASSETS = ROOT / "assets"
+ASSETS = base.ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
-OPTIMIZERS_FOLDER = ROOT / "harness" / "model" / "optimizers"
+OPTIMIZERS_FOLDER = base.ROOT / "harness" / "model" / "optimizers"
 OPTIMIZERS = choices_in(OPTIMIZERS_FOLDER, first="adamw")
+TRACKERS = choices_in(base.ROOT / "harness" / "report" / "trackers", first="wandb")
+TRACKERS_HELP = "; ".join(f"{name}: {what}" for name, what in TRACKERS.items())
 OPTIMIZERS_HELP = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items()).replace("%", "%%")
-READERS = [constants_of(file) for file in modules_in(ROOT / "harness" / "data" / "readers")]
+READERS = [constants_of(file) for file in modules_in(base.ROOT / "harness" / "data" / "readers")]
 SUFFIXES = list(dict.fromkeys(suffix for reader in READERS for suffix in reader["SUFFIXES"]))
 PLAIN_SUFFIXES = [suffix for reader in READERS if not reader.get("HAS_FIELDS", True) for suffix in reader["SUFFIXES"]]
 FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
-COMPRESSIONS = tuple(constants_of(ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
+COMPRESSIONS = tuple(constants_of(base.ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
 PROFILED_STEPS = 3
 LENGTHS = ("num_steps", "num_tokens")  # of which a run has one
 OF_ONE_RUN = ("run_name", "resume", "export")  # which its config.json does not give to another run
@@ -171,7 +173,7 @@ class Settings:
 
     output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path, also="out-dir output")
     run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]")
-    log_with: Literal["none", "wandb", "tensorboard", "all"] = flag("none", "trackers beside metrics.jsonl [none]", also="report-to wandb tensorboard")
+    log_with: Literal["none", *TRACKERS, "all"] = flag("none", f"a tracker beside metrics.jsonl. {TRACKERS_HELP} [none]", also="report-to wandb tensorboard")  # type: ignore[valid-type]  # the files of a folder
     project_name: str = flag("train_fsdp", "project in wandb and tensorboard [train_fsdp]", only_with="log_with")
     log_interval: int = flag(10, "steps between log lines [10]", also="logging-steps log-every")
     metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", least=1, below=65536)
@@ -206,7 +208,7 @@ class Settings:
 
     def describe_dataset(self) -> str:
         """--dataset as it was typed."""
-        return one_or_more(self.dataset)
+        return base.one_or_more(self.dataset)
 
     def keeps_last(self) -> bool:
         """Whether the state after the last step is to be saved."""
@@ -242,7 +244,7 @@ class Settings:
     def describe_batch(self, world: int) -> str:
         """The batch in words: `4 ranks x 2 microbatches x 1 sequence x 8,192 = 65,536 tokens a step`."""
         counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
-        sequences = " x ".join(counted(count, name) for name, count in counts.items())
+        sequences = " x ".join(base.counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 
 
@@ -293,4 +295,4 @@ def names_of(fields: Iterable[str]) -> str:
 def is_local(dataset: str) -> bool:
     """Whether a source is files and no hub id: what exists, a pattern for it, which no hub id can be, or a URL."""
     path = os.path.expanduser(dataset)
-    return dataset == "demo" or is_url(dataset) or os.path.exists(path) or glob.has_magic(path)
+    return dataset == "demo" or base.is_url(dataset) or os.path.exists(path) or glob.has_magic(path)

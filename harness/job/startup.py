@@ -5,18 +5,17 @@ import os
 import sys
 import warnings
 
-from harness import base
-from harness.flags import Settings, parse_args
+from harness import base, flags
 
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
 
-def begin() -> Settings:
+def begin() -> flags.Settings:
     """Parses the command line, listens to signals, prepares the threads and the environment, and returns the settings.
 
     A mistake in the flags, or a package that is missing, ends the process with one line.
     """
-    settings = parse_args()
+    settings = flags.parse_args()
     base.refuse_missing_packages()
     from harness.job import host, signals, terminal  # they need packages
 
@@ -33,7 +32,7 @@ def begin() -> Settings:
     return settings
 
 
-def describe_command(settings: Settings) -> str:
+def describe_command(settings: flags.Settings) -> str:
     """What this process was started for, for its first line."""
     if settings.plan:
         return f"plan of {settings.model}"

@@ -9,15 +9,14 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils, modeling_flash_attention_utils
 from transformers.integrations import sdpa_attention
 
-from harness.base.errors import UserError
-from harness.flags.settings import Settings
+from harness import base, flags
 
 # private: whether torch's attention is given fewer keys than queries; there is no option for another rule
 use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 
 
-def cudnn_may_give_nan(settings: Settings, config) -> bool:
+def cudnn_may_give_nan(settings: flags.Settings, config) -> bool:
     """Whether cuDNN's attention may give NaN as the gradient of queries: on a Hopper, with a mask that is more than
     causal, where the length is 64 modulo 128 (pytorch issue 196678)."""
     text = config.get_text_config()
@@ -27,20 +26,20 @@ def cudnn_may_give_nan(settings: Settings, config) -> bool:
     return masked and hopper and settings.sequence_length % 128 == 64
 
 
-def choose_attention(settings: Settings, config) -> str:
+def choose_attention(settings: flags.Settings, config) -> str:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
     without_cudnn = cudnn_may_give_nan(settings, config)
     if attention == "cudnn" and not (settings.plan or cuda):
-        raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
+        raise base.UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
     if attention == "cudnn" and without_cudnn:
         length = settings.sequence_length
         problem = f"on a Hopper its gradients may be NaN with a mask at {length} tokens, which is 64 modulo 128"
-        raise UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {length + 64}")
+        raise base.UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {length + 64}")
     if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
-        raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
+        raise base.UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if attention == "flex_attention" and not cuda:
-        raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
+        raise base.UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):
         allowed = attention not in ONE_KERNEL or kernel == attention
         if kernel == "cudnn" and without_cudnn:
@@ -68,7 +67,7 @@ def any_attention_kernel():
     )
 
 
-def describe_attention(settings: Settings, config, device: str) -> str:
+def describe_attention(settings: flags.Settings, config, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
     UserError where there is none."""
     attention = config._attn_implementation  # private: in public it is only an argument of `from_config`
@@ -98,7 +97,9 @@ def describe_attention(settings: Settings, config, device: str) -> str:
     choice = torch._fused_sdp_choice(query, key, key, mask, is_causal=mask is None, enable_gqa=shared)
     kernel = torch.nn.attention.SDPBackend(choice).name.lower()
     if kernel == "error":
-        raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
+        raise base.UserError(
+            f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa"
+        )
     if cudnn_may_give_nan(settings, config):
         kernel += f", as cuDNN's gradients may be NaN with a mask at {length} tokens"
     return f"sdpa attention ({kernel})"
@@ -113,7 +114,7 @@ def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> 
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
-        raise UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
+        raise base.UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
 
 
 def without_packing_detection():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.base.devices import GIB
+from harness import base
 from harness.model.float8 import float8_weights
 from harness.model.optimization import local
 
@@ -100,7 +100,7 @@ class WeightAverage:
     def describe(self) -> str:
         """For the header: `ema 0.999, fp32, 1.43 GiB a rank`."""
         size = sum(average.nbytes for _, average in self.pairs())
-        return f"ema {self.decay:g}, fp32, {size / GIB:.3g} GiB a rank"
+        return f"ema {self.decay:g}, fp32, {size / base.GIB:.3g} GiB a rank"
 
 
 def swap(first: torch.Tensor, second: torch.Tensor) -> None:

@@ -9,13 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.base import versions
-from harness.base.errors import UserError
-from harness.flags.rules import misfits_float8
-from harness.flags.settings import Settings
+from harness import base, flags
 
 
-def check_float8(settings: Settings) -> None:
+def check_float8(settings: flags.Settings) -> None:
     """Raises a UserError where --precision fp8 cannot run or computes wrong: the GPU has no float8 (Ada, Hopper, CDNA 3
     and newer have it) and this is no emulation and no plan; torchao is missing or old; float8 does not take the number
     of tokens."""
@@ -25,16 +22,20 @@ def check_float8(settings: Settings) -> None:
     has_float8 = cuda and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
     if not (has_float8 or settings.fp8_emulate or settings.plan):
         device = torch.cuda.get_device_name() if cuda else "a CPU"
-        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {device}; use bf16")
+        raise base.UserError(
+            f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {device}; use bf16"
+        )
     if not find_spec("torchao"):
-        raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
-    version = versions.installed("torchao")
-    if versions.parts(version) < versions.OLDEST_TORCHAO:
+        raise base.UserError("--precision fp8: needs the package torchao (pip install torchao)")
+    version = base.installed("torchao")
+    if base.version_parts(version) < base.OLDEST_TORCHAO:
         problem = "its compiled casts may store NaN"
-        oldest = ".".join(map(str, versions.OLDEST_TORCHAO))
-        raise UserError(f"--precision fp8: this is torchao {version}, {problem}; install torchao {oldest} or newer")
-    if settings.num_steps and (problem := misfits_float8(settings)):
-        raise UserError(problem)
+        oldest = ".".join(map(str, base.OLDEST_TORCHAO))
+        raise base.UserError(
+            f"--precision fp8: this is torchao {version}, {problem}; install torchao {oldest} or newer"
+        )
+    if settings.num_steps and (problem := flags.misfits_float8(settings)):
+        raise base.UserError(problem)
 
 
 def takes_float8(module: nn.Module) -> bool:
@@ -93,7 +94,7 @@ def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Mo
     def convert(layer: nn.Module) -> None:
         if not any(map(takes_float8, layer.modules())):
             problem = "the decoder layers have no nn.Linear with sizes in multiples of 16"
-            raise UserError(f"--precision fp8: {problem}; use bf16")
+            raise base.UserError(f"--precision fp8: {problem}; use bf16")
         convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, path: takes_float8(module))
 
     return convert

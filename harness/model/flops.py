@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.integrations import hub_kernels
 
-from harness.base.text import first_line
+from harness import base
 from harness.model.attention import without_packing_detection
 
 MAX_OPERATORS = 500_000  # of one count, some 10 s; a dense model of 80 layers has 20,000
@@ -41,7 +41,7 @@ def eager_on_meta(config) -> nn.Module:
                 copy.deepcopy(config), experts_implementation="batched_mm", **options
             )
     except Exception as error:  # transformers raises many kinds
-        raise ValueError(f"torch cannot count it: {first_line(error).split('. ')[0]}") from error
+        raise ValueError(f"torch cannot count it: {base.first_line(error).split('. ')[0]}") from error
     return model.to("meta").eval()  # some make a tensor on the CPU
 
 
@@ -67,7 +67,7 @@ def count_flops(model: nn.Module, tokens: int) -> int:
     except TooManyOperatorsError:
         pass
     except Exception as error:  # models and torch raise many kinds where data are missing
-        raise ValueError(f"torch cannot count it: {first_line(error).split('. ')[0]}") from error
+        raise ValueError(f"torch cannot count it: {base.first_line(error).split('. ')[0]}") from error
     one, two, three, four = (run_counted(model, 2 * length) for length in (1, 2, 3, 4))
     first, second = two - one, three - 2 * two + one  # differences
     if four != one + 3 * first + 3 * second:

@@ -14,13 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.base.errors import UserError
-from harness.flags.settings import OPTIMIZERS, Settings
-from harness.job import ParameterBytes
+from harness import base, flags, job
 from harness.model.weights import on_meta
 
 
-def decay_matrices(model: nn.Module, settings: Settings) -> list[dict]:
+def decay_matrices(model: nn.Module, settings: flags.Settings) -> list[dict]:
     """Groups of a model's parameters that are trained: weight decay on those of two dimensions and more only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
@@ -37,7 +35,7 @@ class OptimizerKind:
     the gradients by it, unless it is None, and then set it to None.
     """
 
-    build: Callable[[list[dict], Settings], torch.optim.Optimizer]
+    build: Callable[[list[dict], flags.Settings], torch.optim.Optimizer]
     state_bytes: Callable[[int], int]  # of one parameter's states in memory, by the bytes of its weight
     # whether the next step changes no weight, no state and no step count where the scalar `optimizer.skip` is 1,
     # whatever the gradients are, and then sets it to None; else the host waits for the device in each step
@@ -46,12 +44,12 @@ class OptimizerKind:
     package: str | None = None  # what pip installs for it
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
     before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
-    groups: Callable[[nn.Module, Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
+    groups: Callable[[nn.Module, flags.Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
     # of one parameter's states but for scalars, by name, those of a quantized state by NAME.PART; of the weight's dtype
     # where this is None
-    state_dtypes: Callable[[Settings, DTensor], dict[str, torch.dtype]] | None = None
+    state_dtypes: Callable[[flags.Settings, DTensor], dict[str, torch.dtype]] | None = None
     # bytes of the states of a whole model, where `state_bytes` does not hold for each parameter
-    model_state_bytes: Callable[[nn.Module, Settings], int] | None = None
+    model_state_bytes: Callable[[nn.Module, flags.Settings], int] | None = None
     describe: Callable[[nn.Module], str] | None = None  # for the header: which parameters it updates how
 
     def is_installed(self) -> bool:
@@ -65,33 +63,33 @@ def find_optimizer(name: str) -> OptimizerKind:
 
 def memory_saving_optimizers(name: str) -> list[str]:
     """The installed optimizers that take less memory and may stand in for the named one."""
-    kinds = {other: find_optimizer(other) for other in OPTIMIZERS}
+    kinds = {other: find_optimizer(other) for other in flags.OPTIMIZERS}
     return [other for other, kind in kinds.items() if name in kind.stands_in_for and kind.is_installed()]
 
 
-def weight_dtype(settings: Settings) -> torch.dtype:
+def weight_dtype(settings: flags.Settings) -> torch.dtype:
     """Of the master weights, and of the gradients that the optimizer is given."""
     return torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
 
 
-def parameter_bytes(settings: Settings, config: Any = None) -> ParameterBytes:
+def parameter_bytes(settings: flags.Settings, config: Any = None) -> job.ParameterBytes:
     """What one parameter takes, with its optimizer and --ema; on average over a config's model where they differ."""
     kind, weight = find_optimizer(settings.optimizer), weight_dtype(settings).itemsize
     average = 4 if settings.ema else 0
     if kind.model_state_bytes and config is not None:
         model = on_meta(config)
         states = kind.model_state_bytes(model, settings) / sum(parameter.numel() for parameter in model.parameters())
-        return ParameterBytes(weight, states, saved_states=states, average=average)
+        return job.ParameterBytes(weight, states, saved_states=states, average=average)
     saved_state_bytes = kind.saved_state_bytes or kind.state_bytes
-    return ParameterBytes(weight, kind.state_bytes(weight), saved_state_bytes(weight), average)
+    return job.ParameterBytes(weight, kind.state_bytes(weight), saved_state_bytes(weight), average)
 
 
-def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters, its states made already; `skips_on_device` is what its file says."""
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
-        raise UserError(f"--optimizer {settings.optimizer}: {needs}")
+        raise base.UserError(f"--optimizer {settings.optimizer}: {needs}")
     groups = [group for group in kind.groups(model, settings) if group["params"]]
     optimizer = kind.build(groups, settings)
     optimizer.skips_on_device = kind.skips_on_device

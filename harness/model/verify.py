@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.flags.settings import Settings
+from harness import flags
 from harness.model.collectives import fsdp_group, sharded_modules
 from harness.model.optimization import find_optimizer, local, weight_dtype
 
@@ -24,7 +24,7 @@ class Held(NamedTuple):
 
 @torch.no_grad()
 def verify_sharding(
-    settings: Settings,
+    settings: flags.Settings,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
@@ -88,7 +88,7 @@ def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def held_states(settings: Settings, parameters: dict[str, nn.Parameter], optimizer) -> list[Held]:
+def held_states(settings: flags.Settings, parameters: dict[str, nn.Parameter], optimizer) -> list[Held]:
     """The states of one name and dtype, with the dtype that the optimizer's file has for them."""
     declared = find_optimizer(settings.optimizer).state_dtypes
     held: dict[tuple[str, torch.dtype], Held] = {}

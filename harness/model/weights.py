@@ -13,9 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, conversion_mapping, core_model_loading, modeling_utils
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
-from harness.job import is_first_rank
+from harness import base, job
 from harness.model.attention import ONE_KERNEL
 
 
@@ -27,10 +25,10 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, ImportError) as error:
-        raise UserError(f"--attention {attention}: {first_line(error)}") from error
+        raise base.UserError(f"--attention {attention}: {base.first_line(error)}") from error
     except Exception as error:  # a negative size, an unknown activation
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"--model: transformers builds no model of its config.json ({reason})") from error
+        reason = f"{type(error).__name__}: {base.first_line(error)}"
+        raise base.UserError(f"--model: transformers builds no model of its config.json ({reason})") from error
 
 
 def count_parameters(config) -> int:
@@ -46,7 +44,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             lists[name] = module
     if not lists:
-        raise UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
+        raise base.UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
     outermost = min(lists, key=lambda name: name.count("."))
     return lists[outermost]
 
@@ -93,7 +91,7 @@ def materialize(model: nn.Module, modules: list[nn.Module], device, weights, lay
             if id(tensor) in made and tensor.numel() and not tensor._version:
                 tensor_name = f"{type(module).__name__}.{name}"
                 problem = "gets no value, from a checkpoint or when its layer is made by itself"
-                raise UserError(f"--model: {tensor_name} {problem}")
+                raise base.UserError(f"--model: {tensor_name} {problem}")
     for tensor, drawn in real.items():
         drawn.data = drawn.data.to(tensor.dtype)
 
@@ -124,7 +122,7 @@ class PretrainedWeights:
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, source: str, dtype: torch.dtype):
-        downloads_are_shown = is_first_rank() and not are_progress_bars_disabled()
+        downloads_are_shown = job.is_first_rank() and not are_progress_bars_disabled()
         transformers.utils.logging.disable_progress_bar()  # of each layer, but it ends those of downloads too
         if downloads_are_shown:
             enable_progress_bars()
@@ -148,7 +146,7 @@ class PretrainedWeights:
                     layer = int(of_layer[1]) if of_layer else None
                     self.slices.setdefault(layer, {})[key] = tensors.get_slice(key)
         except Exception as error:
-            raise UserError(f"--init pretrained: no weights from {source} ({first_line(error)})") from error
+            raise base.UserError(f"--init pretrained: no weights from {source} ({base.first_line(error)})") from error
 
     def name_in_model(self, key: str) -> str:
         """The model's name of a tensor of the checkpoint."""
@@ -171,7 +169,7 @@ class PretrainedWeights:
             for name, weight in module.named_parameters(recurse=False):
                 if not getattr(weight, "_is_hf_initialized", False):  # private: the mark of what was read
                     missing = f"{path}.{name} of shape {tuple(weight.shape)}"
-                    raise UserError(f"--init pretrained: {self.source} has no {missing}")
+                    raise base.UserError(f"--init pretrained: {self.source} has no {missing}")
 
 
 def as_in_checkpoint(model: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -17,12 +17,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: see `Chu
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: see `dtensor_shapes_unrecorded`
 from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
 
-from harness.flags.settings import Settings
-from harness.model.averages import WeightAverage
-from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer
-from harness.model.skipping import decide_skip, step_or_skip
-from harness.model.stand_ins import without_data
-from harness.model.weights import decoder_layers
+from harness import flags
+from harness import model as models
 from harness.plan.fusion import fused_memory
 from harness.plan.rates import Rates
 from harness.plan.recorder import StepRecorder
@@ -30,7 +26,9 @@ from harness.plan.recorder import StepRecorder
 MAX_MICROBATCHES = 3  # that are recorded: the first, one for all in the middle, the last
 
 
-def record_step(settings: Settings, recipe, config, world: int, depth: int, edge: int, rates: Rates) -> StepRecorder:
+def record_step(
+    settings: flags.Settings, recipe, config, world: int, depth: int, edge: int, rates: Rates
+) -> StepRecorder:
     """One optimizer step of the model's first `depth` layers. The peaks of the first and the last `edge` layers are
     kept apart. `recipe` is a `predict.Recipe`.
 
@@ -43,16 +41,16 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
         average = None
         if settings.ema:
             recorder.kind = "average"
-            average = WeightAverage(model, settings.ema)
+            average = models.WeightAverage(model, settings.ema)
             recorder.kind = "activations"
-        for index, layer in enumerate(decoder_layers(model)):
+        for index, layer in enumerate(models.decoder_layers(model)):
             key = None
             if index < edge:
                 key = index
             elif index >= depth - edge:
                 key = index - depth
             watch(recorder, layer, key)
-        decoder_layers(model)[-1].register_forward_hook(lambda *_: recorder.mark("head"))
+        models.decoder_layers(model)[-1].register_forward_hook(lambda *_: recorder.mark("head"))
         if settings.fp8_recipe == "tensorwise":  # as every step but the first finds it
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -66,7 +64,7 @@ def record_step(settings: Settings, recipe, config, world: int, depth: int, edge
     return recorder
 
 
-def record_update(settings: Settings, recipe, config, world: int, rates: Rates) -> StepRecorder:
+def record_update(settings: flags.Settings, recipe, config, world: int, rates: Rates) -> StepRecorder:
     """The optimizer's own step of the whole model. What one that divides whole matrices among ranks does on one of them
     is not linear in the number of layers."""
     settings = dataclasses.replace(settings, compile=False, activation_checkpointing="none")
@@ -77,14 +75,14 @@ def record_update(settings: Settings, recipe, config, world: int, rates: Rates) 
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         recorder.kind = "activations"
-        norm = clip_grad_norm(optimizer, settings.max_grad_norm)
-        step_or_skip(optimizer, decide_skip(norm, None))
+        norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
+        models.step_or_skip(optimizer, models.decide_skip(norm, None))
     return recorder
 
 
 @contextlib.contextmanager
 def built(
-    settings: Settings, recipe, config, world: int, rates: Rates
+    settings: flags.Settings, recipe, config, world: int, rates: Rates
 ) -> Iterator[tuple[StepRecorder, nn.Module, torch.optim.Optimizer]]:
     """(recorder, model, optimizer) as rank 0 of `world` has them, which is the fullest one: `fully_shard` divides
     dimension 0 as torch.chunk does. Inside, all that runs is recorded."""
@@ -93,7 +91,7 @@ def built(
     attention = "eager" if settings.attention == "eager" else "sdpa"
     settings = dataclasses.replace(settings, init="random", attention=attention, document_mask=False)
     recorder = StepRecorder(settings.gpus_per_node, rates)
-    kind = find_optimizer(settings.optimizer)
+    kind = models.find_optimizer(settings.optimizer)
     if kind.before_plan and kind.is_installed():
         kind.before_plan()
     # private: any number of ranks in one process; public backends wait for the others
@@ -107,7 +105,7 @@ def built(
             recorder.kind = "parameters"
             model = recipe.build_model(settings, config, mesh)
             recorder.kind = "optimizer"
-            optimizer = build_optimizer(settings, model)
+            optimizer = models.build_optimizer(settings, model)
             optimizer.register_step_pre_hook(lambda *_: recorder.start_update(model.parameters()))
             optimizer.register_step_post_hook(lambda *_: recorder.end_update())
             recorder.kind = "activations"
@@ -127,7 +125,9 @@ def at_depth(config, depth: int):
     return config
 
 
-def token_batches(settings: Settings, recorder: StepRecorder, microbatches: int) -> Iterator[dict[str, torch.Tensor]]:
+def token_batches(
+    settings: flags.Settings, recorder: StepRecorder, microbatches: int
+) -> Iterator[dict[str, torch.Tensor]]:
     """The batches of a step of so many microbatches, of which a few are taken."""
     for index in range(settings.gradient_accumulation_steps):
         recorder.start_microbatch(index, settings.gradient_accumulation_steps, microbatches)
@@ -169,7 +169,7 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
-        without_data(three_chunks, on_gpu),
+        models.without_data(three_chunks, on_gpu),
         mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         # private: a GPU's attention without dropout draws no random numbers, that of fake tensors counts as if it did

@@ -18,16 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness import job
-from harness.base.devices import GIB, wait_for_device
-from harness.base.errors import UserError
-from harness.base.ranks import of_all_ranks
-from harness.flags.settings import Settings
-from harness.job import columns, say
-from harness.model.attention import any_attention_kernel
-from harness.model.configs import load_config
-from harness.model.optimization import build_optimizer
-from harness.model.weights import decoder_layers, on_meta
+from harness import base, flags, job
+from harness import model as models
 from harness.plan.rates import Rates, file_of
 from harness.plan.recorder import StepRecorder
 from harness.plan.resolving import resolve
@@ -38,15 +30,15 @@ MAX_SLOWDOWN = 0.1  # by which a rank may be slower than the median
 MIN_LINK_SHARE = 0.75  # of the median of the links; one below it is named
 
 
-def measure_device(settings: Settings, recipe, world: job.World) -> None:
+def measure_device(settings: flags.Settings, recipe, world: job.World) -> None:
     """--measure: times what steps of `settings` are made of, on all ranks at once, and writes the rates that plans of
     this kind of GPU, or of this processor, read."""
     began = time.monotonic()
-    config = load_config(settings.model)
+    config = models.load_config(settings.model)
     settings = resolve(settings, config)
     device = world.meet()
     torch.manual_seed(0)
-    model = on_meta(config)
+    model = models.on_meta(config)
     matmul, attention, memory, host = (
         median_and_work(call, device)
         for call in (
@@ -59,10 +51,10 @@ def measure_device(settings: Settings, recipe, world: job.World) -> None:
     is_cuda = device.type == "cuda"
     capacity = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    of_ranks = of_all_ranks((matmul[0], attention[0], memory[0], host[0]))
+    of_ranks = base.of_all_ranks((matmul[0], attention[0], memory[0], host[0]))
     matmul_s, attention_s, memory_s, host_s = (statistics.median(seconds) for seconds in zip(*of_ranks, strict=True))
     rates = {
-        "memory_gib": capacity / GIB / (1 if is_cuda else local),
+        "memory_gib": capacity / base.GIB / (1 if is_cuda else local),
         "matmul_tflops": matmul[1].flops / matmul_s / 1e12,
         "attention_tflops": attention[1].flops / attention_s / 1e12,
         "memory_gb_per_s": memory[1].nbytes / memory_s / 1e9,
@@ -70,19 +62,21 @@ def measure_device(settings: Settings, recipe, world: job.World) -> None:
     }
     speeds: list[float] = []
     if dist.get_world_size() > 1:
-        layer = sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())
+        layer = sum(parameter.numel() for parameter in models.decoder_layers(model)[0].parameters())
         rates |= link_rates(device, local, layer)
         speeds = time_links(device)
     write(settings, rates, device)
     units = {"tflops": "TFLOPS", "s": "GB/s", "us": "us an operator", "gib": "GiB"}
     for name, rate in rates.items():
-        say(columns({"measured": f"{name.removesuffix('_gb_per_s')} {rate:,.4g} {units[name.rpartition('_')[2]]}"}))
+        job.say(
+            job.columns({"measured": f"{name.removesuffix('_gb_per_s')} {rate:,.4g} {units[name.rpartition('_')[2]]}"})
+        )
     for line in (*slow_ranks([sum(seconds[:3]) for seconds in of_ranks], job.RANKS), *slow_links(speeds, job.RANKS)):
-        say(f"slow       {line}")
-    say(f"done       {time.monotonic() - began:.0f} s")
+        job.say(f"slow       {line}")
+    job.say(f"done       {time.monotonic() - began:.0f} s")
 
 
-def write(settings: Settings, rates: dict[str, float], device: torch.device) -> None:
+def write(settings: flags.Settings, rates: dict[str, float], device: torch.device) -> None:
     """Writes the file of this kind of device, on rank 0."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -93,8 +87,8 @@ def write(settings: Settings, rates: dict[str, float], device: torch.device) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         job.replace_file(path, json.dumps({"device": name, "date": date, "torch": torch.__version__} | rates, indent=1))
     except OSError as error:
-        raise UserError(f"--cache-dir: {path} cannot be written ({error.strerror})", 1) from error
-    say(columns({"written": f"{path}, which --plan{' --plan-gpu cpu' if name == 'cpu' else ''} reads"}))
+        raise base.UserError(f"--cache-dir: {path} cannot be written ({error.strerror})", 1) from error
+    job.say(job.columns({"written": f"{path}, which --plan{' --plan-gpu cpu' if name == 'cpu' else ''} reads"}))
 
 
 # ---- What is timed ---------------------------------------------------------------------------------------------------
@@ -121,21 +115,23 @@ def median_and_work(call: Callable[[], None], device: torch.device) -> tuple[flo
     dist.barrier()
     seconds: list[float] = []
     while len(seconds) < 4 or sum(seconds) < PATIENCE:
-        wait_for_device()
+        base.wait_for_device()
         began = time.perf_counter()
         call()
-        wait_for_device()
+        base.wait_for_device()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:]), Work(*sums)
 
 
-def dtype_of(settings: Settings) -> torch.dtype:
+def dtype_of(settings: flags.Settings) -> torch.dtype:
     return torch.float32 if settings.precision == "fp32" else torch.bfloat16
 
 
-def products(settings: Settings, model: nn.Module, device: torch.device) -> Callable[[], None]:
+def products(settings: flags.Settings, model: nn.Module, device: torch.device) -> Callable[[], None]:
     """Forward and backward of one linear of each shape in the first decoder layer."""
-    shapes = {module.weight.shape for module in decoder_layers(model)[0].modules() if isinstance(module, nn.Linear)}
+    shapes = {
+        module.weight.shape for module in models.decoder_layers(model)[0].modules() if isinstance(module, nn.Linear)
+    }
     tokens = int(settings.batch_size) * settings.sequence_length
     most = MAX_GPU_FLOPS if device.type == "cuda" else MAX_CPU_FLOPS
     cases = []
@@ -153,7 +149,7 @@ def products(settings: Settings, model: nn.Module, device: torch.device) -> Call
     return call
 
 
-def attentions(settings: Settings, config, device: torch.device) -> Callable[[], None]:
+def attentions(settings: flags.Settings, config, device: torch.device) -> Callable[[], None]:
     """Forward and backward of one causal attention, of fewer tokens on a processor."""
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -167,14 +163,14 @@ def attentions(settings: Settings, config, device: torch.device) -> Callable[[],
     gradient = torch.randn_like(inputs[0])
 
     def call() -> None:
-        with any_attention_kernel():
+        with models.any_attention_kernel():
             output = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=heads != key_heads)
         torch.autograd.grad(output, inputs, gradient)
 
     return call
 
 
-def memory_bound(settings: Settings, config, device: torch.device) -> Callable[[], None]:
+def memory_bound(settings: flags.Settings, config, device: torch.device) -> Callable[[], None]:
     """Forward and backward of a norm, a gate and a residual, eager, and AdamW's step."""
     width, dtype = 4 * config.get_text_config().hidden_size, dtype_of(settings)
     rows = min(int(settings.batch_size) * settings.sequence_length, 8192 if device.type == "cuda" else 1024)
@@ -192,19 +188,19 @@ def memory_bound(settings: Settings, config, device: torch.device) -> Callable[[
     return call
 
 
-def small_step(settings: Settings, recipe, device: torch.device) -> Callable[[], None]:
+def small_step(settings: flags.Settings, recipe, device: torch.device) -> Callable[[], None]:
     """A step of the demo model on so few tokens that it is hardly more than what the host does for it."""
     plain = {"model": "demo", "sequence_length": 16, "batch_size": 1, "gradient_accumulation_steps": 1}
     plain |= {"compile": False, "activation_checkpointing": "none", "activation_memory_budget": None, "zero_stage": 3}
     plain |= {"precision": "bf16", "fp8_recipe": None, "optimizer": "adamw", "attention": "sdpa", "fused_loss": True}
     small = dataclasses.replace(settings, **plain, dp_replicate_size=1, cpu_offload=False, document_mask=False)
     of_one = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("world", "shard"))["shard"]
-    model = recipe.build_model(small, load_config("demo"), of_one)
-    optimizer, tracker = build_optimizer(small, model), recipe.make_tracker(0, 1, 0)
+    model = recipe.build_model(small, models.load_config("demo"), of_one)
+    optimizer, tracker = models.build_optimizer(small, model), recipe.make_tracker(0, 1, 0)
     tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
 
     def call() -> None:
-        with any_attention_kernel():
+        with models.any_attention_kernel():
             batches = itertools.repeat({"input_ids": tokens, "labels": tokens})
             recipe.train_step(small, model, optimizer, batches, tracker)
 
@@ -221,7 +217,7 @@ def time_together(call: Callable[[], object], device: torch.device) -> float:
         dist.barrier()
         began = time.perf_counter()
         call()
-        wait_for_device()
+        base.wait_for_device()
         slowest = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds.append(slowest.item())

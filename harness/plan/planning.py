@@ -8,12 +8,9 @@ import math
 import os
 import time
 
-from harness.base.errors import UserError
-from harness.flags.commands import given
-from harness.flags.settings import Settings
-from harness.model.configs import load_config
-from harness.model.flops import known_flops
-from harness.model.weights import on_meta
+from harness import base, flags
+from harness import model as models
+from harness.plan import own_plan
 from harness.plan.predict import Prediction, Recipe, predict
 from harness.plan.rates import choose_rates
 from harness.plan.resolving import resolve
@@ -21,15 +18,16 @@ from harness.plan.search import Search
 from harness.plan.text import assumptions, describe_plan, published_share
 
 
-def print_plan(settings: Settings, recipe: Recipe) -> None:
+def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
     """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
     if int(os.environ.get("RANK", 0)):
         return
+    own_plan.end_with_run()
     settings, result = make_plan(settings, recipe)
     print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))
 
 
-def make_plan(settings: Settings, recipe: Recipe) -> tuple[Settings, dict]:
+def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings, dict]:
     """(the settings with all that the flags left open, the JSON object of their plan).
 
     Raises:
@@ -39,13 +37,13 @@ def make_plan(settings: Settings, recipe: Recipe) -> tuple[Settings, dict]:
     rates = choose_rates(settings)
     if settings.precision == "fp8" and not (rates.values.get("fp8_tflops", 1) or settings.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
-        raise UserError(f"--precision fp8: {why}; use bf16")
+        raise base.UserError(f"--precision fp8: {why}; use bf16")
     worlds = settings.plan_gpus or (settings.gpus_per_node,)
     check_nodes(worlds, settings.gpus_per_node)
-    config = load_config(settings.model)
+    config = models.load_config(settings.model)
     settings = resolve(settings, config)
-    model = on_meta(config, settings.attention)
-    flops, counted = known_flops(model, settings.sequence_length, recipe.flops_per_token)
+    model = models.on_meta(config, settings.attention)
+    flops, counted = models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
     plan = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
 
     began = time.monotonic()
@@ -57,7 +55,7 @@ def make_plan(settings: Settings, recipe: Recipe) -> tuple[Settings, dict]:
     result = {"model": settings.model, "gpu": rates.device, "flops": counted}
     result |= plan(settings, worlds[0]).to_json() | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
-    if settings.num_steps and given(settings.argv) & {"num_steps", "num_tokens"}:
+    if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
         result["run"] = price_of_run(settings, next(row for row in result["configurations"] if row["asked"]))
     result["rates"] = {name: {"value": value, "source": rates.sources[name]} for name, value in rates.values.items()}
     result["published_share"] = published_share(rates, config)
@@ -65,13 +63,15 @@ def make_plan(settings: Settings, recipe: Recipe) -> tuple[Settings, dict]:
     return settings, result
 
 
-def predict_run(settings: Settings, recipe: Recipe, world: int, **given: float) -> Prediction:
+def predict_run(settings: flags.Settings, recipe: Recipe, world: int, **given: float) -> Prediction:
     """What a run needs and gives on `world` GPUs as it is; rates in `given` replace those that it would have."""
-    config = load_config(settings.model)
+    config = models.load_config(settings.model)
     settings = resolve(settings, config)
     rates = choose_rates(settings)
     rates.values |= given
-    flops, _ = known_flops(on_meta(config, settings.attention), settings.sequence_length, recipe.flops_per_token)
+    flops, _ = models.known_flops(
+        models.on_meta(config, settings.attention), settings.sequence_length, recipe.flops_per_token
+    )
     return predict(settings, recipe, config, world, rates, flops)
 
 
@@ -85,10 +85,10 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
             advice = (
                 f"plan whole nodes, such as --plan-gpus {whole}, or give --gpus-per-node {math.gcd(world, per_node)}"
             )
-            raise UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
+            raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
 
 
-def price_of_run(settings: Settings, row: dict) -> dict:
+def price_of_run(settings: flags.Settings, row: dict) -> dict:
     """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run in a configuration."""
     steps = settings.num_steps
     if settings.num_tokens:

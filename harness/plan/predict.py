@@ -9,12 +9,8 @@ from typing import Any
 import numpy as np
 from torch._subclasses import fake_tensor
 
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB
-from harness.base.text import first_line
-from harness.flags.settings import Settings
-from harness.model.weights import layer_period
+from harness import base, flags
+from harness import model as models
 from harness.plan.rates import HOST_LINK, HOST_MEMORY, PHASES, Rates, price_step
 from harness.plan.recorder import KINDS
 
@@ -76,14 +72,14 @@ class Step:
     counts: dict[tuple, float]  # of a StepRecorder
 
 
-def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> Prediction:
+def predict(settings: flags.Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> Prediction:
     """What this configuration needs and gives on `world` GPUs; `flops` are those of a token, 0 where they are not
     known.
 
     Raises:
         UserError: the model reads its data to decide what it computes, or a link was not measured.
     """
-    model, period = layer_period(config)
+    model, period = models.layer_period(config)
     step = record_whole_step(settings, recipe, config, world, period, rates)
     host = move_states_to_host(step, settings) if settings.cpu_offload else np.zeros(len(KINDS))
     collectives = list_collectives(step.counts)
@@ -91,7 +87,7 @@ def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates
     speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops or 0)
     hours = 1e9 / speed["tokens_per_sec"] / 3600
     memory = find_memory(step, collectives)
-    memory["memory_gib"]["host"] = float(host.sum()) / GIB
+    memory["memory_gib"]["host"] = float(host.sum()) / base.GIB
     reserved = memory["memory_gib"]["reserved"]
     return Prediction(
         gpus=world,
@@ -122,7 +118,7 @@ def verdict_of(reserved: float, capacity: float) -> str:
     return "tight" if reserved > TIGHT * capacity else "fits"
 
 
-def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, period: int, rates: Rates) -> Step:
+def record_whole_step(settings: flags.Settings, recipe: Recipe, config, world: int, period: int, rates: Rates) -> Step:
     """A step at the full depth. Two shallow models, one `period` of layers apart, are recorded and extrapolated, which
     is exact where layers are alike: memory and counts are linear in depth, and a maximum over layers lies at the first
     or the last of a kind. A model that is not deeper than these is recorded as it is. The step of an optimizer that
@@ -137,7 +133,7 @@ def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, pe
         records = [fake_step.record_step(settings, recipe, config, world, depth, edge, rates) for depth in depths]
     except ERRORS_WITHOUT_DATA as error:
         why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
-        raise UserError(f"--plan: {why} ({first_line(error)})") from error
+        raise base.UserError(f"--plan: {why} ({base.first_line(error)})") from error
     few, many = records[0], records[-1]
     periods = (layers - depths[-1]) / period if len(depths) == 2 else 0
     step = Step(
@@ -168,7 +164,7 @@ def replace_update(step: Step, whole) -> None:
         peaks[key] = whole.peaks(stream)[key_of_whole]
 
 
-def move_states_to_host(step: Step, settings: Settings) -> np.ndarray:
+def move_states_to_host(step: Step, settings: flags.Settings) -> np.ndarray:
     """--cpu-offload: parameters, gradients and states leave the GPU's peaks of `step`, the optimizer runs in the host's
     memory, and copies cross the link between both. Returns the most bytes that the host holds, by kind."""
     is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])
@@ -196,13 +192,13 @@ def find_memory(step: Step, collectives: list[dict]) -> dict[str, Any]:
     """The fields of a `Prediction` that say GiB of the fullest GPU. A stream's memory serves no other stream, so each
     keeps what it held at its own peak."""
     key, peak = max(step.peaks.items(), key=lambda item: item[1].sum())
-    total = float(peak.sum()) / GIB
-    streams = [float(largest(peaks.values()).sum()) / GIB for peaks in step.stream_peaks]
+    total = float(peak.sum()) / base.GIB
+    streams = [float(largest(peaks.values()).sum()) / base.GIB for peaks in step.stream_peaks]
     communicators = len({(entry["ranks"], entry["nodes"]) for entry in collectives})
     beside_tensors = {
         "other streams": sum(streams) - total,
         "fragmentation": sum(streams) * FRAGMENTATION,
-        "CUDA and NCCL": CONTEXT_GIB + communicators * NCCL_GIB,
+        "CUDA and NCCL": base.CONTEXT_GIB + communicators * base.NCCL_GIB,
     }
     phases = {}
     for phase in ("build", "forward", "head", "backward", "optimizer"):
@@ -228,7 +224,7 @@ def largest(peaks: Iterable[np.ndarray]) -> np.ndarray:
 
 def by_kind(peak: np.ndarray) -> dict[str, float]:
     """GiB of a peak's kinds; the average is among them with --ema only."""
-    gib = dict(zip(KINDS, (peak / GIB).tolist(), strict=True))
+    gib = dict(zip(KINDS, (peak / base.GIB).tolist(), strict=True))
     if not gib["average"]:
         del gib["average"]
     return gib
@@ -244,7 +240,7 @@ def list_collectives(counts: dict[tuple, float]) -> list[dict]:
             continue
         key = kind, ranks, nodes, of_node
         calls = sum(counts.get(("calls", phase, *key), 0) for phase in (*PHASES, "update"))
-        sent = sum(counts.get(("sent_bytes", phase, *key), 0) for phase in (*PHASES, "update")) / GIB
+        sent = sum(counts.get(("sent_bytes", phase, *key), 0) for phase in (*PHASES, "update")) / base.GIB
         between_nodes = sent * nodes / ranks if nodes > 1 else 0.0  # of a ring's hops one for each node leaves it
         entry = {"collective": kind, "ranks": ranks, "nodes": nodes, "calls": round(calls), "gib": sent}
         collectives.append(entry | {"gib_between_nodes": between_nodes})

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.base import gpu_names
-from harness.base.errors import UserError
-from harness.base.gpu_table import Gpu, find_gpu
-from harness.base.text import first_line
-from harness.flags.settings import Settings
+from harness import base, flags
 
 # Matmuls, of the dense peak, of a kind without a share in assets/gpus.csv: assumed. The shares there are the best shape
 # of a search, published in stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison
@@ -94,7 +90,7 @@ class Rates:
                 rate = min(rate, of_node * self.values["inter_node_gb_per_s"])
         except KeyError as error:
             advice = f"measure with torchrun --nproc_per_node={of_node} train_fsdp.py --measure and the same flags"
-            raise UserError(f"--plan-gpus: {error.args[0]} of {self.device} is not known; {advice}") from None
+            raise base.UserError(f"--plan-gpus: {error.args[0]} of {self.device} is not known; {advice}") from None
         steps = 2 * math.log2(ranks) / ranks if kind == "all_reduce" else 1  # a tree, not a ring
         latency = (ranks - nodes) * LINK_HOP + (nodes - 1) * NETWORK_HOP
         return sent / rate / 1e9 + calls * latency * steps
@@ -153,7 +149,7 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
 # ---- Where they are from ---------------------------------------------------------------------------------------------
 
 
-def assumed_rates(kind: Gpu, flash: bool = False) -> dict[str, float]:
+def assumed_rates(kind: base.Gpu, flash: bool = False) -> dict[str, float]:
     """What programs reach of the datasheet of a kind of GPU, with FlashAttention-2 if `flash`."""
     attention_share = ATTENTION_SHARE
     if kind.hopper:
@@ -172,7 +168,7 @@ def assumed_rates(kind: Gpu, flash: bool = False) -> dict[str, float]:
 
 def file_of(gpu: str, cache_dir: str | None) -> pathlib.Path:
     """Where --measure writes the rates of a kind of GPU, or of this processor: `cpu`."""
-    kind = find_gpu(gpu)
+    kind = base.find_gpu(gpu)
     name = kind.plan_name if kind and kind.plan_name else gpu
     folder = pathlib.Path(cache_dir or "~/.cache/train_fsdp").expanduser() / "rates"
     return folder / f"{name.lower().replace(' ', '-').replace('/', '-')}.json"
@@ -187,13 +183,13 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
     try:
         contents = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--plan-rates {path}: {first_line(error)}") from error
-    if problem := gpu_names.wrong_rates(contents):
-        raise UserError(problem)
+        raise base.UserError(f"--plan-rates {path}: {base.first_line(error)}") from error
+    if problem := base.wrong_rates(contents):
+        raise base.UserError(problem)
     return contents
 
 
-def choose_rates(settings: Settings) -> Rates:
+def choose_rates(settings: flags.Settings) -> Rates:
     """The rates of a plan: what --plan-rates names, else what --measure wrote for this kind of GPU, over what is
     assumed of it.
 
@@ -203,7 +199,7 @@ def choose_rates(settings: Settings) -> Rates:
     typed = settings.plan_gpu or ""
     if not typed and torch.cuda.is_available():
         typed = torch.cuda.get_device_name()
-    kind_of_name, others = gpu_names.choose_kind(typed or "H100 SXM")
+    kind_of_name, others = base.choose_kind(typed or "H100 SXM")
     gpu = kind_of_name or typed
     is_cpu = gpu.lower() == "cpu"
     file = None
@@ -215,18 +211,18 @@ def choose_rates(settings: Settings) -> Rates:
     contents = read_file(file) if file else {}
     if is_cpu and not file:
         advice = "measure this one first, with --measure and otherwise the same flags"
-        raise UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
-    kind = None if is_cpu else find_gpu(gpu)
+        raise base.UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
+    kind = None if is_cpu else base.find_gpu(gpu)
     is_known = kind is not None and kind.memory_gib > 0
     values: dict[str, float] = (
         {"memory_gib": kind.memory_gib} | assumed_rates(kind, flash(settings)) if is_known else {}
     )
     if not (is_known or is_cpu):
-        if problem := gpu_names.unlisted(gpu, contents):
-            raise UserError(problem)
+        if problem := base.unlisted(gpu, contents):
+            raise base.UserError(problem)
         values = {"host_us": HOST_US, "kernel_us": KERNEL_US}
     sources = dict.fromkeys(values, "assumed")
-    found = {name: value for name, value in contents.items() if name in gpu_names.RATES}
+    found = {name: value for name, value in contents.items() if name in base.RATES}
     values |= found
     sources |= dict.fromkeys(found, "measured" if "device" in contents else "given")
     peak = settings.peak_tflops or values.pop("peak_tflops", None) or (kind.peak_tflops if kind else None)
@@ -240,5 +236,5 @@ def choose_rates(settings: Settings) -> Rates:
     return rates
 
 
-def flash(settings: Settings) -> bool:
+def flash(settings: flags.Settings) -> bool:
     return settings.attention in ("flash", "flash_attention_2")

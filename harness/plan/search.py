@@ -6,11 +6,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
-from harness.flags.commands import as_flags, to_paste, without
-from harness.flags.rules import contradiction
-from harness.flags.settings import Settings
-from harness.model.loss import choose_loss
-from harness.model.optimization import memory_saving_optimizers
+from harness import flags
+from harness import model as models
 from harness.plan.predict import TIGHT, Prediction
 
 LEVELS = ("none", "selective", "full")  # of activation checkpointing: each holds less, and is slower
@@ -33,9 +30,9 @@ class Search:
     where the batch is the largest that fits.
     """
 
-    def __init__(self, settings: Settings, config, worlds: tuple[int, ...], plan, capacity: float, ends: float):
+    def __init__(self, settings: flags.Settings, config, worlds: tuple[int, ...], plan, capacity: float, ends: float):
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
-        self.plan: Callable[[Settings, int], Prediction] = plan
+        self.plan: Callable[[flags.Settings, int], Prediction] = plan
         self.capacity, self.ends = capacity, ends  # GiB, seconds
         self.is_auto = settings.batch_size == "auto"
         self.asked: dict = {}  # what "as asked" changes of the settings: the batch size, where that is auto
@@ -93,12 +90,12 @@ class Search:
             self.rows[key] = self.describe(configured, changes, self.plan(configured, world))
         return self.rows[key]
 
-    def describe(self, configured: Settings, changes: dict, plan: Prediction) -> dict:
+    def describe(self, configured: flags.Settings, changes: dict, plan: Prediction) -> dict:
         """A row of the JSON object's `configurations`."""
         row = {name: getattr(configured, name) for name in SHOWN} | {
             "gpus": plan.gpus,
             "changes": changes,
-            "flags": as_flags(changes),
+            "flags": flags.as_flags(changes),
             "command": command(self.settings, plan.gpus, changes),
             "reserved_gib": plan.memory_gib["reserved"],
             "host_gib": plan.memory_gib["host"],
@@ -117,7 +114,7 @@ class Search:
         return row
 
     def allowed(self, changes: dict) -> bool:
-        return not contradiction(dataclasses.replace(self.settings, **changes))
+        return not flags.contradiction(dataclasses.replace(self.settings, **changes))
 
     # ---- The list ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +122,7 @@ class Search:
         """Adds one saver of memory after the other, the one that costs least speed first, until it fits; then GPUs."""
         changes: dict = {}
         for saver in memory_savers(self.settings):
-            if "fused_loss" in saver and not choose_loss(None, self.config):
+            if "fused_loss" in saver and not models.choose_loss(None, self.config):
                 continue
             if not self.allowed(changes | saver):
                 continue
@@ -244,7 +241,7 @@ class Search:
         return [row for row in rows if row["changes"] in layouts or row is best]
 
 
-def memory_savers(settings: Settings) -> list[dict]:
+def memory_savers(settings: flags.Settings) -> list[dict]:
     """Changes of settings that lower memory, the one that costs least speed first; without those that are made
     already. The tokens of a step stay."""
     least, batch = settings.batch_step(), settings.batch_size
@@ -262,7 +259,7 @@ def memory_savers(settings: Settings) -> list[dict]:
         savers.append({"batch_size": least, "gradient_accumulation_steps": samples // least})
     if settings.activation_checkpointing != "full":
         savers.append({"activation_checkpointing": "full"})
-    for name in memory_saving_optimizers(settings.optimizer):
+    for name in models.memory_saving_optimizers(settings.optimizer):
         savers.append({"optimizer": name})
     if not settings.cpu_offload:
         savers.append({"cpu_offload": True})
@@ -298,14 +295,14 @@ def largest_size(reserved: Callable[[int], float], limit: float, step: int = 1) 
     return fits
 
 
-def command(settings: Settings, world: int, changes: dict) -> str:
+def command(settings: flags.Settings, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
     plan_flags, group = set(), None
-    for field in dataclasses.fields(Settings):
+    for field in dataclasses.fields(flags.Settings):
         group = field.metadata.get("group", group)
         if group == "planning" and field.name != "own_plan":
             plan_flags.add(field.name)
-    words = without(settings.argv, *plan_flags, *changes)
+    given = {name: value for name, value in settings.given.items() if name not in plan_flags}
     if world == 1:
         launcher = "python"
     elif world <= settings.gpus_per_node:
@@ -314,4 +311,9 @@ def command(settings: Settings, world: int, changes: dict) -> str:
         per_node = settings.gpus_per_node
         rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29500"
         launcher = f"torchrun --nnodes={world // per_node} --nproc_per_node={per_node} {rendezvous}"
-    return to_paste(f"{launcher} train_fsdp.py", words, **changes)
+    return flags.to_paste(f"{launcher} train_fsdp.py", given, **changes)
+
+
+def memory_advice(settings: flags.Settings) -> str:
+    """Which flags make room on a device that has no memory left."""
+    return f"Try {', '.join(flags.as_flags(changes) for changes in memory_savers(settings)[:3])}."

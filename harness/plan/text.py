@@ -3,10 +3,7 @@
 
 import textwrap
 
-from harness import job
-from harness.base import CONTEXT_GIB, NCCL_GIB, counted, find_gpu
-from harness.flags import Settings, as_flags
-from harness.job import columns
+from harness import base, flags, job
 from harness.plan.predict import FRAGMENTATION, PUBLISHED_MEMORY_RUNS, PUBLISHED_MEMORY_SHARE, TIGHT
 from harness.plan.rates import Rates
 from harness.plan.search import MIN_GAIN
@@ -20,10 +17,10 @@ SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a
 ROWS = 8  # of the table of configurations
 
 
-def describe_plan(settings: Settings, result: dict) -> str:
+def describe_plan(settings: flags.Settings, result: dict) -> str:
     """The answer and the table; with --plan-details all of it."""
     answer = {"verdict": describe_verdict(settings, result)} | describe_speed(result) | describe_advice(result)
-    lines = [columns({name: text}) if name == "command" else fill(name, text) for name, text in answer.items()]
+    lines = [job.columns({name: text}) if name == "command" else fill(name, text) for name, text in answer.items()]
     if len(result["configurations"]) > 1:
         lines += ["", *describe_configurations(result)]
     if "scaling" in result:
@@ -38,7 +35,7 @@ def describe_plan(settings: Settings, result: dict) -> str:
 # ---- The answer ------------------------------------------------------------------------------------------------------
 
 
-def describe_verdict(settings: Settings, result: dict) -> str:
+def describe_verdict(settings: flags.Settings, result: dict) -> str:
     """Whether it fits, and the memory that it takes."""
     used = share_of(result["memory_gib"]["reserved"], result["capacity_gib"])
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}"
@@ -62,7 +59,7 @@ def describe_speed(result: dict) -> dict[str, str]:
     if "run" in result:
         run = result["run"]
         price = ranged(run["cost"], share, dollars, inverse=True) if "cost" in run else ""
-        length = f"{counted(run['steps'], 'step')}, {run['tokens']:,} tokens"
+        length = f"{base.counted(run['steps'], 'step')}, {run['tokens']:,} tokens"
         time = ranged(run["hours"], share, duration, inverse=True)
         lines["this run"] = ", ".join(filter(None, (time, price))) + f": {length}, without evaluation and checkpoints"
     return lines
@@ -71,7 +68,7 @@ def describe_speed(result: dict) -> dict[str, str]:
 def describe_advice(result: dict) -> dict[str, str]:
     """The configuration to take."""
     best, rows, search = result["fastest"], result["configurations"], result["search"]
-    planned = f"{counted(search['planned'], 'configuration')} planned in {search['seconds']:.0f} s"
+    planned = f"{base.counted(search['planned'], 'configuration')} planned in {search['seconds']:.0f} s"
     if not search["complete"]:
         planned += f"; --plan-seconds {search['plan_seconds']:g} left no time for more"
     if not best:
@@ -128,7 +125,7 @@ def describe_configurations(result: dict) -> list[str]:
             f"{row['reserved_gib']:11,.1f}{SHORT[row['verdict']]:>6}{row['tokens_per_sec']:11,.0f}{mfu(row):>5}"
         )
         lines.append(line + (f"{row['cost_per_billion_tokens']:13,.2f}" if is_priced else ""))
-        others = as_flags({name: value for name, value in row["changes"].items() if name not in row})
+        others = flags.as_flags({name: value for name, value in row["changes"].items() if name not in row})
         if others:
             lines.append(f"{'':10}with {others}")
     return [*lines, f"{'':10}(batch: sequences at once x microbatches; x2: two replicas of the sharded model)"]
@@ -156,7 +153,7 @@ def describe_worlds(rows: list[dict]) -> list[str]:
 # ---- What they are made of -------------------------------------------------------------------------------------------
 
 
-def describe_details(settings: Settings, result: dict) -> list[str]:
+def describe_details(settings: flags.Settings, result: dict) -> list[str]:
     """The run, its memory, traffic and time, and what is assumed."""
     world, memory = result["gpus"], result["memory_gib"]
     replicas = world if settings.zero_stage == 0 else settings.dp_replicate_size
@@ -211,7 +208,7 @@ def describe_details(settings: Settings, result: dict) -> list[str]:
     return lines
 
 
-def assumptions(settings: Settings, config, rates: Rates) -> dict[str, str]:
+def assumptions(settings: flags.Settings, config, rates: Rates) -> dict[str, str]:
     """What the plan takes for granted, in words."""
     layers = "operator by operator"
     if settings.compile:
@@ -229,8 +226,8 @@ def assumptions(settings: Settings, config, rates: Rates) -> dict[str, str]:
             where = f", in {rates.file}" if source != "assumed" else ": shares of datasheets, docs/PLAN.md"
             lines[source] = f"{', '.join(of_source)}{where}"
     return lines | {
-        "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {CONTEXT_GIB} GiB for CUDA and "
-        f"{NCCL_GIB} GiB a communicator",
+        "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {base.CONTEXT_GIB} GiB for CUDA and "
+        f"{base.NCCL_GIB} GiB a communicator",
         "attention": attention,
         "layers": f"{layers}; shallow models, extrapolated to {config.get_text_config().num_hidden_layers} layers",
         "time": f"one operator after the other; {order}; data always there",
@@ -241,7 +238,7 @@ def published_share(rates: Rates, config) -> tuple[float, float, float] | None:
     """What published runs reached of such plans; None where no such run was compared."""
     text = config.get_text_config()
     experts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    kind = find_gpu(rates.device)
+    kind = base.find_gpu(rates.device)
     is_of_their_kind = kind is not None and kind.plan_name.startswith(PUBLISHED_GPUS) and not any(experts)
     return PUBLISHED_SHARE if is_of_their_kind and "measured" not in rates.sources.values() else None
 
@@ -252,7 +249,7 @@ def published_share(rates: Rates, config) -> tuple[float, float, float] | None:
 def fill(title: str, text: str) -> str:
     """A title and its text, wrapped to the terminal, to 80 columns where there is none; no number leaves its %."""
     width = min(job.width() or 80, 120)
-    line = columns({title: text.replace(" %", "\N{NO-BREAK SPACE}%")})
+    line = job.columns({title: text.replace(" %", "\N{NO-BREAK SPACE}%")})
     options = {"subsequent_indent": " " * 11, "break_on_hyphens": False, "break_long_words": False}
     return textwrap.fill(line, width, **options).replace("\N{NO-BREAK SPACE}", " ")
 

@@ -8,11 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness import job
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.flags.settings import Settings
-from harness.state.train_state import TrainState
+from harness import base, flags, job
+from harness import state as states
 
 # ---- The table -------------------------------------------------------------------------------------------------------
 
@@ -109,11 +106,11 @@ def memory_figures(device: torch.device) -> dict[str, float]:
         return {}
     stats = torch.cuda.memory_stats(device)
     names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}
+    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / base.GIB for name, key in names.items()}
 
 
 def of_all_ranks(
-    speed: dict[str, float], state: TrainState, device: torch.device, worked_ms: float | None = None
+    speed: dict[str, float], state: states.TrainState, device: torch.device, worked_ms: float | None = None
 ) -> tuple[dict[str, float], str]:
     """(the figures of a log line that all ranks measure, a sentence about a rank for which the others wait).
 
@@ -154,18 +151,18 @@ def describe_slow(rank: int, awaited_ms: float, speed: dict[str, float], device:
 # ---- Gates -----------------------------------------------------------------------------------------------------------
 
 
-def check_measurable(settings: Settings, device: torch.device, peak_tflops: float | None) -> None:
+def check_measurable(settings: flags.Settings, device: torch.device, peak_tflops: float | None) -> None:
     """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is the
     device's, None where it is not known."""
     if settings.min_mfu and not peak_tflops:
-        raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
+        raise base.UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
     memory_flags = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
     for flag, value in memory_flags.items():
         if value and device.type != "cuda":
-            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out")
+            raise base.UserError(f"{flag}: memory is measured on a GPU only; leave it out")
 
 
-def check_gates(settings: Settings, metrics: dict) -> None:
+def check_gates(settings: flags.Settings, metrics: dict) -> None:
     """Raises UserError with exit code 3 when a figure of the last line missed its gate."""
     missed = []
     reserved = metrics.get("peak_memory_reserved", 0.0)
@@ -175,4 +172,4 @@ def check_gates(settings: Settings, metrics: dict) -> None:
     if settings.max_memory_gib and reserved > settings.max_memory_gib:
         missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
     if missed:
-        raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
+        raise base.UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)

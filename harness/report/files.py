@@ -12,12 +12,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from harness import job
-from harness.base import versions
-from harness.base.saved import read_config
-from harness.flags.parser import record_flags
-from harness.flags.settings import Settings
-from harness.state.train_state import TrainState
+from harness import base, flags, job
+from harness import state as states
 
 
 def as_json(metrics: dict) -> str:
@@ -85,13 +81,15 @@ class MetricsFile:
             raise OSError(f"metrics.jsonl: {error.strerror}") from error
 
 
-def describe_run(settings: Settings, folder: pathlib.Path, state: TrainState, data, changed: str = "") -> dict:
+def describe_run(
+    settings: flags.Settings, folder: pathlib.Path, state: states.TrainState, data, changed: str = ""
+) -> dict:
     """What config.json holds: what it takes to repeat the run, which run it is, and each of its starts.
 
     A start has its time, the step that it went on from, how many logged steps after that one it repeats, the number of
     ranks, and the flags that it `changed`. `data` is the record of the run's data.
     """
-    before = read_config(folder)
+    before = base.read_config(folder)
     starts, logged = [], []
     if not state.branched_from or before.get("run_id") == state.run_id:  # else the files are another run's
         starts = before.get("starts", [])
@@ -104,7 +102,7 @@ def describe_run(settings: Settings, folder: pathlib.Path, state: TrainState, da
     }
     if changed:
         start["changed"] = changed
-    run = record_flags(settings) | {"versions": versions.versions(), "commit": versions.commit()}
+    run = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run["world_size"] = dist.get_world_size()
     run |= {"run_id": state.run_id, "folder": str(folder.resolve())}

@@ -3,16 +3,15 @@ are NaN or infinite, or that skipped too many steps. Independent of how a step i
 
 import math
 import pathlib
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.base.text import counted
-from harness.model.skipping import WINDOW, robust_z_score
-from harness.state.train_state import TrainState
+from harness import base
+from harness import model as models
+from harness import state as states
 
 RECENT = 1000  # steps of which at most MAX_SHARE may be skipped, once MIN_SKIPPED were
 MAX_SHARE = 0.01
@@ -80,7 +79,7 @@ def read_routing(result: StepResult) -> dict[str, float]:
 
 
 def count_skipped(
-    state: TrainState, steps: list[StepNumbers], max_skipped: int
+    state: states.TrainState, steps: list[StepNumbers], max_skipped: int
 ) -> tuple[list[Skipped], NotFinite | None]:
     """(those of `steps`, the last ones of the run, that were skipped; why they end the run, None where they do not).
     Moves the counts and the norms of `state`."""
@@ -88,7 +87,7 @@ def count_skipped(
     for step, result in enumerate(steps, state.step - len(steps) + 1):
         if not result.skipped:
             norms = [*state.recent_norms, result.grad_norm]  # new lists: a save beside the training may write the old
-            state.recent_norms = norms[-WINDOW:]
+            state.recent_norms = norms[-models.WINDOW :]
             continue
         skipped.append(Skipped(step, reason_of(result.grad_norm, state.recent_norms)))
         state.skipped_steps += 1
@@ -102,7 +101,7 @@ def reason_of(norm: float, norms: list[float]) -> str:
     """Why a step with this gradient norm was skipped, after steps with `norms`."""
     if not math.isfinite(norm):
         return f"gradient norm is {norm}"
-    z_score = robust_z_score(torch.tensor(norm), torch.tensor(norms)).item()
+    z_score = models.robust_z_score(torch.tensor(norm), torch.tensor(norms)).item()
     return f"gradient norm is {norm:.4g}, z-score {z_score:.1f}"
 
 
@@ -119,7 +118,7 @@ def too_many(skipped: list[int], max_skipped: int, reason: str) -> NotFinite | N
     last = skipped[-1]
     in_a_row = last - last_update(last, skipped)
     if in_a_row > max_skipped:
-        words = f"{counted(in_a_row, 'step')} in a row skipped, more than --max-skipped {max_skipped}"
+        words = f"{base.counted(in_a_row, 'step')} in a row skipped, more than --max-skipped {max_skipped}"
         return NotFinite(last - in_a_row + 1, reason, words)
     steps = min(last, RECENT)
     if len(skipped) >= MIN_SKIPPED and len(skipped) > MAX_SHARE * steps:
@@ -145,7 +144,7 @@ def first_not_finite(metrics: dict, losses: list[float | None]) -> NotFinite | N
     return None
 
 
-def broken_update(state: TrainState) -> NotFinite | None:
+def broken_update(state: states.TrainState) -> NotFinite | None:
     """The last update, where weights or optimizer states are NaN or infinite after it; every rank calls this."""
     if state.finite():
         return None
@@ -154,7 +153,7 @@ def broken_update(state: TrainState) -> NotFinite | None:
 
 
 def find_divergence(
-    state: TrainState, first_step: int, loss: float, norm: float = 0.0, of: str = "the weights"
+    state: states.TrainState, first_step: int, loss: float, norm: float = 0.0, of: str = "the weights"
 ) -> NotFinite | None:
     """The last update, where the loss or the gradient norm that `of` gave after it is NaN or infinite. `first_step` is
     the first one since this start: without an update since then it is that step's loss or norm."""
@@ -170,7 +169,7 @@ def find_divergence(
 def give_up(folder: pathlib.Path, problem: NotFinite, resumed: pathlib.Path | None) -> None:
     """Ends the run in `folder` because of `problem`; what was saved before stays. `resumed` is the checkpoint that it
     went on from. Each checkpoint has given a finite loss before it was saved."""
-    newest = saved.newest(folder)
+    newest = base.newest_checkpoint(folder)
     kept = "nothing was saved"
     if newest:
         kept = f"the last good checkpoint is {newest.name}"
@@ -178,4 +177,43 @@ def give_up(folder: pathlib.Path, problem: NotFinite, resumed: pathlib.Path | No
         kept = f"the last good checkpoint is {resumed}"
     parts = [f"the {problem.words} at step {problem.step}", problem.consequence, kept]
     parts.append("a lower --lr, more --warmup-steps or --max-grad-norm 1 may help")
-    raise UserError("; ".join(part for part in parts if part), exit_code=1)
+    raise base.UserError("; ".join(part for part in parts if part), exit_code=1)
+
+
+class Remembered:
+    """The batches that a run trains on. It remembers the last one, and the last one that gave a finite loss."""
+
+    def __init__(self, batches: Iterator[dict]):
+        self.batches = batches
+        self.last: dict = {}
+        self.finite: dict = {}
+
+    def __iter__(self) -> "Remembered":
+        return self
+
+    def __next__(self) -> dict:
+        self.last = next(self.batches)
+        return dict(self.last)  # a step takes out what the model does not get
+
+    def good(self, metrics: dict) -> dict:
+        """The batch of the step that `metrics` are of; where that was skipped an earlier one, if there is one."""
+        if "loss" in metrics or not self.finite:
+            self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
+        return self.finite
+
+
+def check_pass(run: Any, batch: dict, first_step: int) -> NotFinite | None:
+    """Why the state of `run` must not be saved or called done, None where nothing is wrong: weights and optimizer
+    states are finite, and so are the loss and the gradient norm of `batch`, and a loss of the weights' average. Every
+    rank calls this; it is outside the measured time."""
+    state = run.state
+    with state.tracker.excluded():
+        problem = broken_update(state)
+        if not problem:
+            loss, norm = models.loss_and_norm(state.model, state.optimizer, batch)
+            problem = find_divergence(state, first_step, loss, norm)
+        if state.average and not problem:
+            with state.average.as_weights():
+                loss = models.loss_without_data(state.model)
+            problem = find_divergence(state, first_step, loss, of="the weights' average")
+    return problem

@@ -26,11 +26,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness import job
-from harness.base.errors import UserError
-from harness.base.ranks import on_main_rank
-from harness.base.text import first_line
-from harness.flags.settings import TRACKERS, Settings
+from harness import base, flags, job
+from harness import state as states
 from harness.report import page
 from harness.report.figures import NOTES, of_all_ranks
 from harness.report.files import MetricsFile, describe_run, write_config
@@ -49,10 +46,9 @@ from harness.report.prometheus import Prometheus
 from harness.report.summary import describe_held_out, describe_skipped, describe_stories, summarize
 from harness.report.trackers import Tracker
 from harness.report.waits import Waits
-from harness.state.train_state import TrainState
 
 
-def open_trackers(settings: Settings, folder: pathlib.Path) -> list[Tracker]:
+def open_trackers(settings: flags.Settings, folder: pathlib.Path) -> list[Tracker]:
     """The trackers of a run and its Prometheus endpoint, on rank 0; empty on the others. Every rank calls this, before
     anything is loaded, as a tracker that cannot work is an error now and not at the first log line.
 
@@ -62,30 +58,30 @@ def open_trackers(settings: Settings, folder: pathlib.Path) -> list[Tracker]:
     opened: list[Tracker] = []
 
     def open_each() -> None:
-        names = {"none": [], "all": list(TRACKERS)}.get(settings.log_with, [settings.log_with])
+        names = {"none": [], "all": list(flags.TRACKERS)}.get(settings.log_with, [settings.log_with])
         for name in names:
             kind = importlib.import_module(f"harness.report.trackers.{name.replace('-', '_')}").TRACKER
             try:
                 opened.append(kind(settings, folder))
             except ImportError as error:
                 advice = f"pip install {error.name}, or --log-with none"
-                raise UserError(f"--log-with {name}: needs the package {error.name}; {advice}") from error
+                raise base.UserError(f"--log-with {name}: needs the package {error.name}; {advice}") from error
         if settings.metrics_port:
             opened.append(Prometheus(settings, folder))
 
-    on_main_rank(open_each)
+    base.on_main_rank(open_each)
     return opened
 
 
 class Ready(Protocol):
     """What the log takes of a run that is ready for its first step."""
 
-    settings: Settings  # resolved
+    settings: flags.Settings  # resolved
     device: torch.device
     folder: pathlib.Path
     trackers: list[Tracker]  # open, on rank 0
     data: Any  # a `TrainingData`
-    state: TrainState
+    state: states.TrainState
     flops_per_token: int  # 0 where they are not known
     changed: str  # which flags are not those of the checkpoint that it goes on from, in words
 
@@ -127,7 +123,7 @@ class Log(contextlib.AbstractContextManager):
             self.file = MetricsFile(self.folder / "metrics.jsonl", self.state.step)
             write_config(self.folder, self.run)
         except OSError as error:
-            raise UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
+            raise base.UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
         if self.file.lines:
             self.last = self.file.lines[-1]
             self.first_loss = self.file.lines[0].get("loss")
@@ -137,7 +133,7 @@ class Log(contextlib.AbstractContextManager):
                 places[tracker.name] = tracker.start(self.run, self.state)
             except Exception as error:
                 what = f"--log-with {self.settings.log_with}: {tracker.name} does not start ({reason_of(error)})"
-                raise UserError(f"{what}; --log-with none leaves it out", 1) from error
+                raise base.UserError(f"{what}; --log-with none leaves it out", 1) from error
         if self.settings.profile:
             places["profile"] = str(self.folder / "profile" / "rank-0.json")
         job.say(job.columns(places) + "\n")
@@ -303,7 +299,7 @@ class Log(contextlib.AbstractContextManager):
         `planned` are the figures of the run's own plan. A run that had taken all its steps before keeps its last line.
         """
         metrics = dict(self.last)
-        took_steps = self.state.step >= self.first_step
+        took_steps = self.took_steps()
         if took_steps:
             speed = self.state.tracker.summary()
             worked_ms = statistics.fmean(self.worked_ms) if self.worked_ms else None
@@ -329,6 +325,10 @@ class Log(contextlib.AbstractContextManager):
             job.say_story("\n" + describe_stories(stories))
         return metrics
 
+    def took_steps(self) -> bool:
+        """Whether this start of the run has trained."""
+        return self.state.step >= self.first_step
+
     def check_written(self) -> None:
         """Raises UserError where metrics.jsonl lacks lines at the end of the run."""
         if not self.failed:
@@ -337,7 +337,7 @@ class Log(contextlib.AbstractContextManager):
             self.file.write()
         except OSError as error:
             problem = f"{self.folder / 'metrics.jsonl'} could not be written ({error.strerror})"
-            raise UserError(f"--output-dir: {problem}; its last lines are lost", 1) from error
+            raise base.UserError(f"--output-dir: {problem}; its last lines are lost", 1) from error
 
     def write_page(self) -> None:
         """Makes report.html of the run's files, on rank 0. Where that fails a line says so: the run has its result."""
@@ -369,4 +369,4 @@ def keep_objects() -> None:
 
 
 def reason_of(error: Exception) -> str:
-    return getattr(error, "strerror", None) or first_line(error)
+    return getattr(error, "strerror", None) or base.first_line(error)

@@ -12,10 +12,8 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from harness import job
-from harness.base.saved import read_config
-from harness.base.text import one_or_more
-from harness.flags.settings import ASSETS
+from harness import base, job
+from harness import flags as flag_rules
 from harness.report.figures import FIGURES, find
 from harness.report.files import read_metrics
 
@@ -71,8 +69,8 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
         OSError: it cannot be written; nothing is left of it.
     """
     lines = read_metrics(folder / "metrics.jsonl")
-    path, template = folder / "report.html", (ASSETS / "page.html").read_text(encoding="utf-8")
-    values = {"title": text(folder.resolve().name), "body": body(folder, lines, read_config(folder))}
+    path, template = folder / "report.html", (flag_rules.ASSETS / "page.html").read_text(encoding="utf-8")
+    values = {"title": text(folder.resolve().name), "body": body(folder, lines, base.read_config(folder))}
     # in one pass: a placeholder in a run's text stays text
     job.replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template))
     return path
@@ -121,7 +119,7 @@ def summary(lines: list[dict], config: dict) -> str:
     """What was trained on what, and how far it came."""
     flags, words = config.get("flags", {}), []
     if flags:
-        words.append(f"{flags.get('model', '')} on {one_or_more(flags.get('dataset', ''))}")
+        words.append(f"{flags.get('model', '')} on {base.one_or_more(flags.get('dataset', ''))}")
     if "world_size" in config:
         words.append(f"{config['world_size']} x {config.get('gpu') or 'CPU'}")
     if config.get("branched_from"):
@@ -231,7 +229,7 @@ def configuration(config: dict) -> str:
     rows = []
     for name, value in shown.items():
         if isinstance(value, list):
-            value = one_or_more(value)
+            value = base.one_or_more(value)
         rows.append([name, value if isinstance(value, str) else json.dumps(value)])
     return table(rows, look="flags") if rows else ""
 

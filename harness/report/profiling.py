@@ -9,23 +9,22 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from harness import job
-from harness.base.devices import wait_for_device
-from harness.state.train_state import TrainState
+from harness import base, job
+from harness import state as states
 
 MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the latest
 
 
 @contextlib.contextmanager
-def profiling(folder: pathlib.Path, state: TrainState) -> Iterator[None]:
+def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
     with state.tracker.excluded():
         profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
         with profiler as profile:
-            wait_for_device()  # the clock starts after the profiler: CUPTI takes seconds
+            base.wait_for_device()  # the clock starts after the profiler: CUPTI takes seconds
             first_step, start = state.step, time.perf_counter()
             yield
-            wait_for_device()
+            base.wait_for_device()
             seconds = time.perf_counter() - start
         if profile:
             (folder / "profile").mkdir(exist_ok=True)

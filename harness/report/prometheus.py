@@ -9,13 +9,10 @@ from typing import Any
 import psutil
 import torch
 
-from harness import job
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.flags.settings import Settings
+from harness import base, flags, job
+from harness import state as states
 from harness.report.figures import find
 from harness.report.trackers import Tracker
-from harness.state.train_state import TrainState
 
 HELP_OF_RUN = {  # of the metrics that are no keys of metrics.jsonl
     "num_steps": "optimizer steps that the run is to take, by --num-steps",
@@ -35,17 +32,19 @@ class Prometheus(Tracker):
 
     name = "prometheus"
 
-    def __init__(self, settings: Settings, folder: pathlib.Path):
+    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
         """Listens on --metrics-port."""
         try:
             from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
         except ImportError as error:
             advice = "pip install prometheus_client"
-            raise UserError(f"--metrics-port: needs the package prometheus_client; {advice}") from error
+            raise base.UserError(f"--metrics-port: needs the package prometheus_client; {advice}") from error
 
         self.settings, self.run = settings, folder.name
         self.running = "running"
-        self.progress: tuple[TrainState, int] | None = None  # the state and the step with which this process began
+        self.progress: tuple[states.TrainState, int] | None = (
+            None  # the state and the step with which this process began
+        )
         self.figures: dict[str, float] = {
             "num_steps": settings.num_steps,
             "log_interval_steps": settings.log_interval,
@@ -53,7 +52,7 @@ class Prometheus(Tracker):
             "start_time_seconds": psutil.Process().create_time(),
         }
         if torch.cuda.is_available():
-            self.figures["gpu_memory_gib"] = torch.cuda.get_device_properties().total_memory / GIB
+            self.figures["gpu_memory_gib"] = torch.cuda.get_device_properties().total_memory / base.GIB
         registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector):
             collector(registry=registry)
@@ -62,13 +61,15 @@ class Prometheus(Tracker):
         try:
             server, _ = start_http_server(port, host, registry)
         except (socket.gaierror, UnicodeError) as error:
-            raise UserError(f"--metrics-host {host}: no such address; 0.0.0.0 listens on all of this host") from error
+            raise base.UserError(
+                f"--metrics-host {host}: no such address; 0.0.0.0 listens on all of this host"
+            ) from error
         except OSError as error:
             where = f"{host}:{port} ({error.strerror})"
-            raise UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
+            raise base.UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
         server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client hung up
 
-    def start(self, run: dict, state: TrainState) -> str:
+    def start(self, run: dict, state: states.TrainState) -> str:
         self.progress = state, state.step
         num_steps, starts = run["flags"]["num_steps"], len(run["starts"])
         self.show({"num_steps": num_steps, "starts": starts, "world_size": run["world_size"]})

@@ -7,21 +7,16 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness import job
-from harness.base import saved
-from harness.base.text import counted, shortened
-from harness.flags.commands import flags_of_run, to_paste
-from harness.flags.parser import LENGTHS
-from harness.flags.settings import Settings
+from harness import base, flags, job
+from harness import state as states
 from harness.report.files import as_json
 from harness.report.header import significant
-from harness.report.health import Skipped
-from harness.state.train_state import TrainState
+from harness.report.health import Skipped, first_not_finite
 
 MAX_EXPONENT = 709  # the exponential of more overflows a float
 
@@ -63,21 +58,28 @@ def describe_stories(stories: list[dict[str, str]]) -> str:
 
 
 @contextlib.contextmanager
-def only_json_on_stdout(settings: Settings) -> Iterator[TextIO]:
+def only_json_on_stdout(settings: flags.Settings) -> Iterator[TextIO]:
     """With --json every other line goes to stderr; yields the real stdout."""
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if settings.json else contextlib.nullcontext():
         yield stdout
 
 
-def say_evaluation(
-    settings: Settings, held_out: dict, losses: dict[str, float], tokens: int, step: int | None, stdout: TextIO
-) -> None:
-    """The line of an evaluation without training, and with --json its object on stdout. `held_out` are the windows of
-    each source, `tokens` how many tokens the losses are over."""
+def say_evaluation(run: Any, losses: dict[str, float], tokens: int, stdout: TextIO) -> None:
+    """The line of an evaluation without training, and with --json its object on stdout. `tokens` is how many the losses
+    are over.
+
+    Raises:
+        UserError: a loss is NaN or infinite.
+    """
+    settings = run.settings
+    step = run.manifest["step"] if run.manifest else None
+    problem = first_not_finite({"step": step or 0} | losses, [])
+    if problem:
+        raise base.UserError(f"--eval-interval: the {problem.words} by {run.checkpoint or settings.model}", exit_code=1)
     weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
     size = f"{tokens:,} tokens"
-    if settings.chat_loss == "assistant" and any(windows.is_chat for windows in held_out.values()):
+    if settings.chat_loss == "assistant" and any(windows.is_chat for windows in run.data.held_out.values()):
         size += ", of conversations the assistant's alone"
     job.say(
         job.columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {describe_held_out(losses)}, {size}"})
@@ -95,10 +97,10 @@ def describe_skipped(skipped: list[Skipped], data, folder: pathlib.Path) -> str:
     """Which steps were skipped and why, with the command that shows what the first one trained on. `data` is the record
     of the run's data."""
     first, count = skipped[0], len(skipped)
-    steps = shortened([f"{step:,}" for step, _ in skipped])
-    reasons = shortened(list(dict.fromkeys(reason for _, reason in skipped)), 3)
+    steps = base.shortened([f"{step:,}" for step, _ in skipped])
+    reasons = base.shortened(list(dict.fromkeys(reason for _, reason in skipped)), 3)
     samples = data.samples_of_step(first.step)
-    command = to_paste(job.launcher(), config=folder / "config.json", show_samples=first.step)
+    command = flags.to_paste(job.launcher(), config=folder / "config.json", show_samples=first.step)
     whose = "which" if count == 1 else "the first of which"
     text = f"{'step' if count == 1 else 'steps'} {steps}: {reasons}; {whose} had samples {samples.start:,} to "
     return job.columns({"skipped": f"{text}{samples.stop - 1:,}, shown by: {command}"})
@@ -107,7 +109,9 @@ def describe_skipped(skipped: list[Skipped], data, folder: pathlib.Path) -> str:
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
 
-def summarize(metrics: dict, folder: pathlib.Path, state: TrainState, seconds: float, first_loss: float | None) -> str:
+def summarize(
+    metrics: dict, folder: pathlib.Path, state: states.TrainState, seconds: float, first_loss: float | None
+) -> str:
     """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them. `seconds`
     is how long this start trained, `first_loss` the run's first."""
     lines = {"done": describe_training(metrics, state, seconds)}
@@ -130,14 +134,14 @@ def summarize(metrics: dict, folder: pathlib.Path, state: TrainState, seconds: f
     return "\n" + job.columns(lines, wrap=True)
 
 
-def describe_training(metrics: dict, state: TrainState, seconds: float) -> str:
+def describe_training(metrics: dict, state: states.TrainState, seconds: float) -> str:
     """Steps, tokens, time and losses; of a run that branched from another without the other's steps and tokens."""
     steps, tokens = metrics["step"], metrics["tokens_seen"]
     if state.branched_from:
         steps -= state.branched_from["step"]
         tokens -= state.branched_from["tokens"]
     skipped = f" ({metrics['skipped_steps']:,} skipped)" if metrics.get("skipped_steps") else ""
-    words = f"{counted(steps, 'step')}{skipped}, {tokens:,} tokens in "
+    words = f"{base.counted(steps, 'step')}{skipped}, {tokens:,} tokens in "
     if state.elapsed_before:  # of the starts before, only the time of their steps is known
         seconds = metrics.get("trained_seconds", seconds)
     first = "first " if state.elapsed_before else ""
@@ -167,7 +171,7 @@ def describe_speed(metrics: dict) -> str:
     return words
 
 
-def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, page: pathlib.Path | None) -> str:
+def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, page: pathlib.Path | None) -> str:
     """What can be done with what this run left, as commands to paste.
 
     Args:
@@ -175,22 +179,22 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, page: p
         page: of the run, None where it was not written.
     """
     launcher, lines = job.launcher(), {}
-    is_saved = saved.newest(folder) is not None
+    is_saved = base.newest_checkpoint(folder) is not None
     source = {"resume": folder} if is_saved else {"init": "pretrained", "model": settings.export or ""}
     if prompt and (is_saved or settings.export):
-        lines["sample"] = to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)
+        lines["sample"] = flags.to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)
     if is_saved and settings.eval_interval:  # otherwise no text was held out
-        lines["evaluate"] = to_paste(launcher, num_steps=0, **source, eval_interval=1)
+        lines["evaluate"] = flags.to_paste(launcher, num_steps=0, **source, eval_interval=1)
     if settings.export:
         lines["load"] = f"transformers.AutoModelForCausalLM.from_pretrained({os.path.expanduser(settings.export)!r})"
     elif is_saved:
-        lines["export"] = to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
+        lines["export"] = flags.to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
     if is_saved:
-        given = flags_of_run(settings, folder, *LENGTHS, "output_dir", "export", "export_weights")
+        given = flags.flags_of_run(settings, folder, *flags.LENGTHS, "output_dir", "export", "export_weights")
         longer = {"num_steps": 2 * settings.num_steps}
         if settings.num_tokens:
             longer = {"num_tokens": 2 * settings.num_tokens}
-        lines["go on"] = to_paste(launcher, given, **source, **longer)
+        lines["go on"] = flags.to_paste(launcher, given, **source, **longer)
         if settings.lr_scheduler == "warmup_stable_decay" and settings.decay_steps == 0:
             lines["decay"] = decay_command(settings, folder)
     elif not settings.export:
@@ -200,10 +204,23 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, page: p
     return "\n" + job.columns(lines)
 
 
-def decay_command(settings: Settings, folder: pathlib.Path) -> str:
+def decay_command(settings: flags.Settings, folder: pathlib.Path) -> str:
     """The command of a branch that decays the learning rate of a run that ended in the stable phase, in a fifth of all
     its steps."""
-    given = flags_of_run(settings, folder, *LENGTHS, "decay_steps", "export", "export_weights")
+    given = flags.flags_of_run(settings, folder, *flags.LENGTHS, "decay_steps", "export", "export_weights")
     steps = max(1, settings.num_steps // 4)
     branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
-    return to_paste(job.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
+    return flags.to_paste(job.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
+
+
+def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:
+    """The last lines of a run that a signal ended, and its exit code."""
+    log.write_page()
+    lines = {"stopped": f"by {stop.name or 'a signal to another rank'} after step {run.state.step}"}
+    if not checkpoints.failures:
+        lines["stopped"] += f", saved in {checkpoints.folder}"
+        lines["go on"] = job.command(run.settings, run.folder)
+    if log.page:
+        lines["report"] = str(log.page)
+    job.say(job.columns(lines))
+    return 1 if checkpoints.failures or log.failed else job.STOPPED

@@ -27,6 +27,7 @@ __getattr__, __all__ = doors.open_door(
         "load_to_read": "find",
         "find_recorded_data": "find",
         "branch_of": "find",
+        "refuse_broken": "find",
         "describe_identity": "identity",
         "check_resume": "identity",
         "check_data": "identity",

@@ -15,14 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from harness import job
-from harness.base.errors import UserError
-from harness.base.ranks import of_all_ranks
-from harness.base.text import first_line
-from harness.base.transformers_internals import as_in_checkpoint
-from harness.flags.settings import Settings
-from harness.job import say
-from harness.model.configs import read_generation_config
+from harness import base, flags, job
+from harness import model as models
 from harness.state.train_state import TrainState, persistent_tensors
 
 ONE_FILE = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
@@ -33,7 +27,7 @@ FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, wh
 # ---- The folder ------------------------------------------------------------------------------------------------------
 
 
-def check_export(settings: Settings) -> None:
+def check_export(settings: flags.Settings) -> None:
     """Raises a UserError where --export could not be written later, or would write over something else than an earlier
     export. Called on rank 0, before anything is trained."""
     final = folder_of(settings)
@@ -41,14 +35,14 @@ def check_export(settings: Settings) -> None:
         existing = next(parent for parent in final.parents if parent.exists())
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
+        raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
     if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
-        raise UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
+        raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
     if os.path.lexists(final) and not is_export(final):
-        raise UserError(f"--export: {settings.export} exists and is no export; choose another folder or remove it")
+        raise base.UserError(f"--export: {settings.export} exists and is no export; choose another folder or remove it")
 
 
-def folder_of(settings: Settings) -> pathlib.Path:
+def folder_of(settings: flags.Settings) -> pathlib.Path:
     return pathlib.Path(settings.export).expanduser()
 
 
@@ -62,7 +56,7 @@ def is_export(folder: pathlib.Path) -> bool:
     return False
 
 
-def export(settings: Settings, state: TrainState, tokenizer) -> None:
+def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
     """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
     an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls
     this.
@@ -75,25 +69,25 @@ def export(settings: Settings, state: TrainState, tokenizer) -> None:
     with state.average.as_weights() if is_average else contextlib.nullcontext():
         problem = state.what_is_broken()
         if problem:
-            raise UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
+            raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
         error = write_weights(temporary, state)
     if dist.get_rank() == 0 and not error:
         try:
             write_configs(temporary, settings, state.model, tokenizer)
             replace_folder(final, temporary)
         except Exception as exception:
-            error = first_line(exception)
-    error = of_all_ranks(error)[0]
+            error = base.first_line(exception)
+    error = base.of_all_ranks(error)[0]
     if error:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"--export {settings.export}: cannot be written ({error})", exit_code=1)
+        raise base.UserError(f"--export {settings.export}: cannot be written ({error})", exit_code=1)
     parts = [str(final), f"step {state.step:,}"]
     if is_average:
         parts.append("the average of the weights")
     if tokenizer is None:
         parts.append("without a tokenizer")
-    say(f"exported   {', '.join(parts)}")
+    job.say(f"exported   {', '.join(parts)}")
 
 
 def write_weights(folder: pathlib.Path, state: TrainState) -> str:
@@ -123,7 +117,7 @@ def write_weights(folder: pathlib.Path, state: TrainState) -> str:
                 folder.mkdir(parents=True)
             weights = write_file(folder / name, state, gathered)
         except Exception as exception:
-            error = first_line(exception)
+            error = base.first_line(exception)
             continue
         weight_map |= dict.fromkeys(weights, name)
         total_size += sum(tensor.nbytes for tensor in weights.values())
@@ -157,7 +151,7 @@ def write_file(path: pathlib.Path, state: TrainState, tensors: dict[str, torch.T
     Returns them by these names."""
     from safetensors.torch import save_file
 
-    weights = as_in_checkpoint(state.model, tensors)
+    weights = models.as_in_checkpoint(state.model, tensors)
     for name, tensor in weights.items():  # copies: parts of a fused tensor share its storage
         weights[name] = tensor.clone(memory_format=torch.contiguous_format)
     save_file(weights, path, metadata={"format": "pt", "run_id": state.run_id, "step": str(state.step)})
@@ -177,7 +171,7 @@ def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
 # ---- What is beside the weights --------------------------------------------------------------------------------------
 
 
-def write_configs(folder: pathlib.Path, settings: Settings, model, tokenizer) -> None:
+def write_configs(folder: pathlib.Path, settings: flags.Settings, model, tokenizer) -> None:
     write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
     write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer))
     if tokenizer:
@@ -205,21 +199,23 @@ def model_config(model, tokenizer, pretrained: bool) -> dict:
     return {key: value for key, value in content.items() if key not in {*misplaced, *FOREIGN_CODE}}
 
 
-def generation_config(settings: Settings, model, tokenizer) -> dict:
+def generation_config(settings: flags.Settings, model, tokenizer) -> dict:
     """The generation config of an export: that of the source of the weights, or, where they began at random, the
     model's own. The token that ended documents in training ends a text too. A source's that cannot be read is said and
     left out: at the end of a run it must not cost the export."""
     config, pretrained = model.generation_config.to_diff_dict(), settings.init == "pretrained"
     if pretrained:
         try:
-            source = read_generation_config(settings.model)
+            source = models.read_generation_config(settings.model)
             GenerationConfig.from_dict(source)  # as whoever loads the export does
             if not all(isinstance(end, int) for end in end_tokens(source)):
                 raise ValueError("its eos_token_id is no token id")
             config = source
         except Exception as error:  # the file may hold anything
-            problem = f"without the generation config of {settings.model}, which cannot be read ({first_line(error)})"
-            say(f"export     {problem}")
+            problem = (
+                f"without the generation config of {settings.model}, which cannot be read ({base.first_line(error)})"
+            )
+            job.say(f"export     {problem}")
     elif tokenizer:
         config |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     ends = end_tokens(config)

@@ -4,12 +4,7 @@ import pathlib
 
 import torch.distributed as dist
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.base.ranks import of_all_ranks, on_main_rank
-from harness.flags.resume import checkpoint_folder, no_checkpoint
-from harness.flags.settings import Settings
-from harness.job import say
+from harness import base, flags, job
 from harness.state.shards import sha256
 from harness.state.train_state import TrainState, new_run_id
 
@@ -27,42 +22,42 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> Found:
         return None, None
     if resume == "auto":
         return find_own(folder)
-    path = on_main_rank(lambda: named_checkpoint(resume))
+    path = base.on_main_rank(lambda: named_checkpoint(resume))
     manifest, problem = verify_checkpoint(path)
     if not problem:
         return path, manifest
-    if on_main_rank(lambda: is_gone(path)):  # removed by a run that goes on: take the next one
+    if base.on_main_rank(lambda: is_gone(path)):  # removed by a run that goes on: take the next one
         return find_checkpoint(resume, folder)
-    raise UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
+    raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
 
 
 def find_own(folder: pathlib.Path) -> Found:
     """The newest checkpoint of the run in `folder` that is not damaged; where it branched off, if it has saved none."""
-    paths = on_main_rank(lambda: saved.by_name(folder))
+    paths = base.on_main_rank(lambda: base.named_checkpoints(folder))
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
         if not problem:
             return path, manifest
-        say(f"skipped    {path.name} is damaged: {problem}")
+        job.say(f"skipped    {path.name} is damaged: {problem}")
     if paths:
         advice = "repair or copy back one of them, or choose another --run-name to start fresh"
-        raise UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
-    origin = on_main_rank(lambda: saved.read_config(folder).get("branched_from"))
+        raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
+    origin = base.on_main_rank(lambda: base.read_config(folder).get("branched_from"))
     if not origin:
         return None, None
     path = pathlib.Path(origin["checkpoint"])
     manifest, problem = verify_checkpoint(path)
     if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
         reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
-        raise UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
+        raise base.UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
     return path, manifest
 
 
 def named_checkpoint(resume: str) -> pathlib.Path:
-    problem = no_checkpoint(resume)
+    problem = flags.no_checkpoint(resume)
     if problem:
-        raise UserError(f"--resume {resume}: {problem}")
-    return checkpoint_folder(resume)
+        raise base.UserError(f"--resume {resume}: {problem}")
+    return flags.checkpoint_folder(resume)
 
 
 def is_gone(path: pathlib.Path) -> bool:
@@ -79,8 +74,8 @@ def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manif
     try:
         state.load(checkpoint, manifest)
         return checkpoint, manifest
-    except UserError:
-        if not on_main_rank(lambda: is_gone(checkpoint)):
+    except base.UserError:
+        if not base.on_main_rank(lambda: is_gone(checkpoint)):
             raise
     return load_to_read(resume, state, *find_checkpoint(resume, pathlib.Path()))
 
@@ -89,14 +84,14 @@ def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
     """(manifest, the damage in words, empty where the checkpoint is whole). Every rank reads its share of the files."""
     manifest, problem = {}, ""
     try:
-        manifest = saved.read_manifest(path)
+        manifest = base.read_manifest(path)
         for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
             problem = problem or damage_of_file(path, name, size, checksum)
     except OSError as error:
         problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
     except ValueError as error:
         problem = str(error)
-    for problem_of_rank in of_all_ranks(problem):
+    for problem_of_rank in base.of_all_ranks(problem):
         if problem_of_rank:
             return manifest, problem_of_rank
     return manifest, ""
@@ -112,7 +107,7 @@ def damage_of_file(checkpoint: pathlib.Path, name: str, size: int, checksum: str
     return "" if sha256(checkpoint / name) == checksum else f"{name} has changed"
 
 
-def find_recorded_data(settings: Settings) -> dict | None:
+def find_recorded_data(settings: flags.Settings) -> dict | None:
     """What a run recorded of its data, as a checkpoint's manifest has it: of --resume, or of the config.json of
     --run-name or --config. None where they name no run."""
     if settings.resume not in ("none", "auto"):
@@ -123,7 +118,7 @@ def find_recorded_data(settings: Settings) -> dict | None:
     if settings.config:
         folders.append(pathlib.Path(settings.config).expanduser().parent)
     for folder in folders:
-        config = on_main_rank(lambda folder=folder: saved.read_config(folder))
+        config = base.on_main_rank(lambda folder=folder: base.read_config(folder))
         if "data" in config:
             return {"data": config["data"], "flags": config["flags"], "step": 0, "samples": 0}
     return None
@@ -138,7 +133,22 @@ def branch_of(folder: pathlib.Path, checkpoint: pathlib.Path, manifest: dict) ->
     home = path.parent.parent if path.parent.name == "checkpoints" else path
     branched_from = {"folder": str(home), "checkpoint": str(path)}
     branched_from |= {name: manifest[name] for name in ("run_id", "step", "tokens")}
-    earlier = saved.read_config(folder)  # of a start that was killed before it saved
+    earlier = base.read_config(folder)  # of a start that was killed before it saved
     if earlier.get("branched_from") == branched_from:
         return {"run_id": earlier["run_id"], "branched_from": branched_from}
     return {"run_id": new_run_id(), "branched_from": branched_from}
+
+
+def refuse_broken(settings: flags.Settings, state: TrainState, checkpoint: pathlib.Path | None) -> None:
+    """Every rank calls this before anything is done with weights that were loaded.
+
+    Raises:
+        UserError: they, or what was loaded with them, are NaN or infinite, or give no finite loss.
+    """
+    problem = state.what_is_broken()
+    if problem and checkpoint:
+        advice = "remove that folder, and --resume auto goes on from the one before"
+        raise base.UserError(f"--resume {checkpoint}: it {problem}; {advice}", exit_code=1)
+    if problem:
+        advice = "try other weights or --precision fp32"
+        raise base.UserError(f"--model {settings.model}: it {problem}; {advice}", exit_code=1)

@@ -8,12 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.base.errors import UserError
-from harness.base.text import counted
-from harness.data.data_record import DataRecord, describe_changes, read_record, renamed
-from harness.data.documents import vocabulary_of
-from harness.flags.commands import as_flags, given
-from harness.flags.settings import Settings
+from harness import base
+from harness import data as corpora
+from harness import flags as flag_rules
 
 # Fields of a model's config that do not make it another model.
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -60,7 +57,7 @@ def describe_identity(config, tokenizer, data) -> dict:
     config, a checksum of the tokenizer, and the record of the data."""
     vocabulary = None
     if tokenizer and not data.is_mapped:  # no token of token files is the tokenizer's
-        vocabulary = hashlib.sha256(vocabulary_of(tokenizer).encode()).hexdigest()
+        vocabulary = hashlib.sha256(corpora.vocabulary_of(tokenizer).encode()).hexdigest()
     return {"model": as_json(fields_of(config)), "tokenizer": vocabulary, "data": as_json(data.record.record())}
 
 
@@ -81,7 +78,7 @@ def check_same_model(config, manifest: dict) -> None:
             refuse(f"--model: {name}", value, now[name])
 
 
-def check_resume(settings: Settings, config, tokenizer, data, manifest: dict) -> str:
+def check_resume(settings: flag_rules.Settings, config, tokenizer, data, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words; every rank calls this.
 
     Raises:
@@ -103,7 +100,7 @@ def check_resume(settings: Settings, config, tokenizer, data, manifest: dict) ->
     return ", ".join(changed)
 
 
-def consequence(name: str, settings: Settings, manifest: dict) -> str:
+def consequence(name: str, settings: flag_rules.Settings, manifest: dict) -> str:
     """What follows from the change of a flag, where that is not plain."""
     before = manifest["flags"]
     if name == "batch_size":
@@ -116,29 +113,29 @@ def consequence(name: str, settings: Settings, manifest: dict) -> str:
     return ""
 
 
-def check_tokenizer(settings: Settings, now: str | None, manifest: dict) -> None:
+def check_tokenizer(settings: flag_rules.Settings, now: str | None, manifest: dict) -> None:
     """Raises a UserError for another tokenizer. `now` is its checksum, None where all text is in tokens already: a text
     may be added to such data, or removed."""
     if None in (now, manifest["tokenizer"]) or now == manifest["tokenizer"]:
         return
     refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
-    raise UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
+    raise base.UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
 
 
-def check_data(settings: Settings, now: DataRecord, manifest: dict) -> list[str]:
+def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> list[str]:
     """What changed of the mixture, in words. Raises a UserError for a source that is not what it was at the checkpoint,
     or when it was removed."""
     before = record_before(manifest, now)
     for name, field in differences(before.removed | before.sources, now):
         if len(before.sources) == len(now.sources) == 1:
             refuse_changed(settings, manifest, DATA_FLAGS)
-            raise UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
+            raise base.UserError(f"--dataset: {settings.dataset} is not what it was at the checkpoint; {ADVICE}")
         advice = "give it as it was, or under another name as a source of its own"
-        raise UserError(f"--dataset: the source {name} is not what it was at the checkpoint ({field}); {advice}")
-    return describe_changes(before, now, manifest["samples"])
+        raise base.UserError(f"--dataset: the source {name} is not what it was at the checkpoint ({field}); {advice}")
+    return corpora.describe_changes(before, now, manifest["samples"])
 
 
-def check_same_corpus(settings: Settings, now: DataRecord, manifest: dict) -> None:
+def check_same_corpus(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> None:
     """Raises a UserError where the corpus of a run's own evaluation is not what the run read, so that what it held out
     cannot be told."""
     before = record_before(manifest, now)
@@ -148,20 +145,20 @@ def check_same_corpus(settings: Settings, now: DataRecord, manifest: dict) -> No
         if is_stream and other_length and field == "dataset":
             continue  # a stream is known by its first window, whose length is another
         advice = "what the run held out cannot be told; give it as it was, or what the run did not train on"
-        raise UserError(f"--dataset: {name} is not what it was at the checkpoint ({field}): {advice}")
+        raise base.UserError(f"--dataset: {name} is not what it was at the checkpoint ({field}): {advice}")
     for name in now.sources.keys() - before.sources.keys():
-        raise UserError(f"--dataset: {name} is no source of the run; leave it out")
+        raise base.UserError(f"--dataset: {name} is no source of the run; leave it out")
 
 
-def record_before(manifest: dict, now: DataRecord) -> DataRecord:
+def record_before(manifest: dict, now: corpora.DataRecord) -> corpora.DataRecord:
     """What a checkpoint records of its data. The only source of a run may have another name today."""
-    before = read_record(manifest)
+    before = corpora.read_record(manifest)
     if len(before.sources) == len(now.sources) == 1:
-        return renamed(before, next(iter(now.sources)))
+        return corpora.renamed(before, next(iter(now.sources)))
     return before
 
 
-def differences(known: dict[str, dict], now: DataRecord) -> Iterator[tuple[str, str]]:
+def differences(known: dict[str, dict], now: corpora.DataRecord) -> Iterator[tuple[str, str]]:
     """(source, field of its record) of all that is not as it is known."""
     for name, rules in now.sources.items():
         for key, value in known.get(name, {}).items():
@@ -169,7 +166,7 @@ def differences(known: dict[str, dict], now: DataRecord) -> Iterator[tuple[str, 
                 yield name, key.replace("_", " ")
 
 
-def check_has_average(settings: Settings, manifest: dict | None) -> None:
+def check_has_average(settings: flag_rules.Settings, manifest: dict | None) -> None:
     """Raises a UserError where --ema asks for the average of weights that no step trains any more, and what they are
     loaded from holds none, or another one."""
     steps_are_left = settings.num_steps > (manifest["step"] if manifest else 0)
@@ -179,10 +176,10 @@ def check_has_average(settings: Settings, manifest: dict | None) -> None:
     where = "--num-steps 0 trains nothing"
     if manifest:
         where = f"{settings.resume} holds {f'that of --ema {held:g}' if held else 'none'}"
-    raise UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}")
+    raise base.UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}")
 
 
-def refuse_changed(settings: Settings, manifest: dict, names: tuple[str, ...]) -> None:
+def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: tuple[str, ...]) -> None:
     """Raises a UserError for the first of some flags that is not what it was; returns where all are."""
     now = as_json(dataclasses.asdict(settings))
     for name in names:
@@ -193,7 +190,7 @@ def refuse_changed(settings: Settings, manifest: dict, names: tuple[str, ...]) -
 
 
 def refuse(flag: str, before: Any, now: Any) -> None:
-    raise UserError(f"{flag} was {before} in the checkpoint and is {now} now; {ADVICE}")
+    raise base.UserError(f"{flag} was {before} in the checkpoint and is {now} now; {ADVICE}")
 
 
 # ---- The batch -------------------------------------------------------------------------------------------------------
@@ -204,7 +201,7 @@ def global_batch(flags: dict, world_size: int) -> int:
     return world_size * flags["batch_size"] * flags["gradient_accumulation_steps"]
 
 
-def keep_global_batch(settings: Settings, manifest: dict) -> Settings:
+def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rules.Settings:
     """The settings with the batch of a run that goes on from the checkpoint of `manifest`: its global batch, where the
     batch flags are those of that run or none is given. Then the accumulation may become another, and the batch size
     where the command line does not give it. Other batch flags ask for another batch, which `check_resume` reports.
@@ -214,17 +211,17 @@ def keep_global_batch(settings: Settings, manifest: dict) -> Settings:
     """
     flags, world = manifest["flags"], dist.get_world_size()
     size, accumulation = flags["batch_size"], flags["given_accumulation"]
-    is_given = bool(given(settings.argv) & {"batch_size", "gradient_accumulation_steps"})
+    is_given = bool(settings.given.keys() & {"batch_size", "gradient_accumulation_steps"})
     if is_given and (settings.batch_size, settings.given_accumulation) != (size, accumulation):
         return settings
     sequences = global_batch(flags, manifest["world_size"])
     if sequences % world:
         worlds = [ranks for ranks in range(1, sequences + 1) if sequences % ranks == 0]
         nearest = sorted(sorted(worlds, key=lambda ranks: abs(ranks - world))[:4])
-        problem = f"{counted(world, 'rank')} cannot share the run's global batch of {counted(sequences, 'sequence')}"
+        problem = f"{base.counted(world, 'rank')} cannot share the run's global batch of {base.counted(sequences, 'sequence')}"
         advice = f"use another number of ranks, such as {', '.join(map(str, nearest))}"
         other = f"another --batch-size N for a global batch of {world} x N"
-        raise UserError(f"--batch-size {size}: {problem}; {advice}, or give {other}")
+        raise base.UserError(f"--batch-size {size}: {problem}; {advice}, or give {other}")
     of_rank = sequences // world
     fitting = max(divisor for divisor in range(1, size + 1) if of_rank % divisor == 0)
     if is_given and fitting != size and not settings.config:  # a file may be the run's own config.json
@@ -234,7 +231,7 @@ def keep_global_batch(settings: Settings, manifest: dict) -> Settings:
             keeping["gradient_accumulation_steps"] = of_rank // fitting
         factor = min(factor for factor in range(2, size + 1) if size % factor == 0)
         asking = {"batch_size": size // factor, "gradient_accumulation_steps": accumulation * factor}
-        problem = f"with {world} ranks a global batch of {counted(asked, 'sequence')}, and the run has {sequences}"
-        advice = f"give {as_flags(keeping)} to keep the run's, or {as_flags(asking)} for one of {asked}"
-        raise UserError(f"--batch-size {size}: {problem}; {advice}")
+        problem = f"with {world} ranks a global batch of {base.counted(asked, 'sequence')}, and the run has {sequences}"
+        advice = f"give {flag_rules.as_flags(keeping)} to keep the run's, or {flag_rules.as_flags(asking)} for one of {asked}"
+        raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
     return dataclasses.replace(settings, batch_size=fitting, gradient_accumulation_steps=of_rank // fitting)

@@ -6,7 +6,7 @@ import pickle
 
 import torch.distributed.checkpoint as dcp
 
-from harness.base.text import first_line
+from harness import base
 
 # The classes that a checkpoint's index may name when it is unpickled: plain records, nothing that runs.
 # BytesStorageMetadata is not among them: DCP would unpickle such an entry without restriction, and a state of tensors
@@ -71,7 +71,7 @@ def checkpoint_error(error: BaseException) -> str:
     """The error in one line. DCP wraps it, by rank, into a CheckpointException, which is no Exception."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return first_line(error)
+    return base.first_line(error)
 
 
 def sha256(path: pathlib.Path) -> str:

@@ -15,14 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from harness import job
-from harness.base import saved
-from harness.base.devices import wait_for_device
-from harness.base.ranks import of_all_ranks
-from harness.base.text import first_line
-from harness.flags.parser import record_flags
-from harness.flags.settings import Settings
-from harness.job import say
+from harness import base, flags, job
 from harness.state.shards import Writer, checkpoint_error, sha256
 from harness.state.train_state import TrainState, like, local_part
 
@@ -39,7 +32,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: flags.Settings,
         folder: pathlib.Path,
         identity: dict,
         device: torch.device,
@@ -47,7 +40,9 @@ class Checkpoints:
     ):
         self.settings, self.folder, self.device, self.sync_log = settings, folder / "checkpoints", device, sync_log
         # the part of every manifest that does not change during the run
-        self.of_run = identity | record_flags(settings) | {"format": saved.FORMAT, "world_size": dist.get_world_size()}
+        self.of_run = (
+            identity | flags.record_flags(settings) | {"format": base.FORMAT, "world_size": dist.get_world_size()}
+        )
         self.group = dist.new_group(backend="gloo")  # the writing threads' own
         self.stager = make_stager(device) if settings.saves_beside() else None  # without one every save is waited for
         self.thread: threading.Thread | None = None
@@ -64,18 +59,24 @@ class Checkpoints:
             wait = wait or self.stager is None
             if wait:
                 self._join()
-            if any(of_all_ranks(self.thread is not None and self.thread.is_alive())):
-                say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
+            if any(base.of_all_ranks(self.thread is not None and self.thread.is_alive())):
+                job.say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
                 return
             manifest, tensors = state.counters() | self.of_run, state.tensors()
             if not wait:  # otherwise they do not change while they are written, and no memory is needed for a copy
                 tensors, wait = self._stage(tensors)
-            wait_for_device()
+            base.wait_for_device()
             pause = None if wait else time.perf_counter() - start
             self.thread = threading.Thread(target=self._write, args=(tensors, manifest, pause))
             self.thread.start()
             if wait:
                 self._join()
+
+    def check_saved(self) -> None:
+        """Raises UserError where a save failed."""
+        if self.failures:
+            flag = "--checkpoint-interval" if self.settings.checkpoint_interval else "--final-checkpoint"
+            raise base.UserError(f"{flag}: {self.failures} checkpoints could not be saved, see above", 1)
 
     def finish(self) -> None:
         """Waits for the save that is under way."""
@@ -92,7 +93,7 @@ class Checkpoints:
         try:
             copies: Any = self.stager.stage({name: local_part(tensor) for name, tensor in tensors.items()})
         except RuntimeError as error:
-            say(f"waits      for each checkpoint: no host memory for copies of it ({first_line(error)})")
+            job.say(f"waits      for each checkpoint: no host memory for copies of it ({base.first_line(error)})")
             self.stager = None
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)  # CUDA reports an error again at the next launch: not at the run's
@@ -112,7 +113,7 @@ class Checkpoints:
                     result = work()
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
-        results, errors = zip(*of_all_ranks((result, error), self.group), strict=True)
+        results, errors = zip(*base.of_all_ranks((result, error), self.group), strict=True)
         for error in errors:
             if error:
                 raise OSError(error)
@@ -123,7 +124,7 @@ class Checkpoints:
         start = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a new thread has GPU 0
-        final = self.folder / saved.name_of(manifest["step"])
+        final = self.folder / base.checkpoint_name(manifest["step"])
         temporary = self.folder / f".{final.name}.writing"
 
         def prepare():
@@ -145,12 +146,12 @@ class Checkpoints:
                 if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
                     raise OSError(f"rank 0 does not see {name}; --output-dir must be a disk that all nodes share")
             self.sync_log()  # otherwise the log of a resumed run might lack the steps before it
-            (temporary / saved.MANIFEST).write_text(saved.sealed(manifest | {"files": files}))
-            saved.sync(temporary / saved.MANIFEST)
+            (temporary / base.MANIFEST).write_text(base.seal(manifest | {"files": files}))
+            base.sync_to_disk(temporary / base.MANIFEST)
             shutil.rmtree(final, ignore_errors=True)  # damaged if it exists, or the run would have resumed from it
-            saved.sync(temporary)
+            base.sync_to_disk(temporary)
             temporary.rename(final)
-            saved.sync(self.folder)
+            base.sync_to_disk(self.folder)
             self._rotate(final)
 
         try:
@@ -163,15 +164,17 @@ class Checkpoints:
             self.failures += 1
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            say(f"failed     checkpoint {final.name}: {first_line(error)}; the run goes on, older checkpoints stay")
+            job.say(
+                f"failed     checkpoint {final.name}: {base.first_line(error)}; the run goes on, older checkpoints stay"
+            )
             return
         megabytes = sum(size for size, _ in files.values()) / 1e6
         paused = "" if pause is None else f", training paused for {pause:.3f} s"
-        say(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{paused}")
+        job.say(f"saved      {final.name}, {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s{paused}")
 
     def _rotate(self, latest: pathlib.Path) -> None:
         """Removes the oldest checkpoints up to `latest`, but for as many as are to be kept."""
-        complete = [path for path in saved.complete(self.folder.parent) if path.name <= latest.name]
+        complete = [path for path in base.complete_checkpoints(self.folder.parent) if path.name <= latest.name]
         for path in complete[: -self.settings.keep_checkpoints]:
             path.rename(path.with_name(f".{path.name}.deleting"))
         remove_leftovers(self.folder.parent)
@@ -180,7 +183,7 @@ class Checkpoints:
 def make_stager(device: torch.device) -> DefaultStager | None:
     """Torch's own, for copies that are waited for; None, with a line, where this torch's works once."""
     if torch.__version__ < STAGER_SINCE:
-        say(f"waits      for each checkpoint: --async-checkpoint needs torch 2.13, this is {torch.__version__}")
+        job.say(f"waits      for each checkpoint: --async-checkpoint needs torch 2.13, this is {torch.__version__}")
         return None
     on_gpu = device.type == "cuda"
     options = StagingOptions(
@@ -192,7 +195,7 @@ def make_stager(device: torch.device) -> DefaultStager | None:
 def remove_leftovers(folder: pathlib.Path) -> None:
     """Removes the files and folders that were being written or deleted when a run was killed. What cannot be removed
     stays, until a later save or start tries again."""
-    for leftover in [*saved.leftovers(folder), folder / ".config.json.writing"]:
+    for leftover in [*base.unfinished_checkpoints(folder), folder / ".config.json.writing"]:
         remove(leftover)
 
 

@@ -16,11 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from harness.base.errors import UserError
-from harness.base.package_internals import wrapped_weight
-from harness.base.ranks import of_all_ranks, on_main_rank
-from harness.model.averages import WeightAverage
-from harness.model.finite import loss_without_data
+from harness import base
+from harness import model as models
 from harness.state.shards import SafeReader, checkpoint_error
 
 # The clock may be set while a run goes on, so it is read once and time is then counted.
@@ -82,7 +79,7 @@ class TrainState(Counters):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         *,
-        average: WeightAverage | None = None,
+        average: models.WeightAverage | None = None,
         tracker: Any = None,
         **counters,
     ):
@@ -116,7 +113,7 @@ class TrainState(Counters):
         """The positions of all ranks; every rank calls this. Of a stream that several ranks read the earliest one
         counts: a rank may still need what follows it."""
         latest: dict[tuple[str, int], tuple] = {}
-        for moved in of_all_ranks(self.moved):
+        for moved in base.of_all_ranks(self.moved):
             for key, position in moved.items():
                 latest[key] = min(position, latest.get(key, position))
         shared = {source: dict(of_source) for source, of_source in self.positions.items()}
@@ -209,7 +206,7 @@ class TrainState(Counters):
     def load_tensors(self, path: pathlib.Path) -> None:
         """Loads the shards into the tensors of this state; where they hold no average, that begins as a copy of the
         loaded weights."""
-        index = on_main_rank(lambda: read_index(path))  # a rank where DCP's own look failed would load alone
+        index = base.on_main_rank(lambda: read_index(path))  # a rank where DCP's own look failed would load alone
         tensors = self.tensors()
         has_average = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
         for name in list(tensors):
@@ -250,7 +247,7 @@ class TrainState(Counters):
         nothing is. Every rank calls this."""
         if not self.finite():
             return "holds values that are infinite or NaN"
-        loss = loss_without_data(self.model)
+        loss = models.loss_without_data(self.model)
         return "" if math.isfinite(loss) else f"gives a loss of {loss}"
 
 
@@ -261,8 +258,8 @@ def read_index(path: pathlib.Path) -> dcp.Metadata:
         raise cannot_be_loaded(path, error) from error
 
 
-def cannot_be_loaded(path: pathlib.Path, error: BaseException) -> UserError:
-    return UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", exit_code=1)
+def cannot_be_loaded(path: pathlib.Path, error: BaseException) -> base.UserError:
+    return base.UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", exit_code=1)
 
 
 def local_part(tensor: torch.Tensor) -> Any:
@@ -280,7 +277,7 @@ def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 def unwrapped(tensor: Any) -> torch.Tensor:
     """The master weight that a float8 weight wraps; any other tensor as it is."""
     local = local_part(tensor)
-    weight = wrapped_weight(local)
+    weight = getattr(local, "_tensor", local)  # private: torchao's public way is to cast it, at a copy
     return tensor if weight is local else like(tensor, weight)
 
 

@@ -55,7 +55,7 @@ def lines_of(folder) -> list[list]:
 
 
 def checkpoint(folder, step: int):
-    return folder / "checkpoints" / saved.name_of(step)
+    return folder / "checkpoints" / saved.checkpoint_name(step)
 
 
 def tensors_of(path, kind: str) -> dict[str, torch.Tensor]:
@@ -122,11 +122,11 @@ def test_a_run_that_was_killed_goes_on_with_its_average_bit_for_bit(flags, tmp_p
     argv = [str(word) for word in [*argv, "--eval-interval", 50, "--resume", "auto"]]
     forked(2, multirank.program, *argv, "--run-name", "whole")
     with forking(2, multirank.program, *argv, "--run-name", "r") as (world, _):
-        while not saved.newest(tmp_path / "r"):
+        while not saved.newest_checkpoint(tmp_path / "r"):
             world.join(timeout=0.05)
         for process in world.processes:
             process.kill()
-    assert saved.step_of(saved.newest(tmp_path / "r")) < 100
+    assert saved.step_in_name(saved.newest_checkpoint(tmp_path / "r")) < 100
     forked(2, multirank.program, *argv, "--run-name", "r")
     assert lines_of(tmp_path / "r") == lines_of(tmp_path / "whole")
     averages = [tensors_of(checkpoint(tmp_path / name, 100), "average") for name in ("whole", "r")]

@@ -228,7 +228,7 @@ def test_a_checkpoint_of_a_version_before_mixtures_goes_on_bit_for_bit(run, tmp_
     text = words("--dataset web.jsonl")
     whole = run(*text, output=tmp_path / "whole")
     run(*text, stop_after=3)
-    for checkpoint in saved.complete(tmp_path / "r"):
+    for checkpoint in saved.complete_checkpoints(tmp_path / "r"):
         reseal(checkpoint, "data")
     went_on = run(*text)
     assert went_on == {step: whole[step] for step in range(4, 9)}
@@ -293,7 +293,7 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
     steps = run(*mixed, stop_after=3)
     steps |= run(*mixed, "--batch-size", 2)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    places = {"--resume": saved.newest(tmp_path / "r"), "--config": tmp_path / "r" / "config.json"}
+    places = {"--resume": saved.newest_checkpoint(tmp_path / "r"), "--config": tmp_path / "r" / "config.json"}
     ways = [[flag, str(path)] for flag, path in places.items()]
     ways.append([*flags, *mixed, "--output-dir", str(tmp_path), "--resume", "none"])
     for way in ways:

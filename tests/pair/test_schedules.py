@@ -92,7 +92,7 @@ def test_a_stable_run_is_decayed_from_any_checkpoint_by_one_command_and_can_go_o
 ):
     source, decay = shutil.copytree(stable, tmp_path / "stable"), 4
     before = (source / "metrics.jsonl").read_bytes()
-    path = source / "checkpoints" / saved.name_of(step)
+    path = source / "checkpoints" / saved.checkpoint_name(step)
     command = f"--config {source / 'config.json'} --resume {path} --run-name decayed --output-dir {tmp_path}"
     assert train([*words(command), "--num-steps", step + decay, "--decay-steps", decay], device) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -111,7 +111,7 @@ def test_a_stable_run_is_decayed_from_any_checkpoint_by_one_command_and_can_go_o
 
 @pytest.mark.slow
 def test_a_stable_run_is_decayed_on_other_ranks(stable, tmp_path):
-    path = stable / "checkpoints" / saved.name_of(6)
+    path = stable / "checkpoints" / saved.checkpoint_name(6)
     command = f"--config {stable / 'config.json'} --resume {path} --run-name decayed --output-dir {tmp_path}"
     forked(2, multirank.program, *words(f"{command} --num-steps 10 --decay-steps 4 --batch-size 1"))
     wanted = {step: rate(step, 10, 4) for step in range(7, 11)}

@@ -107,11 +107,11 @@ def test_a_resumed_run_skips_and_counts_as_the_one_that_went_on(device, argument
     whole = tmp_path / "out" / "r"
     stopped = tmp_path / "out" / "stopped"
     train([*flags, "--run-name", "stopped"], device, Stop(steps=5))
-    manifest = saved.read_manifest(saved.newest(stopped))
+    manifest = saved.read_manifest(saved.newest_checkpoint(stopped))
     assert (manifest["skipped_steps"], manifest["recent_skipped"], len(manifest["recent_norms"])) == (2, [3, 5], 3)
     train([*flags, "--run-name", "stopped", "--resume", "auto"], device)
     assert logged(stopped) == logged(whole)
-    manifests = [saved.read_manifest(saved.newest(folder)) for folder in (stopped, whole)]
+    manifests = [saved.read_manifest(saved.newest_checkpoint(folder)) for folder in (stopped, whole)]
     for key in ("skipped_steps", "recent_skipped", "recent_norms"):
         assert manifests[0][key] == manifests[1][key]
 
@@ -120,7 +120,7 @@ def test_a_streak_goes_on_over_a_restart(device, arguments, mistake, tmp_path, m
     plant(monkeypatch, dict.fromkeys(range(4, 9), math.nan))
     flags = ["--checkpoint-interval", 6, "--num-steps", 12, "--log-interval", 1, "--max-skipped", 4]
     train([*arguments, *flags], device, Stop(steps=6))
-    assert saved.newest(tmp_path / "out" / "r").name == "step-00000006"
+    assert saved.newest_checkpoint(tmp_path / "out" / "r").name == "step-00000006"
     message = mistake(*flags, "--resume", "auto", exit_code=1)
     assert message.startswith("the gradient norm is nan at step 4; 5 steps in a row skipped, more than --max-skipped 4")
     assert "the last good checkpoint is step-00000006" in message
@@ -130,7 +130,7 @@ def test_weights_are_saved_after_a_bad_batch_as_they_still_give_a_finite_loss(de
     plant(monkeypatch, dict.fromkeys((4, 5, 8), math.nan))
     flags = ["--num-steps", 8, "--checkpoint-interval", 4, "--keep-checkpoints", 9, "--log-interval", 8]
     train([*arguments, *flags], device)
-    assert [path.name for path in saved.by_name(tmp_path / "out" / "r")] == ["step-00000004", "step-00000008"]
+    assert [path.name for path in saved.named_checkpoints(tmp_path / "out" / "r")] == ["step-00000004", "step-00000008"]
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(device, arguments, tm
     assert entry["step"] == 140 and re.fullmatch(r"gradient norm is [\d.e+]+, z-score [\d.]+", entry["reason"])
     stopped = tmp_path / "out" / "stopped"
     train([*flags, "--run-name", "stopped"], device, Stop(steps=130))
-    assert len(saved.read_manifest(saved.newest(stopped))["recent_norms"]) == WINDOW
+    assert len(saved.read_manifest(saved.newest_checkpoint(stopped))["recent_norms"]) == WINDOW
     train([*flags, "--run-name", "stopped", "--resume", "auto"], device)
     assert logged(stopped) == lines
 

@@ -243,7 +243,7 @@ def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, t
     }.items():
         name = "run" + flags.replace(" ", "")
         assert run(name, *words(flags)) == 0
-        assert [path.name for path in saved.complete(tmp_path / name)] == checkpoint_names(*kept), flags
+        assert [path.name for path in saved.complete_checkpoints(tmp_path / name)] == checkpoint_names(*kept), flags
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
 
 
 def test_a_checkpoint_of_another_format_is_one_line(refused, copied):
-    for path in saved.complete(copied):
+    for path in saved.complete_checkpoints(copied):
         reseal(path, format=None)
     path = copied / "checkpoints" / "step-00000006"
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
@@ -399,7 +399,7 @@ def test_starts_of_the_same_second_have_folders_of_their_own_and_a_failed_one_le
 
 
 def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(run, copied, tmp_path, capsys):
-    for path in saved.complete(copied):  # as if it had trained a while ago
+    for path in saved.complete_checkpoints(copied):  # as if it had trained a while ago
         reseal(path, started=1e9, elapsed_before=5000.0, productive_before=4000.0)
     before, branch = (copied / "config.json").read_bytes(), tmp_path / "branch"
     more = words("--lr 0.05 --checkpoint-interval 2 --perf-warmup-steps 1")
@@ -412,7 +412,7 @@ def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(
     assert config["run_id"] != parent["run_id"]
     origin = {"folder": str(copied), "run_id": parent["run_id"], "step": 2}
     assert config["branched_from"].items() >= origin.items() and len(config["starts"]) == 1
-    manifest = saved.read_manifest(saved.newest(branch))
+    manifest = saved.read_manifest(saved.newest_checkpoint(branch))
     assert (manifest["run_id"], manifest["branched_from"]) == (config["run_id"], config["branched_from"])
     assert manifest["elapsed_before"] < 5000 and manifest["productive_before"] < 4000 and manifest["started"] > 1e9
     assert (copied / "config.json").read_bytes() == before
@@ -646,8 +646,8 @@ def test_only_a_name_of_eight_digits_whose_manifest_agrees_is_a_checkpoint(run, 
         shutil.copytree(folder / "step-00000002", folder / name)
     (folder / "step-00000009").mkdir()  # what is no checkpoint under a checkpoint's name
     shutil.copytree(folder / "step-00000002", folder / "step-00000008")
-    assert [path.name for path in saved.complete(copied)] == checkpoint_names(2, 4, 6)
-    assert saved.newest(copied) == folder / "step-00000006"
+    assert [path.name for path in saved.complete_checkpoints(copied)] == checkpoint_names(2, 4, 6)
+    assert saved.newest_checkpoint(copied) == folder / "step-00000006"
     assert run("r", *words("--resume auto --num-steps 7 --checkpoint-interval 1 --keep-checkpoints 1")) == 0
     output = capsys.readouterr().out
     assert "skipped    step-00000008 is damaged: manifest.json is of step 2" in output
@@ -669,7 +669,7 @@ def test_a_pipe_in_a_checkpoint_is_damage_and_no_wait(run, refused, copied, caps
     for path in (newest / "manifest.json", index):
         path.unlink()
         os.mkfifo(path)
-    assert saved.newest(copied) == index.parent
+    assert saved.newest_checkpoint(copied) == index.parent
     assert f"{newest}: step-00000006 is damaged (manifest.json: not a regular file)" in refused("r", "--resume", newest)
     forged = json.loads((index.parent / "manifest.json").read_text())
     forged["files"].pop(".metadata")  # whoever wrote the manifest may have left it out

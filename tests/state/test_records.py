@@ -33,7 +33,7 @@ records = some.builds(Counters, **{field.name: BY_TYPE[field.type] for field in 
 def written(tmp_path_factory, content: dict) -> dict:
     """A manifest, read back from a checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    (folder / saved.MANIFEST).write_text(saved.sealed({"format": saved.FORMAT} | content))
+    (folder / saved.MANIFEST).write_text(saved.seal({"format": saved.FORMAT} | content))
     return saved.read_manifest(folder)
 
 

@@ -4,7 +4,7 @@ in torch 2.11 it leaks. The states are DTensors."""
 import torch
 from torch.optim.adamw import adamw
 
-from harness.flags import Settings
+from harness import flags
 from harness.model.optimization import OptimizerKind, local
 
 
@@ -55,7 +55,7 @@ class AdamW(torch.optim.AdamW):
         adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
 
 
-def build(groups: list[dict], settings: Settings) -> AdamW:
+def build(groups: list[dict], settings: flags.Settings) -> AdamW:
     return AdamW(groups, lr=settings.lr, betas=settings.betas)
 
 

@@ -5,11 +5,11 @@ import torch
 import torch._dynamo.utils
 from torch.distributed.tensor import DTensor
 
-from harness.flags.settings import Settings
+from harness import flags
 from harness.model.optimization import OptimizerKind, local, weight_dtype
 
 
-def build(groups: list[dict], settings: Settings) -> torch.optim.Optimizer:
+def build(groups: list[dict], settings: flags.Settings) -> torch.optim.Optimizer:
     return adamw8bit()(groups, lr=settings.lr, betas=settings.betas)
 
 
@@ -54,7 +54,7 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
     return AdamW8bit
 
 
-def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
     """torchao quantizes in blocks of 256 numbers, and no parameter of fewer than 4,096, whose states are its zeros."""
     size, dtypes = local(parameter).numel(), {}
     for name in ("exp_avg", "exp_avg_sq"):

@@ -3,7 +3,7 @@ updated here; compiled layers come with a compiled update."""
 
 import torch
 
-from harness.flags.settings import Settings
+from harness import flags
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers.adamw import AdamW
 
@@ -45,7 +45,7 @@ class AdamWBf16(AdamW):
             self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, self.skip, rate, **options)
 
 
-def build(groups: list[dict], settings: Settings) -> AdamWBf16:
+def build(groups: list[dict], settings: flags.Settings) -> AdamWBf16:
     return AdamWBf16(groups, settings.compile, lr=settings.lr, betas=settings.betas)
 
 

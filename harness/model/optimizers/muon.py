@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.flags.settings import Settings
+from harness import flags
 from harness.model import newton_schulz, whole_matrices
 from harness.model.matrices import MatrixWeight, matrix_weights
 from harness.model.optimization import OptimizerKind, decay_matrices, local, weight_dtype
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of --momentum-dtype
 class Muon(AdamW):
     """A group with `matrices` is updated by Muon, any other by AdamW."""
 
-    def __init__(self, groups: list[dict], settings: Settings):
+    def __init__(self, groups: list[dict], settings: flags.Settings):
         self.iteration, self.scale_by = settings.muon_iteration, settings.muon_scale
         self.momentum_dtype = DTYPES[settings.momentum_dtype]
         self.ranks: Ranks | None = None
@@ -167,7 +167,7 @@ def average_into(gradients: list[torch.Tensor], momenta: list[torch.Tensor], ski
         gradient.copy_(exact.lerp(average, MOMENTUM))
 
 
-def groups(model: nn.Module, settings: Settings) -> list[dict]:
+def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     """The parameters that are matrices in a first group, with `matrices`; the others as AdamW groups them."""
     parameters = dict(model.named_parameters())
     found = {name: weight for name, weight in matrix_weights(model).items() if parameters[name].requires_grad}
@@ -182,12 +182,12 @@ def groups(model: nn.Module, settings: Settings) -> list[dict]:
     return result
 
 
-def matrix_state_bytes(weight: MatrixWeight, settings: Settings) -> int:
+def matrix_state_bytes(weight: MatrixWeight, settings: flags.Settings) -> int:
     """The momentum of one parameter."""
     return weight.shape.numel() * DTYPES[settings.momentum_dtype].itemsize
 
 
-def model_state_bytes(model: nn.Module, settings: Settings, of_matrices=matrix_state_bytes) -> int:
+def model_state_bytes(model: nn.Module, settings: flags.Settings, of_matrices=matrix_state_bytes) -> int:
     """Bytes of all states: `of_matrices` of the parameters that are matrices, two moments of the others."""
     found, total = matrix_weights(model), 0
     weight = weight_dtype(settings).itemsize
@@ -199,7 +199,7 @@ def model_state_bytes(model: nn.Module, settings: Settings, of_matrices=matrix_s
     return total
 
 
-def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight_dtype(settings))  # of what is no matrix
     return moments | {"momentum": DTYPES[settings.momentum_dtype]}
 

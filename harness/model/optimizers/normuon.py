@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.base.errors import UserError
-from harness.flags.settings import Settings
+from harness import base, flags
 from harness.model.matrices import MatrixWeight
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers import muon
@@ -100,25 +99,25 @@ def zeros_of_neurons(parameter: DTensor, weight: MatrixWeight) -> DTensor:
     return DTensor.from_local(zeros, mesh, parameter.placements, run_check=False, shape=weight.neurons, stride=stride)
 
 
-def groups(model: nn.Module, settings: Settings) -> list[dict]:
+def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     """As Muon's; a UserError where no rank has a whole neuron."""
     result = muon.groups(model, settings)
     if any(weight.is_transposed and not weight.is_of_experts for weight in result[0]["matrices"]):
         family = type(model).__name__.removeprefix("FSDP")
-        raise UserError(f"--optimizer normuon: {family} stores its linears input by output; use muon")
+        raise base.UserError(f"--optimizer normuon: {family} stores its linears input by output; use muon")
     return result
 
 
-def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
     return muon.state_dtypes(settings, parameter) | {"second_moment": torch.float32}
 
 
-def matrix_state_bytes(weight: MatrixWeight, settings: Settings) -> int:
+def matrix_state_bytes(weight: MatrixWeight, settings: flags.Settings) -> int:
     """The momentum of one parameter, and 4 bytes for each neuron."""
     return muon.matrix_state_bytes(weight, settings) + 4 * weight.neurons.numel()
 
 
-def model_state_bytes(model: nn.Module, settings: Settings) -> int:
+def model_state_bytes(model: nn.Module, settings: flags.Settings) -> int:
     return muon.model_state_bytes(model, settings, matrix_state_bytes)
 
 

@@ -6,9 +6,9 @@ interface below; the libraries that it needs are imported in its methods.
 import pathlib
 from typing import Any
 
-from harness.flags.settings import Settings
+from harness import flags
+from harness import state as states
 from harness.report.figures import find, named
-from harness.state.train_state import TrainState
 
 
 class Tracker:
@@ -18,14 +18,14 @@ class Tracker:
 
     name = ""  # as --log-with has it
 
-    def __init__(self, settings: Settings, folder: pathlib.Path):
+    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
         """Before anything is loaded. `folder` is the run's, in which alone a tracker may write.
 
         Raises:
             UserError: this cannot work: no package, no login. The message says what to do.
         """
 
-    def start(self, run: dict, state: TrainState) -> str:
+    def start(self, run: dict, state: states.TrainState) -> str:
         """Begins, or goes on after `state.step`: what was shown of later steps is void. `run` is what config.json
         holds, `run["run_id"]` stays the same over restarts. Returns where to look, an address or a command."""
         return ""

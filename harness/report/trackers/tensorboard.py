@@ -6,10 +6,10 @@ import shlex
 import textwrap
 from typing import Any
 
-from harness.base.text import one_or_more
-from harness.flags.settings import Settings
+from harness import base
+from harness import flags as flag_rules
+from harness import state as states
 from harness.report.trackers import Tracker, named, over_tokens
-from harness.state.train_state import TrainState
 
 COMPARED_FLAGS = (  # columns of the tab in which runs are compared
     *("model", "dataset", "sequence_length", "batch_size", "gradient_accumulation_steps", "precision", "zero_stage"),
@@ -24,12 +24,12 @@ class Tensorboard(Tracker):
 
     name = "tensorboard"
 
-    def __init__(self, settings: Settings, folder: pathlib.Path):
+    def __init__(self, settings: flag_rules.Settings, folder: pathlib.Path):
         import tensorboard  # noqa: F401 - that it is there
 
         self.folder = folder / settings.project_name
 
-    def start(self, run: dict, state: TrainState) -> str:
+    def start(self, run: dict, state: states.TrainState) -> str:
         from torch.utils.tensorboard import SummaryWriter
 
         self.run = run
@@ -58,7 +58,7 @@ class Tensorboard(Tracker):
         flags = {"world_size": self.run["world_size"]}
         for name in COMPARED_FLAGS:
             value = self.run["flags"][name]
-            flags[name] = one_or_more(value) if isinstance(value, list) else value
+            flags[name] = base.one_or_more(value) if isinstance(value, list) else value
         self.steps.add_hparams(flags, named(metrics), run_name="summary", global_step=metrics["step"])
 
     def close(self, exit_code: int) -> None:

@@ -4,11 +4,9 @@ import os
 import pathlib
 from typing import Any
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
-from harness.flags.settings import Settings
+from harness import base, flags
+from harness import state as states
 from harness.report.trackers import Tracker, named, over_tokens
-from harness.state.train_state import TrainState
 
 FINISH_SECONDS = 60  # that the end of a run waits for what is not uploaded
 STOPPED = 143  # exit code of a run that a scheduler ended, after saving
@@ -19,7 +17,7 @@ class Wandb(Tracker):
 
     name = "wandb"
 
-    def __init__(self, settings: Settings, folder: pathlib.Path):
+    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
         import wandb
 
         self.settings, self.folder = settings, folder
@@ -27,11 +25,13 @@ class Wandb(Tracker):
             ready = wandb.setup().settings.mode != "online" or wandb.login(prompt=False)
         except Exception as error:  # the server is not reached, or does not know the key
             advice = "WANDB_MODE=offline keeps the run in its folder, for `wandb sync`"
-            raise UserError(f"--log-with wandb: no login to wandb ({first_line(error)}); {advice}", 1) from error
+            raise base.UserError(
+                f"--log-with wandb: no login to wandb ({base.first_line(error)}); {advice}", 1
+            ) from error
         if not ready:
-            raise UserError("--log-with wandb: not logged in; run `wandb login`, or set WANDB_MODE=offline")
+            raise base.UserError("--log-with wandb: not logged in; run `wandb login`, or set WANDB_MODE=offline")
 
-    def start(self, run: dict, state: TrainState) -> str:
+    def start(self, run: dict, state: states.TrainState) -> str:
         import wandb
 
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.resolve() / "wandb"))  # tables that are to be uploaded
