@@ -390,8 +390,6 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> bo
             if problem:
                 checkpoints.finish()
                 report.give_up(run.folder, problem, run.checkpoint)
-        if due.first and not save:
-            checkpoints.prepare(run.state)
         if save:
             with tracker.excluded():
                 checkpoints.save(run.state, wait=stopped or due.last)

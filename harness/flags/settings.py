@@ -187,14 +187,15 @@ class Settings:
     memory_snapshot: bool = flag(False, "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
 
     plan: bool = flag(False, "no training: what this configuration will need and give, from one step on fake tensors", group="planning")
-    plan_gpus: tuple[int, ...] | None = flag(None, "world size to plan for; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]", only_with="plan")
+    plan_gpus: tuple[int, ...] | None = flag(None, "number of GPUs to plan for, whole nodes where it is more than one; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]", only_with="plan")
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
     gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
-    plan_rates: str | None = flag(None, "what --measure wrote, or JSON with rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: nothing measured [what --measure wrote for this GPU, where it did]", metavar="FILE", type=path)
-    plan_seconds: float = flag(30.0, "how long planning takes, from when torch is loaded, the search for the fastest configuration that fits included; a third of it more for each further world size; 0 plans only what is asked for [30]", least=0, only_with="plan")
+    plan_rates: str | None = flag(None, "flat JSON of rates in the place of those of the table: what --measure wrote, or matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: the table's alone [what --measure wrote for this GPU, where it did]", metavar="FILE", type=path)
+    plan_seconds: float = flag(30.0, "how long planning takes, from when torch is loaded, to within one configuration; 0 plans only what is asked for [30]", least=0, only_with="plan")
     gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run", below=1_000_000, only_with="plan")
     json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
-    measure: bool = flag(False, "no training: times this device, under torchrun its links too, with what a step of this configuration runs, for plans; names a slow rank or link")
+    plan_details: bool = flag(False, "the plan with memory, time and traffic of a step, and all that it takes for granted", only_with="plan")
+    measure: bool = flag(False, "no training: times products, attention, memory, launches and, under torchrun, links of this device for plans, in some seconds; names a slow rank or link")
     own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
 
     lacks_disk: bool = False  # no flag: there is no room for the last state, which no flag asked for

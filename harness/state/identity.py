@@ -14,7 +14,6 @@ from harness import flags as flag_rules
 
 # Fields of a model's config that do not make it another model.
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
-MUST_MATCH = ("optimizer", "streaming", "sequence_length", "seed")
 # What tells one text from another: where the text is not what it was, an error names the first of them that changed.
 DATA_FLAGS = (
     "dataset",
@@ -24,30 +23,6 @@ DATA_FLAGS = (
     "skip_bad_records",
     "eval_interval",
     "eval_split",
-)
-# What may change and is reported, in this order.
-REPORTED = (
-    "num_steps",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "zero_stage",
-    "dp_replicate_size",
-    "precision",
-    "fp8_recipe",
-    "lr",
-    "adamw_lr",
-    "muon_iteration",
-    "muon_scale",
-    "momentum_dtype",
-    "lr_scheduler",
-    "warmup_steps",
-    "decay_steps",
-    "decay_shape",
-    "weight_decay",
-    "betas",
-    "max_grad_norm",
-    "ema",
-    "document_mask",
 )
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
 
@@ -85,7 +60,7 @@ def check_resume(settings: flag_rules.Settings, config, tokenizer, data, manifes
         UserError: something else changed, which makes it another run.
     """
     before, now = manifest["flags"], as_json(dataclasses.asdict(settings))
-    for name in MUST_MATCH:
+    for name in flag_rules.must_match(settings):
         if before[name] != now[name]:
             refuse(f"--{name.replace('_', '-')}", before[name], now[name])
     check_same_model(config, manifest)
@@ -93,7 +68,7 @@ def check_resume(settings: flag_rules.Settings, config, tokenizer, data, manifes
     changed = check_data(settings, data.record, manifest)
     if manifest["world_size"] != dist.get_world_size():
         changed.append(f"world size {manifest['world_size']} -> {dist.get_world_size()}")
-    for name in REPORTED:
+    for name in flag_rules.reported(settings):
         if before[name] != now[name]:
             change = f"{name.replace('_', ' ')} {before[name]} -> {now[name]}"
             changed.append(change + consequence(name, settings, manifest))
@@ -210,9 +185,9 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
         UserError: these ranks cannot share the global batch, or not at the batch size that was given.
     """
     flags, world = manifest["flags"], dist.get_world_size()
-    size, accumulation = flags["batch_size"], flags["given_accumulation"]
+    size, accumulation = flags["batch_size"], manifest["given"].get("gradient_accumulation_steps", 1)
     is_given = bool(settings.given.keys() & {"batch_size", "gradient_accumulation_steps"})
-    if is_given and (settings.batch_size, settings.given_accumulation) != (size, accumulation):
+    if is_given and (settings.batch_size, settings.gradient_accumulation_steps) != (size, accumulation):
         return settings
     sequences = global_batch(flags, manifest["world_size"])
     if sequences % world:
