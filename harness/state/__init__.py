@@ -13,6 +13,8 @@ shards, everything else is one dataclass of counters in the manifest.
     check_data, check_same_model, check_same_corpus, check_has_average     the same for what trains nothing
     keep_global_batch         the batch of a run that goes on with other ranks
     check_export, export      whether --export can be written, and writing it
+
+A figure that survives a restart is one line of `Counters` in train_state.py.
 """
 
 from harness.base import doors
