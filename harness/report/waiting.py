@@ -30,6 +30,7 @@ class Waiting:
         self.reduced = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
         for module in model_wing.sharded_modules(model):
             group = model_wing.fsdp_group(module)
+            # private: in public they can only be set
             all_gather, reduce_scatter = group._all_gather_comm, group._reduce_scatter_comm
             module.set_custom_all_gather(Timed(self, all_gather))
             module.set_custom_reduce_scatter(Timed(self, reduce_scatter))
