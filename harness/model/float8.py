@@ -123,7 +123,7 @@ def compute_float8_scales(model: nn.Module) -> None:
     if group.size() > 1:
         largest = largest.to(mesh.device_type)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    # in fp64 as torchao has it, so that a compiled division gives the same; private: as in the cast
+    # private: as in the cast. In fp64, as torchao has it, so that a compiled division gives the same.
     scales = torch.finfo(weights[0]._dtype).max / largest.clamp(min=1e-12).double()
     for weight, scale in zip(weights, scales.float(), strict=True):
         weight._precomputed_scale = scale  # private: as in the cast
