@@ -61,17 +61,22 @@ class WholeParameter(FSDPParam):
     that computes. Here what computes is the parameter itself or, in another precision, its cast and nothing between."""
 
     @property
+    def whole(self) -> torch.Tensor:
+        """All of it, flat, as this rank holds it."""
+        return self._sharded_param_data  # private: public are DTensors only, whose storage is padded
+
+    @property
     def computes_itself(self) -> bool:
-        parameter = self._sharded_param_data  # private: this rank's part, flat
+        parameter = self.whole
         return self.param_dtype is None and parameter.untyped_storage().nbytes() == parameter.nbytes
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
-        return [self._sharded_param_data]  # not cast yet: FSDP2 copies it into the output, which casts
+        return [self.whole]  # not cast yet: FSDP2 copies it into the output, which casts
 
     def init_all_gather_outputs(self, numels, dtypes, world_size, device, **options) -> None:
         if self.computes_itself:
-            self.all_gather_outputs = [self._sharded_param_data]  # and copying it onto itself is nothing
+            self.all_gather_outputs = [self.whole]  # and copying it onto itself is nothing
         else:
             super().init_all_gather_outputs(
                 numels, [self.param_dtype or self.orig_dtype], world_size, device, **options

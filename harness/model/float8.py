@@ -63,7 +63,7 @@ def cast_before_all_gather(compiled: bool) -> None:
         moved = torch.Tensor.to(weight, *args, **options)
         scale = weight._precomputed_scale  # private: torchao has no public names for the parts of its weights
         if moved is not weight and scale is not None:
-            moved._precomputed_scale = scale.to(moved.device)
+            moved._precomputed_scale = scale.to(moved.device)  # private: as above
         return moved
 
     def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
@@ -104,7 +104,7 @@ def float8_weights(model: nn.Module) -> list[torch.Tensor]:
     """This rank's parts of the weights that are cast before their all-gather, each with its `_precomputed_scale`."""
     # private: `to_local` makes another object, which takes no scale to the next all-gather
     shards = [parameter._local_tensor for parameter in model.parameters()]
-    return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]
+    return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]  # private: as in the cast
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def compute_float8_scales(model: nn.Module) -> None:
     if group.size() > 1:
         largest = largest.to(mesh.device_type)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    # as torchao rounds them: fp64, so that a compiled division gives the same
+    # private: as in the cast. In fp64, as torchao has it, so that a compiled division gives the same.
     scales = torch.finfo(weights[0]._dtype).max / largest.clamp(min=1e-12).double()
     for weight, scale in zip(weights, scales.float(), strict=True):
-        weight._precomputed_scale = scale
+        weight._precomputed_scale = scale  # private: as in the cast

@@ -74,8 +74,9 @@ def watch_routers(model: nn.Module, init: str) -> None:
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end)
-    # private: a compiled layer that is computed again in the backward pass sets no attribute there; otherwise one that
-    # sets any cannot be compiled
+    # A compiled layer that is computed again in the backward pass sets no attribute there; otherwise one that sets any
+    # cannot be compiled.
+    # private: there is no public option
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from harness import model as models
 from harness.report.profiling import covered
 
 
@@ -29,13 +29,10 @@ class Waits:
         self.spans: list[tuple] = []  # of time inside collectives: (start, end)
         self.begun: Any = None  # when the first step of `spans` began
         self.reduced: Any = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
-        for module in model.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            group = module._get_fsdp_state()._fsdp_param_group  # private: in public, collectives can only be set
-            if group is None:  # it has no parameters of its own
-                continue
-            all_gather, reduce_scatter = group._all_gather_comm, group._reduce_scatter_comm  # private: as above
+        for module in models.sharded_modules(model):
+            group = models.fsdp_group(module)
+            # private: in public they can only be set
+            all_gather, reduce_scatter = group._all_gather_comm, group._reduce_scatter_comm
             module.set_custom_all_gather(Timed(self, all_gather))  # type: ignore[arg-type]  # as FSDP2 uses it
             module.set_custom_reduce_scatter(Timed(self, reduce_scatter))  # type: ignore[arg-type]
             if mesh.ndim > 1:

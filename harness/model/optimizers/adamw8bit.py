@@ -2,7 +2,7 @@
 float8 weights, and on weights in bf16 with an error of the compiler."""
 
 import torch
-import torch._dynamo.utils
+import torch._dynamo.utils  # private: for the limit of recompiles, see below
 from torch.distributed.tensor import DTensor
 
 from harness import flags
@@ -37,7 +37,7 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
 
         @torch.no_grad()
         def step(self) -> None:
-            # it is compiled for each shape; private: the limit has no public name
+            # private: it is compiled for each shape, and the limit of that has no public name
             with torch._dynamo.utils.disable_cache_limit():
                 for group in self.param_groups:
                     for parameter in group["params"]:

@@ -39,7 +39,7 @@ class AdamWBf16(AdamW):
         if self.skip is None:
             torch._foreach_add_(steps, 1)  # private: torch documents few operators on many tensors
         else:
-            # one tensor for all would be read on the host; private: as above
+            # private: as above. One tensor for all would be read on the host.
             torch._foreach_add_(steps, [1 - self.skip] * len(steps))
         for *tensors, step in zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True):
             self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, self.skip, rate, **options)
