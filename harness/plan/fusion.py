@@ -59,23 +59,17 @@ def is_number_of_tensor(node: Node) -> bool:
 def fused_memory(graph: GraphModule) -> RegionMemory:
     """What the graph takes when it is compiled.
 
-    Its fused kernels write each materialized tensor once and read each once, however many of them use it; and once more
-    where one number is made of all of it, before anything can be scaled by the number.
+    Its fused kernels write each materialized tensor once and read each once, however many of them use it. One number of
+    a whole tensor, such as float8's scale, takes a further pass over what it is made of, which it shares with other
+    numbers of the same: nothing can be scaled before all is read.
     """
     nodes = list(graph.graph.nodes)
     sizes = {node: sum(allocated_bytes(t.nbytes) for t in tensors_in(node.meta.get("val"))) for node in nodes}
     materialized, reads = find_materialized(nodes)
-    read: set[Node] = set()
-    read_for_numbers: set[Node] = set()
-    moved = 0
-    for node in nodes:
-        if node in materialized and node.op == "call_function" and not has_own_kernel(node):
-            moved += sizes[node]
-            if is_number_of_tensor(node):
-                read_for_numbers |= reads[node]
-            else:
-                read |= reads[node]
-    moved += sum(sizes[tensor] for of_pass in (read, read_for_numbers) for tensor in of_pass)
+    made = [node for node in nodes if node in materialized and node.op == "call_function" and not has_own_kernel(node)]
+    passes = {reads[node] for node in made if is_number_of_tensor(node)}
+    read = {tensor for node in made if not is_number_of_tensor(node) for tensor in reads[node]}
+    moved = sum(sizes[tensor] for tensors in (made, read, *passes) for tensor in tensors)
     return RegionMemory(find_peak(nodes, sizes, materialized, reads), moved)
 
 
