@@ -391,8 +391,7 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> bo
                 checkpoints.finish()
                 report.give_up(run.folder, problem, run.checkpoint)
         if save:
-            with tracker.excluded():
-                checkpoints.save(run.state, wait=stopped or due.last)
+            checkpoints.save(run.state, wait=stopped or due.last)
     stop.can_save = False
     checkpoints.finish()
     return stopped
