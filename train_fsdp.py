@@ -24,10 +24,10 @@ if __name__ == "__main__":
     console.never_fail()
 versions.refuse_old_python()  # which could not read the next import
 
-from harness.job import startup
+from harness import job
 
 if __name__ == "__main__":  # before the heavy imports, which take seconds, warn, and can be interrupted too
-    SETTINGS = startup.begin()
+    SETTINGS = job.begin()
 
 import contextlib
 import dataclasses
@@ -36,7 +36,6 @@ import gc
 import math
 import pathlib
 import re
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +51,6 @@ import utils
 from harness.base import saved, torch_internals
 from harness.base.errors import UserError
 from harness.base.ranks import on_main_rank
-from harness.base.text import first_line, one_line
 from harness.data.batches import training_batches
 from harness.data.corpora import first_words, needs_tokenizer
 from harness.data.corpus_files import check_sources_exist
@@ -63,13 +61,23 @@ from harness.data.training_data import TrainingData
 from harness.flags.commands import as_flags
 from harness.flags.rules import contradiction
 from harness.flags.settings import Settings
-from harness.job import folders, heartbeats, preflight
-from harness.job.host import check_memory
-from harness.job.printing import columns, say, say_story
-from harness.job.schedule import Due, Schedule, count_steps
-from harness.job.signals import StopRequest
-from harness.job.terminal import command, progress
-from harness.job.world import end_process, fail, limit_waiting, open_store, start_processes, stop_processes
+from harness.job import (
+    STOPPED,
+    Due,
+    World,
+    check_machine,
+    check_writable,
+    columns,
+    command,
+    count_steps,
+    enter_phase,
+    limit_waiting,
+    progress,
+    say,
+    say_story,
+    take_folder,
+)
+from harness.job import due as due_at
 from harness.model.attention import choose_attention, skip_packing_detection
 from harness.model.averages import WeightAverage
 from harness.model.collectives import alias_reduce_scatter_buffers, make_replicas_equal
@@ -314,11 +322,11 @@ def evaluate(
     """(mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of each as
     `eval_loss/NAME`; how many tokens these are)."""
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
-    heartbeats.enter_phase("evaluation")
+    enter_phase("evaluation")
     with evaluating(model):
         for total, windows in zip(totals, held_out.values(), strict=True):
             for batch in held_out_batches(settings, windows, device):
-                heartbeats.enter_phase("evaluation")
+                enter_phase("evaluation")
                 tokens = (batch["labels"] != IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
                 total += torch.stack([loss.double() * tokens, tokens.double()])
@@ -371,11 +379,11 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms: Recen
         # Below stage 3 the parameters stay gathered from the first microbatch to the last: one all-gather a step. After
         # the last they are always resharded: the optimizer updates the shards, and a gathered copy would be stale.
         model.set_reshard_after_backward(last or reshards_early(settings))
-        heartbeats.enter_phase("data")
+        enter_phase("data")
         with tracker.data_wait():
             batch = next(batches)
         tracker.note_documents(batch.pop("squared_lengths", 0))
-        heartbeats.enter_phase("forward")
+        enter_phase("forward")
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)  # see training_batches
         loss = model(**batch, use_cache=False).loss / divisor
         total = total + loss.detach()
@@ -384,9 +392,9 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms: Recen
             router_loss = router_loss / settings.gradient_accumulation_steps
             loss = loss + routing.coefficient * router_loss
             router_total, expert_load = router_total + router_loss.detach(), expert_load + assignments
-        heartbeats.enter_phase("backward")
+        enter_phase("backward")
         loss.backward()
-    heartbeats.enter_phase("optimizer")
+    enter_phase("optimizer")
     norm = clip_grad_norm(optimizer, settings.max_grad_norm)
     skip = decide_skip(norm, recent_norms)
     step_or_skip(optimizer, skip)
@@ -440,8 +448,7 @@ def load_model_files(settings: Settings) -> tuple:
 def prepare(settings: Settings, device: torch.device) -> Job:
     """Everything before the first step, in its order, up to the header."""
     on_main_rank(lambda: trackers.choose_trackers(settings.log_with))
-    folder = on_main_rank(lambda: folders.choose_folder(settings))
-    heartbeats.record_into(folder)
+    folder = take_folder(settings)
     peak = settings.peak_tflops or utils.get_gpu_peak_tflops()
     check_that_figures_will_exist(settings, device, peak)
     endpoint = Endpoint(settings, folder)
@@ -454,10 +461,8 @@ def prepare(settings: Settings, device: torch.device) -> Job:
     checkpoint, manifest = find_checkpoint(settings.resume, folder)
     settings = resolve(on_main_rank(lambda: mask_conversations(settings, manifest)), config, manifest)
     parameters, sizes = count_parameters(config), parameter_bytes(settings, config)
-    if device.type == "cpu" or settings.cpu_offload:
-        check_memory(settings, parameters, sizes, mesh["shard"].size())
     resumed_step = manifest["step"] if manifest else 0
-    settings = preflight.check(settings, parameters, sizes, mesh, device, folder, resumed_step)
+    settings = check_machine(settings, parameters, sizes, mesh, device, folder, resumed_step)
     data, held_out = load_data(settings, tokenizer, config, utils.get_dataset, manifest)
     beginning = on_main_rank(lambda: first_words(held_out or data.sources, tokenizer))
     if settings.demo and settings.dataset != "demo" and not prompts and beginning:
@@ -534,18 +539,17 @@ def keep_last(batches: Iterator[dict], kept: list[dict]) -> Iterator[dict]:
         yield batch
 
 
-def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> tuple[dict, bool]:
+def train(job: Job, reporter: Report, saver: Checkpoints, stop) -> tuple[dict, bool]:
     """The loop. Returns the figures of the last log line and whether a signal ended it before the last step."""
     settings, state, tracker = job.settings, job.state, job.state.tracker
     last_batch: list[dict] = []
     batches = keep_last(training_batches(settings, job.data, state, job.device), last_batch)
-    schedule = Schedule(settings, job.first_step, has_held_out=job.held_out is not None)
     profiler, waiting, slow_ranks = Profiler(job.folder, state), Waiting(state.model), SlowRanks(job.device.type)
     recent_norms = RecentNorms(settings.skip_spikes, state.recent_norms) if settings.skip_spikes else None
     results, metrics, stopped, good_batch = [], {}, False, None
     while state.step < settings.num_steps and not stopped:
-        due = schedule.at(state.step + 1)
-        heartbeats.enter_phase("data", due.step)
+        due = due_at(settings, state.step + 1, job.first_step)
+        enter_phase("data", due.step)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         with profiler.step(due), waiting.step(due.log):
             result = train_step(settings, state.model, state.optimizer, batches, tracker, recent_norms)
@@ -581,11 +585,11 @@ def train(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> 
         if due.first and not save:
             saver.prepare(state)
         if save:
-            heartbeats.enter_phase("save")
+            enter_phase("save")
             with tracker.excluded():
                 saver.save(state, wait=stopped or due.last)
     profiler.finish()
-    heartbeats.enter_phase("save")  # the last checkpoint may still be being written
+    enter_phase("save")  # the last checkpoint may still be being written
     stop.can_save = False
     saver.finish()
     return metrics, stopped
@@ -643,7 +647,7 @@ def evaluate_and_log(
             if due.first_evaluation:
                 freeze_objects()  # the compiler has run again, for passes without gradients
         problem = first_not_finite(metrics, [])
-    heartbeats.enter_phase("log")
+    enter_phase("log")
     reporter.log(metrics, state.tracker.get_print_message(metrics), stories)
     if stories:
         say_story(describe_stories(stories))
@@ -677,7 +681,7 @@ def finish(job: Job, reporter: Report, saver: Checkpoints, planned, metrics: dic
     return 0
 
 
-def leave_early(job: Job, reporter: Report, saver: Checkpoints, stop: StopRequest) -> int:
+def leave_early(job: Job, reporter: Report, saver: Checkpoints, stop) -> int:
     """The last lines of a run that a signal ended."""
     reporter.end(None)
     lines = {"stopped": f"by {stop.name or 'a signal to another rank'} after step {job.state.step}"}
@@ -687,7 +691,7 @@ def leave_early(job: Job, reporter: Report, saver: Checkpoints, stop: StopReques
     if reporter.page:
         lines["report"] = str(reporter.page)
     say(columns(lines))
-    return 1 if saver.failures or reporter.failed else StopRequest.EXIT_CODE
+    return 1 if saver.failures or reporter.failed else STOPPED
 
 
 def nothing_to_train(job: Job) -> int:
@@ -724,7 +728,7 @@ def show_samples(settings: Settings) -> int:
 def without_training(settings: Settings, device: torch.device, stdout) -> int:
     """--num-steps 0: loads a checkpoint or pretrained weights, then evaluates, writes stories, and exports."""
     if settings.export:
-        on_main_rank(lambda: folders.check_writable("--export", pathlib.Path(settings.export).expanduser()))
+        on_main_rank(lambda: check_writable("--export", pathlib.Path(settings.export).expanduser()))
     config, tokenizer, prompts = load_model_files(settings)
     mesh = build_mesh(settings, device)
     checkpoint, manifest = find_checkpoint(settings.resume, pathlib.Path())
@@ -760,7 +764,7 @@ def without_training(settings: Settings, device: torch.device, stdout) -> int:
 # ---- A run -----------------------------------------------------------------------------------------------------------
 
 
-def run(settings: Settings, device: torch.device, stop: StopRequest) -> int:
+def run(settings: Settings, device: torch.device, stop) -> int:
     """One run, from its flags to its last line; returns the exit code."""
     if settings.show_samples:
         return show_samples(settings)
@@ -800,35 +804,23 @@ RECIPE = planning.Recipe(
 )
 
 
+def memory_advice(settings: Settings) -> str:
+    """Which flags make room on a device that has no memory left."""
+    return f"Try {', '.join(as_flags(changes) for changes in memory_savers(settings)[:3])}."
+
+
 def main(settings: Settings) -> None:
-    watch = None
-    try:
+    with World(settings, lambda: memory_advice(settings)) as world:
         if settings.plan:
             own_plan.end_with_run()
-            return planning.plan(settings, RECIPE)
-        if settings.measure:
+            planning.plan(settings, RECIPE)
+        elif settings.measure:
             from harness.plan.measure import measure  # loads what only a plan needs
 
-            StopRequest(settings)  # for Ctrl-C
-            return measure(settings, RECIPE)
-        stop = StopRequest(settings)
-        store = open_store(settings.timeout_minutes)
-        watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, store)
-        device = start_processes(settings.timeout_minutes, store)
-        watch.meet()
-        exit_code = run(settings, device, stop)
-        stop_processes(stop)
-        end_process(exit_code)
-    except UserError as error:
-        fail(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code, as_json=settings.json)
-    except torch.cuda.OutOfMemoryError as error:
-        savers = ", ".join(as_flags(changes) for changes in memory_savers(settings)[:3])
-        fail(f"train_fsdp.py: error: {first_line(error)} Try {savers}.", 1, as_json=settings.json)
-    except Exception as error:  # a collective that broke because a rank is gone, or a bug, which keeps its traceback
-        lost_rank = watch.explain(error) if watch else ""
-        if lost_rank:
-            fail(f"train_fsdp.py: error: {lost_rank}", 1, patience=0, as_json=settings.json)
-        fail(traceback.format_exc(), 1, as_json=settings.json)
+            measure(settings, RECIPE, world)
+        else:
+            device = world.meet()
+            world.exit_code = run(settings, device, world.stop)
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ def walk(names: list[str], out: pathlib.Path) -> None:
     """One rank's way through the families; rank 0 adds a line to `out` for each."""
     import torch.distributed as dist
 
-    from harness.job.world import start_processes, stop_processes
+    from harness.job import start_processes, stop_processes
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -48,7 +48,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401 - before the 
 import train_fsdp
 from harness.base import saved
 from harness.flags.parser import parse_args
-from harness.job.signals import StopRequest
+from harness.job import signals
 from harness.report import run_record
 from harness.state.train_state import TrainState
 
@@ -294,20 +294,13 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
     Watch(folder, log, rank, start.fault, start.point)
     if start.stop and rank == 0:
         step, name = start.stop
-        count, requests = TrainState.count, []
-
-        class Request(StopRequest):
-            def __init__(self, *args):
-                requests.append(self)
-                super().__init__(*args)
-
-        train_fsdp.StopRequest = Request
+        count = TrainState.count
 
         def counted(state, *args):
             count(state, *args)
             if state.step == step:
                 os.kill(os.getpid(), getattr(signal, name))
-                while not requests[0].name:  # until the thread that listens has it
+                while not signals.LISTENING[0].name:  # until the thread that listens has it
                     time.sleep(0.01)
 
         TrainState.count = counted

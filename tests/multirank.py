@@ -36,7 +36,7 @@ import utils
 from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank
 from harness.data.windows import PackedDataset
 from harness.flags.parser import parse_args
-from harness.job import heartbeats, world
+from harness.job import endings, heartbeats, world
 from harness.job.signals import StopRequest
 from harness.job.world import new_group, start_processes, stop_processes
 from harness.model import collectives
@@ -254,7 +254,7 @@ def switched(switch: str, *argv: str) -> None:
             return call(self, output_tensor, input_tensor, group, *more, **options)
 
         kind.__call__ = call
-    train_fsdp.end_process = lambda code: print(f"collectives in {len(used)} groups", flush=True)
+    endings.end = lambda code: print(f"collectives in {len(used)} groups", flush=True)
     switches.main(switch, *argv)
 
 
@@ -279,7 +279,27 @@ def stalled(how: str, *argv: str) -> None:
             if (phase, heartbeats.HERE.step) == (where, 8):
                 hang()
 
-        heartbeats.enter_phase = hang_there
+        heartbeats.enter_phase = train_fsdp.enter_phase = hang_there
+    if how in ("alone", "signalled"):  # rank 1 dies, and rank 0 is where it cannot notice
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+
+        def die(*_, **__):
+            if how == "signalled":
+                os.kill(heartbeats.RANKS[0][1], signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        ends = forever if os.environ["RANK"] == "0" else die
+        if how == "alone":
+            train_fsdp.load_data = ends
+        else:
+            entered = train_fsdp.enter_phase
+
+            def end_there(phase: str, step: int | None = None):
+                entered(phase, step)
+                if (phase, heartbeats.HERE.step) == ("backward", 3):
+                    ends()
+
+            train_fsdp.enter_phase = end_there
     if os.environ["RANK"] == "1":
         if how == "never":
             stopped()

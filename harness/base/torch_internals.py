@@ -4,7 +4,6 @@ Independent of what they are used for."""
 
 import contextlib
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -32,7 +31,7 @@ NAMES = {
     "torch:Tensor": ("_version",),
     "torch:ops.aten": ("_unsafe_view",),
     "torch:ops.mkldnn": ("_is_mkldnn_bf16_supported",),
-    "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id", "_distributed_c10d"),
+    "torch._C": ("_cuda_attach_out_of_memory_observer", "_current_graph_task_id"),
     "torch._dynamo.backends.common": ("aot_autograd",),
     "torch._dynamo.config": (
         "automatic_dynamic_shapes",
@@ -53,8 +52,7 @@ NAMES = {
     "torch.cpu": ("_default_cpu_stream",),
     "torch.cuda": ("_sleep",),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
-    "torch.distributed.distributed_c10d": ("_resolve_process_group", "_set_pg_timeout", "_timeout"),
-    "torch.distributed:ProcessGroup": ("_get_backend",),
+    "torch.distributed.distributed_c10d": ("_resolve_process_group",),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": ("DefaultAllGather", "DefaultReduceScatter"),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("FSDPParam", "_chunk_with_empty"),
@@ -188,19 +186,6 @@ def occupy_gpu(cycles: int) -> None:
 # ---- Process groups --------------------------------------------------------------------------------------------------
 
 
-def gloo_timeout() -> timedelta | None:
-    """The timeout of the default group's gloo backend, which no public name gives back; None without one."""
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    if isinstance(backend, dist.ProcessGroupGloo):
-        return backend.options._timeout
-    return None
-
-
-def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Sets the timeout of a group that exists, such as one of a device mesh, whose maker takes none."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The group of a functional collective, whose operator gets the group's name."""
     return dist.distributed_c10d._resolve_process_group(name)
@@ -214,13 +199,6 @@ def group_of_collective(args) -> dist.ProcessGroup:
         return dist.ProcessGroup.unbox(boxed[0])
     names = [arg for arg in args if isinstance(arg, str)]
     return group_by_name(names[-1])
-
-
-def nccl_trace() -> bytes | None:
-    """NCCL's record of its last collectives, None of a torch without NCCL. In public torch writes it only by itself,
-    when a collective has timed out."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    return None if dump is None else dump()
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------

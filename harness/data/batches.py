@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from harness import job
 from harness.base.errors import UserError
 from harness.data.document_lengths import squared_lengths
 from harness.data.sample_order import samples_of_microbatch
@@ -22,7 +22,6 @@ from harness.data.streaming import report_left_out
 from harness.data.training_data import Positions, SampleReader, TrainingData
 from harness.data.windows import create_collate_fn
 from harness.flags.settings import Settings
-from harness.job.terminal import STOP_SIGNALS
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which the shuffle buffer is filled
 
@@ -79,7 +78,7 @@ def build_loader(settings: Settings, data: TrainingData, state, pin_memory: bool
         batch_size=None,
         num_workers=settings.num_workers,
         prefetch_factor=prefetch,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=job.ignore_signals,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
     )
@@ -161,9 +160,3 @@ def take_positions(batch, state) -> None:
     if isinstance(batch, UserError):
         raise batch
     state.move_positions(batch.pop("positions", {}))
-
-
-def ignore_signals(worker: int) -> None:
-    """A scheduler signals every process of a job; the data workers serve until their rank leaves."""
-    for number in (*STOP_SIGNALS, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)

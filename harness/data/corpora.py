@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from tqdm import tqdm
 
+from harness import job
 from harness.base.errors import NoSplitError, UnreadableError, UserError
 from harness.base.ranks import from_main_process, on_main_rank
 from harness.base.text import counted, shortened
@@ -43,8 +44,7 @@ from harness.data.windows import PackedDataset
 from harness.flags.commands import given
 from harness.flags.settings import ASSETS, Settings, is_local
 from harness.flags.sources import Source
-from harness.job import terminal
-from harness.job.printing import say
+from harness.job import say
 
 DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
@@ -279,7 +279,7 @@ def cached(settings: Settings, get_dataset: Callable, corpus: dict, of_source: s
     if packed.mapped is not None and dist.get_rank() == 0:
         warning = differing_tokenizer(packed.mapped, corpus["tokenizer"])
         if warning:
-            terminal.print_error(f"train_fsdp.py: warning: {warning}")
+            job.print_error(f"train_fsdp.py: warning: {warning}")
     return packed
 
 
@@ -295,7 +295,7 @@ def describe_packing(packed, tokenizer, chat_template: str | None, with_example:
         if ChatFormat(tokenizer, read_template(chat_template)).asks_for_date():
             lines["chat"] += f"; their template prints today's date, which is {TODAY:%Y-%m-%d} every day"
     if packed.is_chat and with_example:
-        colours = terminal.is_terminal(sys.stdout)
+        colours = job.is_terminal(sys.stdout)
         how = "dim text is not trained on" if colours else "[[ ]] is around what is trained on"
         example = describe_example(packed[0], tokenizer, colours, packed.real_tokens(0))
         lines["example"] = f"({how})\n{example}"
@@ -352,7 +352,7 @@ def progress_of_tokenizing():
     """A function that prints on rank 0 how far the tokenizing is: on a terminal in one line that goes away at the end,
     elsewhere in a line each half minute. Where it takes longer than that, a first line says how long."""
     start = last_report = time.monotonic()
-    on_terminal = terminal.is_terminal(sys.stderr)
+    on_terminal = job.is_terminal(sys.stderr)
     interval = TERMINAL_SECONDS if on_terminal else LOG_SECONDS
     estimated = False
 
@@ -373,7 +373,7 @@ def progress_of_tokenizing():
         line = f"tokenizing {min(1, read / total):4.0%}  {counts['documents']:,} documents, {speed}, {left} left"
         if on_terminal:
             width = shutil.get_terminal_size().columns - 1
-            print(terminal.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
+            print(job.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
         else:
             print(f"data       {line}", flush=True)
 
@@ -381,7 +381,7 @@ def progress_of_tokenizing():
         yield report
     finally:
         if on_terminal and last_report > start:
-            print(terminal.CLEAR, end="", file=sys.stderr, flush=True)
+            print(job.CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def print_estimate(seconds: float, speed: str, on_terminal: bool) -> None:
@@ -392,7 +392,7 @@ def print_estimate(seconds: float, speed: str, on_terminal: bool) -> None:
     if seconds > HOUR:
         line += "; launch/datatrove.py does it beforehand, on several machines"
     if on_terminal:
-        print(terminal.CLEAR, end="", file=sys.stderr, flush=True)
+        print(job.CLEAR, end="", file=sys.stderr, flush=True)
     print(line, flush=True)
 
 

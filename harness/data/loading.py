@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import torch.distributed as dist
 
+from harness import job
 from harness.base.errors import UserError
 from harness.data.corpora import (
     OpenedSource,
@@ -27,7 +28,6 @@ from harness.data.streaming import StreamedDataset
 from harness.data.training_data import TrainingData
 from harness.flags.settings import ASSETS, Settings, is_local
 from harness.flags.sources import same_dataset, splits_overlap
-from harness.job import terminal
 
 
 def load_data(
@@ -48,7 +48,7 @@ def load_data(
     if settings.dataset == "synthetic":
         opened["synthetic"] = open_synthetic(settings, vocab_size)
     else:
-        if not terminal.is_terminal(sys.stderr):
+        if not job.is_terminal(sys.stderr):
             os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         for source in sources:
             rules = before.sources.get(source.name) if before else None

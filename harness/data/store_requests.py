@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness.base.errors import UnreadableError, UserError
 from harness.base.hub import answer_from_cache_without_network
 from harness.base.text import first_line
-from harness.job.printing import say
+from harness.job import say
 
 TIMEOUT_SECONDS = 30  # for a range of a file, or what is known about it
 LISTING_TRIES = 4  # at the start, when a user may have mistyped the name

@@ -27,7 +27,7 @@ from harness.data.storage import DataFile, for_parts
 from harness.data.stream_parts import Division, Part, parts_between, read_piece, share, size_of
 from harness.data.token_files import is_mapped
 from harness.data.windows import PackedDataset, pack
-from harness.job.printing import say
+from harness.job import say
 
 STREAM_BATCH = 64  # documents per call of the tokenizer: training waits for the first of them
 DIVIDED_BATCH = 16  # the same where there are several streams: it waits for the first of each

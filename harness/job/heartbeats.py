@@ -1,7 +1,7 @@
-"""Heartbeats: every rank writes its phase into the job's store every few seconds; when the job stalls, one line names
-the rank for which the others wait, even before the ranks have met. Started by the script; code calls `enter_phase`.
-Independent of what is trained."""
+"""Heartbeats: every rank writes into the job's store every two seconds where it is. When the job stalls, or a rank is
+gone, one line names that rank, its host, pid and phase, and every rank ends; before the ranks have met, too."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import faulthandler
@@ -12,23 +12,25 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from typing import NoReturn
 
 import psutil
-import torch.distributed as dist
 
-from harness.base import console, torch_internals
+from harness.base import console
 from harness.job import endings, terminal
 
 BEAT = 2.0  # seconds between two beats
-SILENT = 3  # missing beats after which a rank is silent
+SILENT_BEATS = 3  # missing beats after which a rank is silent
 STORE_PATIENCE = 10.0  # seconds until the store must have answered
+GONE_PATIENCE = 4.0  # seconds that a rank has to notice by itself that another one is gone
 EXIT_PATIENCE = 9.0  # seconds after which a rank that ends a stalled job is gone, whatever blocks it
+GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
-# (host, pid) of each rank, ("", 0) of one that was never seen; of this rank alone until heartbeats have begun
+NOWHERE = ("", 0)
+# (host, pid) of each rank, NOWHERE of one that has not come yet; before the first beat of this rank alone
 RANKS: list[tuple[str, int]] = [(socket.gethostname(), os.getpid())]
-ABSENT: dict = {"beat": 0}  # the beat of a rank that has not come to the store
 
 
 @dataclasses.dataclass
@@ -37,11 +39,10 @@ class Here:
 
     phase: str = "start"
     step: int = 0
-    phase_changes: int = 0
+    moves: int = 0
     since: float = dataclasses.field(default_factory=time.monotonic)
     writing: str = ""  # the part of a checkpoint that a thread writes now, for which other ranks may wait
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
-    store: dist.Store | None = None  # of the job
 
 
 HERE = Here()
@@ -49,287 +50,259 @@ HERE = Here()
 
 def enter_phase(phase: str, step: int | None = None) -> None:
     """Records that this rank enters a phase; every rank calls this."""
-    endings.block_if_exiting()
+    endings.block_if_ending()
     HERE.phase = phase
     if step is not None:
         HERE.step = step
     HERE.since = time.monotonic()
-    HERE.phase_changes += 1
+    HERE.moves += 1
 
 
-class Heartbeats(threading.Thread):
-    """A thread that writes this rank's beats, and ends a stalled job: when this rank enters no new phase for `seconds`,
-    one line names the rank for which it waits.
-
-    A rank that beats no more may be healthy: a call into C can hold the interpreter's lock, such as a launch into a
-    full queue of the GPU. It counts as stopped only where the system says so, to a rank beside it.
-
-    It starts before the ranks have met, so that a rank that never comes to the job's store is named too. Time for which
-    this process was itself stopped does not count as waiting. During the preparation ranks wait without limit for the
-    one that reads and tokenizes; only a rank that is stopped, or whose whole node is silent, ends the job.
-    """
-
-    def __init__(self, seconds: float, store: dist.Store):
-        super().__init__(daemon=True)
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.seconds, self.met = seconds, False
-        self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # at most 250 beats a second in the whole job
-        self.silence = max(SILENT * self.interval, min(30.0, seconds / 2))  # a call into C can hold the GIL that long
-        self.beat = 0  # number of the last one
-        self.asking: threading.Thread | None = None  # waits for an answer of the store
-        self.lock = threading.Lock()
-        self.place = RANKS[0]
-        HERE.store = store
-        self.store = store.clone()  # a connection of its own, as a call on the other one may block
-        self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
-        with contextlib.suppress(RuntimeError):  # no answer: the thread tries again
-            self.tell()
-        self.start()
-
-    def meet(self) -> None:
-        """Gathers host and pid of all ranks; every rank calls this once all have joined the process group."""
-        everyone = [self.place] * self.world
-        dist.all_gather_object(everyone, self.place)
-        RANKS[:] = everyone
-        self.met = True
-
-    def ask(self, operation: Callable, *args):
-        """What an operation of the store returns; a RuntimeError when the store does not answer in time. A thread makes
-        the call, as some operations have no timeout."""
-        answer: list = []
-
-        def run():
-            with contextlib.suppress(RuntimeError):
-                answer.append(operation(*args))
-
-        with self.lock:
-            if self.asking is None or not self.asking.is_alive():
-                self.asking = threading.Thread(target=run, daemon=True)
-                self.asking.start()
-                self.asking.join(STORE_PATIENCE + 1)
-        if not answer:
-            raise RuntimeError(f"no answer from the store at {store_address()}")
-        return answer[0]
-
-    def tell(self) -> None:
-        """Writes the next beat into the store; a RuntimeError when the store does not answer."""
-        self.beat += 1
-        beat = {
-            "beat": self.beat,
-            "phase": HERE.phase,
-            "step": HERE.step,
-            "moves": HERE.phase_changes,
-            "time": time.time(),
-            "seconds": time.monotonic() - HERE.since,
-            "writing": HERE.writing,
-            "place": self.place,
-            "beside": [*self.neighbours()],
-            "down": self.down(),
-        }
-        self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(beat))
-
-    def read(self) -> list[dict]:
-        """The newest beat of each rank; `ABSENT` of a rank that has not come to the store."""
-        keys = [f"heartbeat/{rank}" for rank in range(self.world)]
-        present = keys
-        if not self.met:
-            present = [key for key in keys if self.ask(self.store.check, [key])]
-        texts = self.ask(self.store.multi_get, present)
-        beat_of = {key: json.loads(text) for key, text in zip(present, texts, strict=True)}
-        beats = [beat_of.get(key, ABSENT) for key in keys]
-        if not self.met:
-            beside, places = ranks_beside(), []
-            for rank, beat in enumerate(beats):
-                place = beat.get("place") or beside.get(rank, ("", 0))
-                places.append(tuple(place))
-            RANKS[:] = places
-        return beats
-
-    def run(self) -> None:
-        moves, waited, before, now = 0, 0.0, None, time.monotonic()
-        while True:
-            time.sleep(self.interval)
-            slept, now = time.monotonic() - now, time.monotonic()
-            if endings.ENDING:  # what this rank still waits for, such as an upload, has a timeout of its own
-                return
-            if HERE.phase_changes != moves:
-                moves, waited, before = HERE.phase_changes, 0.0, None
-            waited += min(slept, 2 * self.interval)
-            try:
-                self.tell()
-                if waited < self.seconds:
-                    continue
-                if before is None:
-                    before, until = self.read(), waited + self.silence
-                elif waited >= until:
-                    ranks, what = self.judge(before, self.read())
-                    if what and HERE.phase_changes == moves:
-                        self.end(self.describe(ranks, what), ranks)
-                    waited, before = 0.0, None
-            except RuntimeError as error:
-                if waited > self.seconds:
-                    self.end(f"{self.name_of(self.rank)} waits in {HERE.phase} of step {HERE.step}, and {gone(error)}")
-
-    def name_of(self, rank: int) -> str:
-        host, pid = self.place if rank == self.rank else RANKS[rank]
-        return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
-
-    def neighbours(self) -> range:
-        """The ranks that this rank's launcher started, this one included; empty without a launcher."""
-        first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
-        return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
-
-    def down(self) -> list[int]:
-        """The ranks beside this one that the system says are stopped, zombies or gone."""
-        beside = [rank for rank in self.neighbours() if rank != self.rank and rank < len(RANKS)]
-        return [rank for rank in beside if RANKS[rank][1] and not is_running(RANKS[rank][1])]
-
-    def judge(self, before: list[dict], now: list[dict]) -> tuple[list[int], str]:
-        """The ranks for which the others wait, and in words where they are, by two readings of all beats; ([], "")
-        while it is too early to know."""
-        if absent := [rank for rank in range(self.world) if now[rank] == ABSENT]:
-            return absent, "never seen; stopped or killed before the ranks met, or not started"
-        beating = [rank for rank in range(self.world) if before[rank]["beat"] != now[rank]["beat"]]
-        silent = [rank for rank in range(self.world) if rank not in beating]
-        seen = {rank for watcher in beating for rank in now[watcher]["beside"]}
-        cut_off = [rank for rank in silent if rank not in seen]  # nobody beside it knows its state
-        if down := sorted({rank for watcher in beating for rank in now[watcher]["down"]}):
-            return down, f"{last_seen(now[down[0]])}; stopped, killed or cut off"
-        if all(beat["phase"] == "preparation" for beat in now) and not cut_off:
-            return [], ""
-        least = min(now[rank]["moves"] for rank in beating)
-        behind = [rank for rank in beating if now[rank]["moves"] == least]
-        writing = [rank for rank in behind if now[rank]["writing"]]
-        place = now[(writing or behind)[0]]
-        where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
-        if writing and len(behind) == len(beating):
-            return writing, f"{where}: at the {place['writing']} of a checkpoint"
-        if place["phase"] == "data":  # where it waits for nobody, so that what a silent rank last said is too old
-            return behind, where
-        if cut_off:
-            return cut_off, f"{last_seen(now[cut_off[0]])}; stopped, killed or cut off"
-        if len(behind) < len(beating) or self.world == 1:
-            return writing or behind, where
-        if silent:
-            silent = [rank for rank in silent if now[rank]["moves"] == min(now[rank]["moves"] for rank in silent)]
-            return silent, f"{last_seen(now[silent[0]])}; its process runs, but a call holds the interpreter's lock"
-        return behind, f"{where}: all wait for each other; the network between them, or a driver"
-
-    def describe(self, ranks: list[int], what: str) -> str:
-        names = self.name_of(ranks[0])
-        if len(ranks) == self.world > 1:
-            names = f"all {self.world} ranks"
-        elif len(ranks) > 1:
-            names += f" and {len(ranks) - 1} more"
-        return f"{names} did not come within {self.seconds / 60:g} minutes: {what}"
-
-    def end(self, problem: str, ranks: Collection[int] = ()) -> None:
-        """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one stood.
-
-        It ends later than `ranks`, for which it waited, so that the launcher names those first. Those of this node that
-        the system says are stopped cannot end themselves, and are killed; a rank that is only silent is not.
-        """
-        # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
-        with open(os.devnull, "w") as nowhere:
-            faulthandler.dump_traceback_later(EXIT_PATIENCE, exit=True, file=nowhere)
-            self.end_in_time(problem, ranks)
-
-    def end_in_time(self, problem: str, ranks: Collection[int]) -> None:
-        """`end`, by whatever may block."""
-        try:
-            speaks = self.ask(speaks_first, self.store)
-        except RuntimeError:
-            speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-        line = f"train_fsdp.py: error: --timeout-minutes: {problem}"
-        if speaks:
-            console.record_error(line)
-            # in a thread, as a pipe that nobody empties would block this one
-            threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
-        if HERE.folder:
-            with contextlib.suppress(OSError):
-                with open(HERE.folder / f"stalled-rank-{self.rank}.txt", "w") as file:
-                    file.write(f"{line}\n")
-                    faulthandler.dump_traceback(file)
-                dump_flight_recorder(HERE.folder, self.rank)
-        HERE.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
-        if self.rank not in ranks:
-            for rank in {*ranks} & {*self.down()}:
-                with contextlib.suppress(OSError):
-                    os.kill(RANKS[rank][1], signal.SIGKILL)
-            time.sleep(2 * self.interval)
-        time.sleep(0.5)
-        endings.announce(1, patience=5)
-        os._exit(1)
-
-    def explain(self, error: BaseException) -> str:
-        """After a collective broke, the rank that is gone, in words; empty for any other error, or if no rank is."""
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            return ""
-        try:
-            before, until = self.read(), time.monotonic() + SILENT * self.interval
-            missing: list[int] = []
-            while not missing and time.monotonic() < until:
-                time.sleep(0.1)
-                missing = [rank for rank in self.neighbours() if not is_running(RANKS[rank][1])]
-            now = self.read()
-            if not missing:
-                missing = [rank for rank in range(self.world) if before[rank]["beat"] == now[rank]["beat"]]
-        except RuntimeError as error:
-            return f"{self.name_of(self.rank)} lost the others, and {gone(error)}"
-        if not missing:
-            return ""
-        last = now[missing[0]]
-        if last == ABSENT:
-            return f"{self.name_of(missing[0])} is gone, or was never started"
-        return f"{self.name_of(missing[0])} is gone, last seen in {last['phase']} of step {last['step']}"
-
-
-def speaks_first(store: dist.Store | None) -> bool:
-    """Whether this rank is the first to ask, and so the one that prints why the job ends; always without a store."""
-    return store is None or store.add("train_fsdp/failed", 1) == 1
-
-
-def ranks_beside() -> dict[int, tuple[str, int]]:
-    """(host, pid) of the ranks that this one's launcher started, by their environment: they may still load torch."""
-    places = {}
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(os.getppid()).children():
-            with contextlib.suppress(psutil.Error, KeyError):
-                places[int(child.environ()["RANK"])] = socket.gethostname(), child.pid
-    return places
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process runs, by the system: it is neither stopped nor a zombie nor gone."""
+@contextlib.contextmanager
+def writing(part: str) -> Iterator[None]:
+    """Inside, a thread of this rank writes this part of a checkpoint."""
+    HERE.writing = part
     try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        yield
+    finally:
+        HERE.writing = ""
+
+
+def rank_name(rank: int) -> str:
+    """`rank 3 (node-b, pid 411)`."""
+    host, pid = RANKS[rank]
+    return f"rank {rank} ({host}, pid {pid})" if pid else f"rank {rank}"
+
+
+def process_status(pid: int) -> str:
+    """As psutil has it: running, sleeping, stopped, zombie, ...; dead where there is no such process."""
+    try:
+        return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return False
+        return psutil.STATUS_DEAD
 
 
 def last_seen(beat: dict) -> str:
     return f"last seen {max(0.0, time.time() - beat['time']):.0f} s ago in {beat['phase']} of step {beat['step']}"
 
 
-def gone(error: RuntimeError) -> str:
-    """What a store that does not answer means, as the end of a line."""
-    return f"there is {error}: rank 0, the launcher beside it, their node, or the way to it is gone"
+class Heartbeats(threading.Thread):
+    """A thread that writes this rank's beats, and ends the job where it stalls: when this rank enters no new phase for
+    `seconds`, or another rank is gone and this one does not notice, as it waits in a collective or works alone.
+
+    A rank that beats no more may be healthy: a call into C can hold the interpreter's lock, such as a launch into a
+    full queue of the GPU. It counts as stopped or gone only where the system says so, to a rank beside it.
+
+    Time for which this process was itself stopped does not count as waiting. During the preparation ranks wait without
+    limit for the one that reads and tokenizes; only a rank that is stopped, or whose whole node is silent, ends the
+    job. `stop` is the run's `StopRequest`.
+    """
+
+    def __init__(self, seconds: float, store, stop):
+        super().__init__(daemon=True)
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
+        self.neighbours = [*range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))]  # of one launcher
+        self.seconds, self.stop = seconds, stop
+        self.interval = min(max(BEAT, self.world / 250), seconds / 6)  # at most 250 beats a second in the whole job
+        self.silence = max(SILENT_BEATS * self.interval, min(30.0, seconds / 2))  # a call into C can last that long
+        self.beats = 0
+        own, RANKS[:] = RANKS[0], [NOWHERE] * self.world
+        RANKS[self.rank] = own
+        self.store = store.clone()  # a connection of its own, as a call on the other one may block
+        self.store.set_timeout(timedelta(seconds=STORE_PATIENCE))
+        self.calls = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        with contextlib.suppress(RuntimeError):  # no answer: the thread tries again
+            self.beat()
+        self.start()
+
+    def ask(self, operation: Callable, *args):
+        """What an operation of the store returns. A thread makes the call, as some operations have no timeout.
+
+        Raises:
+            RuntimeError: the store does not answer in time.
+        """
+        try:
+            return self.calls.submit(operation, *args).result(timeout=STORE_PATIENCE + 1)
+        except (RuntimeError, TimeoutError):
+            address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', 0)}"
+            cause = "rank 0, the launcher beside it, their node, or the way to it is gone"
+            raise RuntimeError(f"there is no answer from the store at {address}: {cause}") from None
+
+    def beat(self) -> None:
+        """Writes where this rank is, and which ranks beside it the system says are stopped or gone."""
+        self.beats += 1
+        where = {"place": RANKS[self.rank], "beat": self.beats}
+        where |= {"phase": HERE.phase, "step": HERE.step, "moves": HERE.moves}
+        where |= {"writing": HERE.writing, "seconds": time.monotonic() - HERE.since, "time": time.time()}
+        where |= {"beside": self.neighbours, "down": self.beside(psutil.STATUS_STOPPED, *GONE)}
+        self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
+
+    def read(self) -> list[dict | None]:
+        """The newest beat of each rank, None of one that has not come to the store; it fills RANKS."""
+
+        def newest() -> list[dict | None]:
+            keys = [f"heartbeat/{rank}" for rank in range(self.world)]
+            present = [key for key in keys if self.store.check([key])]
+            beats = dict(zip(present, map(json.loads, self.store.multi_get(present)), strict=True))
+            return [beats.get(key) for key in keys]
+
+        beats = self.ask(newest)
+        RANKS[:] = [tuple(beat["place"]) if beat else NOWHERE for beat in beats]
+        return beats
+
+    def beside(self, *statuses: str) -> list[int]:
+        """The ranks of this launcher whose process the system says is in one of these states."""
+        others = [rank for rank in self.neighbours if rank != self.rank and RANKS[rank] != NOWHERE]
+        return [rank for rank in others if process_status(RANKS[rank][1]) in statuses]
+
+    def gone(self) -> list[int]:
+        """The ranks beside this one that are gone, or else the one that another rank has reported."""
+        ranks = self.beside(*GONE)
+        if ranks:
+            self.ask(self.store.set, "gone", str(ranks[0]))
+        elif self.ask(self.store.check, ["gone"]):
+            ranks = [int(self.ask(self.store.get, "gone"))]
+        return ranks
+
+    def run(self) -> None:
+        moves, waited, without, before, now = 0, 0.0, 0.0, None, time.monotonic()
+        while True:
+            time.sleep(self.interval)
+            slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
+            if endings.ENDING or self.stop.leaving:  # what a rank still waits for has a timeout of its own
+                return
+            if terminal.lost_launcher() and not self.stop.name:
+                self.stop.request("the end of its launcher")
+            if HERE.moves != moves:
+                moves, waited, before = HERE.moves, 0.0, None
+            waited += slept
+            try:
+                self.beat()
+                gone = self.gone()
+                without = without + slept if gone else 0.0
+                if without > GONE_PATIENCE:
+                    self.end(self.describe_gone(gone[0], self.read()))
+                if waited < self.seconds:
+                    continue
+                if before is None:
+                    before, until = self.read(), waited + self.silence
+                elif waited >= until:
+                    ranks, where = self.judge(before, self.read())
+                    if ranks and HERE.moves == moves:
+                        self.end(f"--timeout-minutes: {self.describe(ranks)}: {where}", ranks)
+                    waited, before = 0.0, None
+            except RuntimeError as error:
+                if waited > self.seconds:
+                    place = f"{rank_name(self.rank)} waits in {HERE.phase} of step {HERE.step}"
+                    self.end(f"--timeout-minutes: {place}, and {error}")
+
+    def judge(self, before: list[dict | None], now: list[dict | None]) -> tuple[list[int], str]:
+        """The ranks for which the others wait, and in words where they are, by two readings of all beats; ([], "")
+        while it is too early to know."""
+        if absent := [rank for rank in range(self.world) if now[rank] is None]:
+            return absent, "never seen; stopped or killed before the ranks met, or not started"
+        beating = [rank for rank in range(self.world) if before[rank] and before[rank]["beat"] != now[rank]["beat"]]
+        silent = [rank for rank in range(self.world) if rank not in beating]
+        watched = {rank for watcher in beating for rank in now[watcher]["beside"]}
+        cut_off = [rank for rank in silent if rank not in watched]  # nobody beside it knows its state
+        if down := sorted({rank for watcher in beating for rank in now[watcher]["down"]}):
+            return down, f"{last_seen(now[down[0]])}; stopped, killed or cut off"
+        if all(beat["phase"] == "preparation" for beat in now) and not cut_off:
+            return [], ""
+
+        # What a silent rank wrote last may be many phases old, so first those that beat are compared.
+        least = min(now[rank]["moves"] for rank in beating)
+        behind = [rank for rank in beating if now[rank]["moves"] == least]
+        behind = [rank for rank in behind if now[rank]["writing"]] or behind
+        place = now[behind[0]]
+        where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
+        if place["writing"]:
+            return behind, f"{where}: at the {place['writing']} of a checkpoint"
+        if place["phase"] == "data":  # where it waits for nobody
+            return behind, where
+        if cut_off:
+            return cut_off, f"{last_seen(now[cut_off[0]])}; stopped, killed or cut off"
+        if len(behind) < len(beating) or self.world == 1:
+            return behind, where
+        if silent:
+            last = min(now[rank]["moves"] for rank in silent)
+            silent = [rank for rank in silent if now[rank]["moves"] == last]
+            return silent, f"{last_seen(now[silent[0]])}; its process runs, but a call holds the interpreter's lock"
+        return behind, f"{where}: all wait for each other; the network between them, or a driver"
+
+    def describe(self, ranks: list[int]) -> str:
+        names = rank_name(ranks[0])
+        if len(ranks) == self.world > 1:
+            names = f"all {self.world} ranks"
+        elif len(ranks) > 1:
+            names += f" and {len(ranks) - 1} more"
+        return f"{names} did not come within {self.seconds / 60:g} minutes"
+
+    def describe_gone(self, rank: int, beats: list[dict | None]) -> str:
+        beat = beats[rank]
+        if beat is None:
+            return f"{rank_name(rank)} is gone, or was never started"
+        return f"{rank_name(rank)} is gone, last seen in {beat['phase']} of step {beat['step']}"
+
+    def explain(self, error: BaseException) -> str:
+        """After a collective broke, the rank that is gone, in words; empty for any other error, or if no rank is."""
+        import torch.distributed as dist
+
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            return ""
+        try:
+            before, until = self.read(), time.monotonic() + SILENT_BEATS * self.interval
+            ranks = self.gone()
+            while not ranks and time.monotonic() < until:
+                time.sleep(0.1)
+                ranks = self.gone()
+            now = self.read()
+        except RuntimeError as no_answer:
+            return f"{rank_name(self.rank)} lost the others, and {no_answer}"
+        if not ranks:
+            ranks = [r for r in range(self.world) if now[r] is None or (before[r] or {}).get("beat") == now[r]["beat"]]
+        return self.describe_gone(ranks[0], now) if ranks else ""
+
+    def speaks_first(self) -> bool:
+        """Whether this rank is the first to ask, and so the one that prints why the job ends; without an answer from
+        the store the first rank of each node is."""
+        try:
+            return self.ask(self.store.add, "failed", 1) == 1
+        except RuntimeError:
+            return os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def end(self, problem: str, ranks: Collection[int] = ()) -> NoReturn:
+        """Ends this rank after a line by one rank of the job and, in the run's folder, traces of where this one stood.
+        Those of `ranks` that the system says are stopped here cannot end themselves, and are killed; a rank that is
+        only silent is not."""
+        HERE.phase = "failure"  # from here on a SIGTERM is the launcher's, as another rank has ended: no line about it
+        line = f"train_fsdp.py: error: {problem}"
+        with open(os.devnull, "w") as nowhere:
+            # a thread of C, which ends this process even where the record of NCCL holds the interpreter's lock
+            faulthandler.dump_traceback_later(EXIT_PATIENCE, exit=True, file=nowhere)
+            if self.speaks_first():
+                console.record_error(line)
+                # in a thread, as a pipe that nobody empties would block this one
+                threading.Thread(target=terminal.print_error, args=(line,), daemon=True).start()
+            if HERE.folder:
+                with contextlib.suppress(OSError):
+                    leave_traces(HERE.folder, self.rank, line)
+            for rank in {*ranks} & {*self.beside(psutil.STATUS_STOPPED)}:
+                with contextlib.suppress(OSError):
+                    os.kill(RANKS[rank][1], signal.SIGKILL)
+            time.sleep(0.5)  # for the line
+            endings.end(1, patience=5)
 
 
-def store_address() -> str:
-    """Host and port of the job's store, as the launcher set them."""
-    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', 0)}"
+def leave_traces(folder: pathlib.Path, rank: int, line: str) -> None:
+    """Writes where the threads of this rank are and, with NCCL, its last collectives for torch's `torchfrtrace`."""
+    import torch
 
-
-def record_into(folder: pathlib.Path) -> None:
-    """Sets the run's folder, where a stall leaves its traces, NCCL's own record of its collectives too."""
-    HERE.folder = folder
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # of this torch, and of older ones
-        os.environ.setdefault(name, str(folder.resolve() / "nccl_trace_rank_"))
-
-
-def dump_flight_recorder(folder: pathlib.Path, rank: int) -> None:
-    """Writes NCCL's record of its last collectives, for torch's `torchfrtrace`."""
-    trace = torch_internals.nccl_trace()
-    if trace is not None:
-        (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
+    with open(folder / f"stalled-rank-{rank}.txt", "w") as file:
+        file.write(f"{line}\n")
+        faulthandler.dump_traceback(file)
+    # private: in public torch writes NCCL's record only by itself, when a collective has timed out
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # None in a torch without NCCL
+    if dump is not None:
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(dump())

@@ -42,36 +42,28 @@ class Due:
     profile_ends: bool  # after this step
 
 
-class Schedule:
-    """Tells what is due at a step of a run that begins, or goes on, with `first_step`."""
-
-    def __init__(self, settings: Settings, first_step: int, has_held_out: bool):
-        self.settings, self.first_step, self.has_held_out = settings, first_step, has_held_out
-        self.profiled = range(0)
-        if settings.profile:  # the first step is left out in any case: it compiles
-            begin = first_step + max(settings.perf_warmup_steps, 1)
-            self.profiled = range(begin, begin + PROFILED_STEPS)
-        self.first_evaluation = None
-        if has_held_out:
-            next_multiple = math.ceil(first_step / settings.eval_interval) * settings.eval_interval
-            self.first_evaluation = min(next_multiple, settings.num_steps)
-
-    def at(self, step: int) -> Due:
-        settings = self.settings
-        last = step == settings.num_steps
-        evaluate = self.has_held_out and (last or step % settings.eval_interval == 0)
-        save = last and settings.keeps_last()
-        if settings.checkpoint_interval:
-            save = save or step % settings.checkpoint_interval == 0
-        return Due(
-            step=step,
-            first=step == self.first_step,
-            last=last,
-            evaluate=evaluate,
-            first_evaluation=step == self.first_evaluation,
-            log=evaluate or last or step == 1 or step % settings.log_interval == 0,
-            save=save,
-            profile_begins=step == self.profiled.start and step in self.profiled,
-            profiled=step in self.profiled,
-            profile_ends=step == self.profiled.stop - 1 and step in self.profiled,
-        )
+def due(settings: Settings, step: int, first_step: int = 1) -> Due:
+    """What is due at `step` of a run that this start begins, or goes on with, at `first_step`."""
+    last = step == settings.num_steps
+    evaluate = first_evaluation = False
+    if settings.eval_interval:
+        evaluate = last or step % settings.eval_interval == 0
+        next_multiple = math.ceil(first_step / settings.eval_interval) * settings.eval_interval
+        first_evaluation = step == min(next_multiple, settings.num_steps)
+    save = last and settings.keeps_last()
+    if settings.checkpoint_interval:
+        save = save or step % settings.checkpoint_interval == 0
+    profile_begin = first_step + max(settings.perf_warmup_steps, 1)  # at least the first one is left out: it compiles
+    profile_end = profile_begin + PROFILED_STEPS - 1
+    return Due(
+        step=step,
+        first=step == first_step,
+        last=last,
+        evaluate=evaluate,
+        first_evaluation=first_evaluation,
+        log=evaluate or last or step == 1 or step % settings.log_interval == 0,
+        save=save,
+        profile_begins=settings.profile and step == profile_begin,
+        profiled=settings.profile and profile_begin <= step <= profile_end,
+        profile_ends=settings.profile and step == profile_end,
+    )

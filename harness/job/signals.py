@@ -1,31 +1,23 @@
-"""Signals: SIGTERM, SIGUSR1 and Ctrl-C, read by a thread, and the agreement of all ranks to stop."""
+"""Signals: Ctrl-C, SIGTERM and SIGUSR1, for which a thread waits, and the agreement of all ranks to stop. Imports
+nothing heavy: signals are read before torch is loaded."""
 
 import math
 import os
-import select
 import signal
 import threading
 import time
-
-import torch
-import torch.distributed as dist
+from typing import Any
 
 from harness.flags.settings import Settings
 from harness.job import endings, heartbeats, terminal
-from harness.job.world import new_group
-
-LAUNCHER_PATIENCE = 1.0  # seconds between two checks that this rank's launcher is alive
 
 
 class StopRequest:
     """On SIGTERM or SIGUSR1 to any rank all ranks save after the same step and leave with 143. A second signal, or one
-    before the first step is done, ends the job at once; so does Ctrl-C at any time, with 130 and what to do next.
+    before the first step is done, ends the job at once; so does Ctrl-C at any time, with 130 and what to do next."""
 
-    A thread reads the signals: Python's own handlers run in the main thread, which may be inside a collective.
-    """
-
-    SIGNALS = terminal.STOP_SIGNALS
-    EXIT_CODE = terminal.STOPPED
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    EXIT_CODE = endings.STOPPED
     SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
 
     def __init__(self, settings: Settings | None = None):
@@ -33,65 +25,84 @@ class StopRequest:
         self.name = ""  # of the signal, or what else asked for the end
         self.can_save = False  # set by the loop, from when a step is done
         self.leaving = False  # set when the ranks have done all their work
-        self.group: dist.ProcessGroup | None = None  # of the ranks that ask each other
-        self.round: dist.Work | None = None  # the all-reduce of `flag` that was begun last
-        self.flag = torch.tensor(0)
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in (*self.SIGNALS, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._listen, args=(read_end,), daemon=True).start()
+        self.first_request = math.inf  # when, on the monotonic clock
+        self.group: Any = None  # of the ranks that ask each other, by default all of the world
+        self.round: Any = None  # the all-reduce of `flag` that was begun last
+        self.flag: Any = None
 
-    def _listen(self, read_end: int) -> None:
-        first_request = math.inf  # when, on the monotonic clock
-        signals = select.poll()  # select() takes no descriptor above 1,023
-        signals.register(read_end, select.POLLIN)
+    def listen(self) -> None:
+        """Starts the thread that waits for signals; called in the main thread, before other threads are started. Only
+        such a thread can act at any time: Python's own handlers run in the main thread, which may be inside a
+        collective. Processes that are forked later get signals as usual."""
+        numbers = {*self.SIGNALS, signal.SIGINT}
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers))
+        threading.Thread(target=self._wait, args=(numbers,), daemon=True).start()
+
+    def _wait(self, numbers: set[signal.Signals]) -> None:
         while True:
-            while not signals.poll(1000 * LAUNCHER_PATIENCE):
-                if terminal.lost_launcher() and not (self.name or self.leaving or endings.ENDING):
-                    self.request("the end of its launcher")
-            number, now = os.read(read_end, 1)[0], time.monotonic()
-            if endings.ENDING:  # of a run that failed, SIGTERM comes from torchrun, as another rank has left
-                is_done = endings.ENDING[0][0] == 0
-                if number == signal.SIGINT or (number in self.SIGNALS and is_done):
-                    endings.HURRY.set()
-                continue
-            if self.leaving and number in self.SIGNALS:
-                continue
-            if number == signal.SIGINT:
-                text = ""
-                if self.settings is not None and terminal.is_first_rank():
-                    here = heartbeats.HERE
-                    text = terminal.describe_interrupt(self.settings, here.step, here.phase, here.folder)
-                terminal.exit_now(text)
-            if number not in self.SIGNALS:  # another handler's, such as the data loader's SIGCHLD
-                continue
-            if now - first_request > self.SAME_REQUEST:
-                terminal.exit_now("", self.EXIT_CODE)
-            first_request = min(first_request, now)
+            self.react(signal.sigwait(numbers))
+
+    def react(self, number: int) -> None:
+        """Does what a signal asks for; called in a thread of its own."""
+        interrupts = number == signal.SIGINT
+        if endings.ENDING:
+            exit_code, _ = endings.ENDING[0]
+            if interrupts or exit_code == 0:  # otherwise torchrun sends it, as another rank has left
+                os._exit(exit_code)
+        elif interrupts:
+            if self.settings is not None and terminal.is_first_rank():
+                here = heartbeats.HERE
+                terminal.print_error(terminal.describe_interrupt(self.settings, here.step, here.phase, here.folder))
+            endings.end(endings.INTERRUPTED, patience=3)
+        elif not self.leaving:  # torchrun sends SIGTERM to ranks that leave a moment after the first one
+            now = time.monotonic()
+            if now - self.first_request > self.SAME_REQUEST:
+                endings.end(self.EXIT_CODE, patience=3)
+            self.first_request = min(self.first_request, now)
             self.request(signal.Signals(number).name)
 
     def request(self, name: str) -> None:
-        """Asks all ranks to save and leave because of `name`; called in any thread."""
-        if not self.can_save:
-            text = ""
-            if terminal.is_first_rank() and heartbeats.HERE.phase != "failure":
-                text = terminal.describe_stop(name, heartbeats.HERE.folder)
-            terminal.exit_now(text, self.EXIT_CODE)
-        self.name = name
+        """Asks all ranks to save and leave because of `name`; ends this process where there is nothing to save. Called
+        in any thread."""
+        if self.can_save:
+            self.name = name
+            return
+        trains = self.settings is None or terminal.trains(self.settings)
+        if terminal.is_first_rank() and trains and heartbeats.HERE.phase != "failure":
+            terminal.print_error(terminal.describe_stop(name, heartbeats.HERE.folder))
+        endings.end(self.EXIT_CODE, patience=3)
 
     def agreed_by_all_ranks(self) -> bool:
         """Whether any rank had a request when this was last called; every rank calls it after every step.
 
         The answer is one step old, so that no rank waits for it: a small all-reduce on the host during the next step.
         """
+        import torch
+        import torch.distributed as dist
+
         if dist.get_world_size() == 1:
             return bool(self.name)
-        if self.group is None:
-            self.group = new_group()
         if self.round:
             self.round.wait()
-        answer, self.flag = bool(self.flag), torch.tensor(int(bool(self.name)))
+        answer = self.flag is not None and bool(self.flag)
+        self.flag = torch.tensor(int(bool(self.name)))
         self.round = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, async_op=True)
         return answer
+
+
+LISTENING: list[StopRequest] = []  # the one of this process
+
+
+def listen(settings: Settings) -> StopRequest:
+    """The request of this process, which signals reach from the first call on."""
+    if not LISTENING:
+        LISTENING.append(StopRequest(settings))
+        LISTENING[0].listen()
+    return LISTENING[0]
+
+
+def ignore_signals(worker: int) -> None:
+    """Called in a data worker: a scheduler signals every process of a job, and they serve until their rank leaves."""
+    for number in (*StopRequest.SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -13,15 +13,18 @@ NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "t
 
 
 def begin() -> Settings:
-    """Parses the command line, prepares the terminal, the threads and the environment, and returns the settings.
+    """Parses the command line, listens to signals, prepares the threads and the environment, and returns the settings.
 
     A mistake in the flags, or a package that is missing, ends the process with one line.
     """
     settings = parse_args()
     versions.refuse_missing_packages()
-    from harness.job import host, terminal  # they need packages
+    from harness.job import host, signals, terminal  # they need packages
 
-    terminal.begin(settings)
+    signals.listen(settings)
+    terminal.remember_launcher()
+    if not settings.json:  # a plan as JSON is all that stdout has
+        terminal.say(f"train_fsdp {describe_command(settings)}; loading torch")
     warn(settings)
     host.set_threads(settings)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows all warnings
@@ -30,6 +33,19 @@ def begin() -> Settings:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("WANDB_SILENT", "true")
     return settings
+
+
+def describe_command(settings: Settings) -> str:
+    """What this process was started for, for its first line."""
+    if settings.plan:
+        return f"plan of {settings.model}"
+    if settings.measure:
+        return f"measuring with {settings.model}"
+    if settings.show_samples:
+        return f"samples of step {settings.show_samples:,} on {settings.describe_dataset()}"
+    if settings.num_steps == 0:
+        return f"{settings.model}, without training"
+    return f"{settings.model} on {settings.describe_dataset()}, {settings.describe_length()}"
 
 
 def silence_libraries() -> None:

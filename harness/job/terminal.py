@@ -1,12 +1,11 @@
-"""Terminal: the first line of a run, before torch is loaded, words wrapped to the width of the screen, the bar below
-the log lines, and the last lines after Ctrl-C. Called by the script and by whatever prints. Imports nothing heavy;
-independent of what is trained."""
+"""Terminal: what a job prints: lines of rank 0 on stdout, warnings and errors on stderr, the bar below the log lines,
+and the last lines of a run that was stopped, with the command that goes on. Imports nothing heavy."""
 
 import contextlib
 import os
 import pathlib
+import re
 import shlex
-import signal
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -16,21 +15,55 @@ from tqdm import tqdm
 
 from harness.base import console, saved
 from harness.flags.commands import flags_of_run, to_paste
-from harness.job import endings
+from harness.flags.settings import Settings
 
 PIPED = 120  # columns of a story where there is no terminal
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
 CLEAR = "\r\x1b[K"  # erases the bar on this line
-INTERRUPTED = 128 + signal.SIGINT
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STOPPED = 143
 LAUNCHER = os.getppid()  # pid of torchrun or accelerate; another process becomes the parent when it dies
 LAUNCHED: list[str] = []  # the command line of that process, for when it is gone
+
+
+# ---- Lines -----------------------------------------------------------------------------------------------------------
 
 
 def is_first_rank() -> bool:
     """Whether this process is rank 0, by its environment: known before the ranks have met."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def say(*message) -> None:
+    """Prints on rank 0, above a progress bar if there is one."""
+    if is_first_rank():
+        tqdm.write(" ".join(map(str, message)))
+        sys.stdout.flush()
+
+
+def say_story(story: str) -> None:
+    """Prints a text that the model wrote, broken at words to the width of the terminal."""
+    story = re.sub(r"\n(\s*\n)+", "\n\n", story)  # early in training most lines can be blank
+    say(wrap_lines(story, columns=width() or PIPED))
+
+
+def print_error(text: str) -> None:
+    """Writes lines to stderr, from any rank and any thread; a bar on the last line is erased."""
+    before = CLEAR if is_terminal(sys.stderr) else ""
+    line = f"{before}{text}\n"
+    console.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
+
+
+def warn(text: str) -> None:
+    """Prints a warning on rank 0."""
+    if is_first_rank():
+        print_error(f"train_fsdp.py: warning: {text}")
+
+
+def columns(lines: dict[str, str], wrap: bool = False) -> str:
+    """A line for each name, with its text in a second column; with `wrap` broken at words to a terminal's width."""
+    texts = [f"{name:10} {text}" for name, text in lines.items()]
+    if wrap:
+        texts = [wrap_lines(text, 11) for text in texts]
+    return "\n".join(texts)
 
 
 def is_terminal(stream) -> bool:
@@ -40,66 +73,29 @@ def is_terminal(stream) -> bool:
 
 def width() -> int | None:
     """Columns of the terminal that stdout goes to; None where it goes elsewhere."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # it is closed
         if is_terminal(sys.stdout):
             return os.get_terminal_size(sys.stdout.fileno()).columns
-    except (OSError, ValueError):  # it is closed
-        pass
     return None
 
 
-def begin(settings) -> None:
-    """Prints the first line, before torch is loaded, and lets signals end the process with one line until `StopRequest`
-    reads them."""
-    trains = not (settings.plan or settings.measure) and settings.num_steps
-
-    def interrupt(number: int, frame) -> None:
-        exit_now(describe_interrupt(settings, 0, "", None) if is_first_rank() else "")
-
-    def stop(number: int, frame) -> None:
-        speaks = is_first_rank() and trains
-        exit_now(describe_stop(signal.Signals(number).name, None) if speaks else "", STOPPED)
-
-    signal.signal(signal.SIGINT, interrupt)
-    for number in STOP_SIGNALS:
-        signal.signal(number, stop)
-    what = f"{settings.model} on {settings.describe_dataset()}, {settings.describe_length()}"
-    if settings.plan or settings.measure:
-        what = f"{'plan of' if settings.plan else 'measuring with'} {settings.model}"
-    elif settings.show_samples:
-        what = f"samples of step {settings.show_samples:,} on {settings.describe_dataset()}"
-    elif settings.num_steps == 0:
-        what = f"{settings.model}, without training"
-    if is_first_rank() and not settings.json:  # a plan as JSON is all that stdout has
-        print(f"train_fsdp {what}; loading torch", flush=True)
-    with contextlib.suppress(psutil.Error):
-        LAUNCHED[:] = psutil.Process(LAUNCHER).cmdline()
-
-
-def exit_now(text: str, exit_code: int = INTERRUPTED) -> None:
-    """Ends this process at once, from any thread, after a text if there is one."""
-    if text:
-        print_error(text)
-    endings.announce(exit_code, patience=3)
-    os._exit(exit_code)
-
-
-def print_error(text: str) -> None:
-    """Writes lines to stderr, from any thread; a bar on the last line is erased."""
-    before = CLEAR if is_terminal(sys.stderr) else ""
-    line = f"{before}{text}\n"
-    console.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
-
-
-def wrap(text: str, indent: int = 0, columns: int | None = None) -> str:
+def wrap_lines(text: str, indent: int = 0, columns: int | None = None) -> str:
     """The text with its lines broken at spaces to `columns`, by default the width of the terminal; unchanged without a
     terminal. `indent` is that of the lines after a break. A word longer than a line, such as a URL, stays whole."""
     columns = columns or width()
     if not columns:
         return text
-    options = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    fill = textwrap.TextWrapper(columns, subsequent_indent=" " * min(indent, columns // 3), **options).fill
-    return "\n".join(map(fill, text.split("\n")))
+    wrapper = textwrap.TextWrapper(
+        columns,
+        subsequent_indent=" " * min(indent, columns // 3),
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return "\n".join(map(wrapper.fill, text.split("\n")))
+
+
+# ---- Bars ------------------------------------------------------------------------------------------------------------
 
 
 def progress(items: Iterable, total: int, what: str) -> Iterable:
@@ -118,38 +114,13 @@ def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
     )
 
 
-def describe_interrupt(settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
-    """The last lines after Ctrl-C: where the run was, what is saved, and the command that goes on."""
-    if settings.plan or settings.measure or not settings.num_steps:
-        return "stopped    by Ctrl-C"
-    length = f"{settings.num_tokens:,} tokens" if settings.num_tokens else f"{settings.num_steps:,}"
-    where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
-    lines = [f"stopped    by Ctrl-C {where}"]
-    newest, interval = saved.newest(folder), settings.checkpoint_interval
-    if newest:
-        lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
-    elif step and not interval:
-        lines.append("saved      nothing: --checkpoint-interval N saves every N steps")
-    elif step and interval >= step:
-        lines.append(f"saved      nothing yet, the first after step {interval:,}")
-    elif step:
-        lines.append("saved      nothing")
-    return "\n".join(lines)
+# ---- Commands, and the ends of stopped runs --------------------------------------------------------------------------
 
 
-def describe_stop(name: str, folder: pathlib.Path | None) -> str:
-    """The line of a run that `name`, a signal or the loss of its launcher, ends where it cannot save."""
-    newest = saved.newest(folder)
-    kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
-    return f"train_fsdp.py: {name} outside training, nothing to save{kept}"
-
-
-def command(settings, folder: pathlib.Path) -> str:
-    """The command, for the shell, that goes on with this run from its newest checkpoint."""
-    flags = flags_of_run(settings, folder)
-    if folder.parent == pathlib.Path(settings.output_dir).expanduser():
-        return to_paste(launcher(), flags, resume="auto", run_name=folder.name)
-    return to_paste(launcher(), flags, resume=folder)
+def remember_launcher() -> None:
+    """Keeps the command line of this process's launcher, for when it is gone."""
+    with contextlib.suppress(psutil.Error):
+        LAUNCHED[:] = psutil.Process(LAUNCHER).cmdline()
 
 
 def lost_launcher() -> bool:
@@ -171,3 +142,42 @@ def launcher() -> str:
                 del words[0]  # they are scripts, and find their interpreter
     folder = os.getcwd() + os.sep
     return shlex.join(word.removeprefix(folder) for word in [*words, script])
+
+
+def command(settings: Settings, folder: pathlib.Path) -> str:
+    """The command, for the shell, that goes on with this run from its newest checkpoint."""
+    flags = flags_of_run(settings, folder)
+    if folder.parent == pathlib.Path(settings.output_dir).expanduser():
+        return to_paste(launcher(), flags, resume="auto", run_name=folder.name)
+    return to_paste(launcher(), flags, resume=folder)
+
+
+def trains(settings: Settings) -> bool:
+    """Whether this process is to train, and neither plans nor only evaluates."""
+    return not (settings.plan or settings.measure) and settings.num_steps > 0
+
+
+def describe_interrupt(settings: Settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
+    """The last lines after Ctrl-C: where the run was, what is saved, and the command that goes on."""
+    if not trains(settings):
+        return "stopped    by Ctrl-C"
+    length = f"{settings.num_tokens:,} tokens" if settings.num_tokens else f"{settings.num_steps:,}"
+    where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
+    lines = [f"stopped    by Ctrl-C {where}"]
+    newest, interval = saved.newest(folder), settings.checkpoint_interval
+    if newest:
+        lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
+    elif step and not interval:
+        lines.append("saved      nothing: --checkpoint-interval N saves every N steps")
+    elif step and interval >= step:
+        lines.append(f"saved      nothing yet, the first after step {interval:,}")
+    elif step:
+        lines.append("saved      nothing")
+    return "\n".join(lines)
+
+
+def describe_stop(name: str, folder: pathlib.Path | None) -> str:
+    """The line of a run that `name`, a signal or the loss of its launcher, ends where it cannot save."""
+    newest = saved.newest(folder)
+    kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
+    return f"train_fsdp.py: {name} outside training, nothing to save{kept}"

@@ -1,24 +1,102 @@
-"""The world: its ranks meet in a store, train, and leave; one of them prints why the job failed."""
+"""The world: its ranks meet in a store, work, and leave; whatever ends them becomes one line and an exit code."""
 
-import contextlib
 import math
 import os
 import socket
-import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from harness.base import console, torch_internals
+from harness.base import console
 from harness.base.errors import UserError
-from harness.base.text import first_line
-from harness.job import endings, heartbeats, terminal
+from harness.base.text import first_line, one_line
+from harness.flags.settings import Settings
+from harness.job import endings, heartbeats, signals, terminal
 
 STORE_PATIENCE = 15  # seconds until a line about a store that does not answer
 AFTER_HEARTBEATS = timedelta(minutes=1)  # that collectives wait longer than --timeout-minutes
+TORCHS_PATIENCE = 480  # seconds that torch waits for its own NCCL watchdog, before it aborts without a word
+
+
+class World:
+    """The job that this process is a rank of.
+
+        with job.World(settings) as world:
+            device = world.meet()
+            world.exit_code = run(settings, device, world.stop)
+
+    Leaving it ends a process that has met the others, with `exit_code`. What is raised inside ends the process too: one
+    rank of all prints one line about a mistake of the user's, memory that ran out, or a collective that broke because a
+    rank is gone; a bug keeps its traceback. Signals end it by `stop`.
+    """
+
+    def __init__(self, settings: Settings, memory_advice: Callable[[], str] = lambda: ""):
+        """`memory_advice` says what to try when a device has no memory left; it is asked only then."""
+        self.settings, self.memory_advice = settings, memory_advice
+        self.exit_code = 0
+        self.stop = signals.listen(settings)
+        self.watch: heartbeats.Heartbeats | None = None  # once the job's store was reached
+
+    def __enter__(self) -> "World":
+        return self
+
+    def meet(self) -> torch.device:
+        """Waits for the other ranks, and returns this one's device."""
+        minutes = self.settings.timeout_minutes
+        store = open_store(minutes)
+        self.watch = heartbeats.Heartbeats(60 * minutes, store, self.stop)  # it names a rank that never comes
+        device = start_processes(minutes, store)
+        self.watch.read()  # all have come by now: from here on their places are known
+        if dist.get_world_size() > 1:
+            self.stop.group = new_group()
+        return device
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None and self.watch:
+            try:
+                stop_processes(self.stop)
+            except Exception as broken:
+                error = broken
+            else:
+                endings.end(self.exit_code)
+        if isinstance(error, Exception):
+            self.fail(error)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Ends this rank; one rank of all prints why."""
+        if isinstance(error, UserError):
+            self.end(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code)
+        if isinstance(error, torch.OutOfMemoryError):
+            self.end(f"train_fsdp.py: error: {first_line(error)} {self.memory_advice()}".rstrip(), 1)
+        lost_rank = self.watch.explain(error) if self.watch else ""
+        if lost_rank:
+            self.end(f"train_fsdp.py: error: {lost_rank}", 1, patience=0)
+        self.end("".join(traceback.format_exception(error)), 1)
+
+    def end(self, message: str, exit_code: int, patience: float = 3) -> NoReturn:
+        """Ends this rank after its message, which one rank of all prints, with --json also as an object on stdout.
+
+        It is rank 0 that prints, if it fails within `patience` seconds too. The errors of other ranks are most often
+        echoes: collectives that broke as one rank had left.
+        """
+        happened = time.time()
+        heartbeats.HERE.phase = "failure"
+        if not terminal.is_first_rank():
+            time.sleep(patience)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
+        if self.watch is None or self.watch.speaks_first():
+            console.record_error(message, happened)
+            terminal.print_error(message)
+            if self.settings.json:
+                console.tell_json(message)
+        endings.end(exit_code, patience=5)
+
+
+# ---- The store -------------------------------------------------------------------------------------------------------
 
 
 def open_store(timeout_minutes: float = 10) -> dist.Store:
@@ -32,19 +110,18 @@ def open_store(timeout_minutes: float = 10) -> dist.Store:
         return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     check_restarts(env)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    reach_store(address, port, timeout_minutes)
+    is_server = not of_launcher(env) and env["RANK"] == "0"
+    if not is_server:
+        wait_for_store(address, port, timeout_minutes)
+    timeout = timedelta(minutes=timeout_minutes)
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            int(env["WORLD_SIZE"]),
-            is_master=not of_launcher(env) and env["RANK"] == "0",
-            timeout=timedelta(minutes=timeout_minutes),
-            wait_for_workers=False,
+        store: dist.Store = dist.TCPStore(
+            address, port, int(env["WORLD_SIZE"]), is_server, timeout, wait_for_workers=False
         )
     except RuntimeError as error:
-        where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
-        raise UserError(f"{where}: rank 0's store does not answer ({first_line(error)})", 1) from None
+        problem = "rank 0 cannot listen there" if is_server else "rank 0's store does not answer"
+        problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: {problem} ({first_line(error)})"
+        raise UserError(f"{problem}; name rank 0's own host and a free port", 1) from None
     if of_launcher(env) and env["GROUP_WORLD_SIZE"] == "1":
         # torchrun's store outlives a restart and keeps the dead ranks' addresses (pytorch issue 135712). The count
         # tells restarts apart on one node only, see docs/CHECKPOINTS.md
@@ -55,6 +132,43 @@ def open_store(timeout_minutes: float = 10) -> dist.Store:
 def of_launcher(env: Mapping[str, str]) -> bool:
     """Whether the job's store is torchrun's, which listens before any rank is started, and not rank 0's."""
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def check_restarts(env: Mapping[str, str]) -> None:
+    """Raises a UserError for --max-restarts on several nodes with torchrun's own store: the store keeps the addresses
+    of dead ranks, and nothing tells one restart from another."""
+    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if of_launcher(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
+        needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        raise UserError(f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}")
+
+
+def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
+    """Returns when something listens there; after 15 s one line names what this rank waits for. torch would wait in
+    silence, for an address that does not exist too.
+
+    Raises:
+        UserError: nothing listens there for `timeout_minutes`, or the address cannot be resolved.
+    """
+    where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
+    began, has_warned = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            return
+        except OSError as error:
+            waited, cause = time.monotonic() - began, error.strerror or str(error)
+            if terminal.lost_launcher():
+                raise UserError(f"{where}: the launcher is gone, and its store with it; start it again", 1) from None
+            if waited > 60 * timeout_minutes or (waited > STORE_PATIENCE and isinstance(error, socket.gaierror)):
+                raise UserError(f"{where}: rank 0's store does not answer ({cause}); name rank 0's host", 1) from None
+            if waited > STORE_PATIENCE and not has_warned:
+                terminal.print_error(f"train_fsdp.py: waiting for rank 0 at {where} ({cause})")
+                has_warned = True
+            time.sleep(0.5)
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
 
 
 def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None) -> torch.device:
@@ -73,10 +187,9 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
             raise UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
+        env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
         limit = timedelta(minutes=timeout_minutes) + AFTER_HEARTBEATS
-        # torch's own patience with its watchdog is 480 s, after which it aborts without a word about any rank
-        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(480 + math.ceil(limit.total_seconds())))
+        env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(TORCHS_PATIENCE + math.ceil(limit.total_seconds())))
         dist.init_process_group(
             # gloo beside NCCL carries Python objects and, with --cpu-offload, the norms of gradients on the host
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -90,12 +203,25 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
     return device
 
 
+def stop_processes(stop: signals.StopRequest | None = None) -> None:
+    """Leaves the world, after a barrier: a gloo rank that leaves before the others are done can abort them."""
+    heartbeats.enter_phase("end")
+    if stop and stop.round:
+        stop.round.wait()
+    dist.barrier()
+    if stop:
+        stop.leaving = True
+    dist.destroy_process_group()
+
+
 def limit_waiting(*groups: dist.ProcessGroup) -> None:
-    """Gives these groups the timeout of the default group; torch's own default is 30 minutes."""
-    timeout = torch_internals.gloo_timeout()
-    if timeout is not None:  # a plan's group has no gloo, and nobody waits in it
+    """Gives these groups the timeout of the default group; torch's own default is 30 minutes, and the maker of a device
+    mesh takes none."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # private: no public name gives a group's timeout back
+    if isinstance(backend, dist.ProcessGroupGloo):  # a plan's group has no gloo, and nobody waits in it
         for group in groups:
-            torch_internals.set_group_timeout(group, timeout)
+            # private: no public name sets the timeout of a group that exists
+            dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
 
 
 def new_group() -> dist.ProcessGroup:
@@ -103,91 +229,3 @@ def new_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo")
     limit_waiting(group)
     return group
-
-
-def check_restarts(env: Mapping[str, str]) -> None:
-    """Raises a UserError for --max-restarts on several nodes with torchrun's own store: the store keeps the addresses
-    of dead ranks, and nothing tells one restart from another."""
-    restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if of_launcher(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
-        needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
-        raise UserError(f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}")
-
-
-def reach_store(address: str, port: int, timeout_minutes: float) -> None:
-    """Waits until the job's store answers; after 15 s without an answer one line names what this rank waits for. torch
-    would warn for minutes and name no cause.
-
-    Raises:
-        UserError: the address cannot be resolved, rank 0 is not reached under it, its port is taken, or the store does
-            not answer for `timeout_minutes`.
-    """
-    where = f"MASTER_ADDR {address}, MASTER_PORT {port}"
-    start, own_store, has_warned = time.monotonic(), None, False
-    if int(os.environ["RANK"]) == 0 and not of_launcher(os.environ):
-        try:
-            own_store = socket.create_server(("", port))  # where torch is going to listen
-        except OSError as error:
-            raise UserError(f"{where}: rank 0 cannot listen there ({error.strerror}); choose another port", 1) from None
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=5).close()
-            break
-        except OSError as error:
-            waited = time.monotonic() - start
-            if waited > STORE_PATIENCE and (own_store or isinstance(error, socket.gaierror)):
-                problem = "rank 0 is not reached at its own address" if own_store else "no such host"
-                raise UserError(f"{where}: {problem} ({error.strerror or error}); name the host of rank 0", 1) from None
-            if waited > STORE_PATIENCE and of_launcher(os.environ) and isinstance(error, ConnectionRefusedError):
-                raise UserError(f"{where}: torchrun is gone, and its store with it; start it again", 1) from None
-            if waited > 60 * timeout_minutes:
-                raise UserError(f"{where}: rank 0's store does not answer ({error.strerror or error})", 1) from None
-            if waited > STORE_PATIENCE and not has_warned:
-                terminal.print_error(f"train_fsdp.py: waiting for rank 0 at {where} ({error.strerror or error})")
-                has_warned = True
-            time.sleep(0.5)
-    if own_store:
-        own_store.close()
-
-
-def stop_processes(stop=None) -> None:
-    """Leaves the world, after a barrier: a gloo rank that leaves before the others are done can abort them. `stop` is
-    the run's `StopRequest`."""
-    heartbeats.enter_phase("end")
-    if stop and stop.round:
-        stop.round.wait()
-    dist.barrier()
-    dist.destroy_process_group()
-    if stop:
-        stop.leaving = True  # torchrun sends SIGTERM to ranks that leave a moment after the first one
-
-
-def end_process(exit_code: int) -> None:
-    """Ends this rank, whose work is done and written, without the interpreter's clean-up, in which the thread of a
-    library can abort the process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    endings.announce(exit_code)
-    os._exit(exit_code)
-
-
-def fail(message: str, exit_code: int, patience: float = 3, as_json: bool = False) -> None:
-    """Ends this rank after its message, which one rank of all prints, with `as_json` also as an object on stdout.
-
-    It is rank 0 that prints, if it fails within `patience` seconds too. The errors of other ranks are most often
-    echoes: collectives that broke as one rank had left.
-    """
-    speaks, happened = terminal.is_first_rank(), time.time()
-    heartbeats.HERE.phase = "failure"
-    if not speaks:
-        time.sleep(patience)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
-    with contextlib.suppress(RuntimeError):  # the store is gone, with the rank or the launcher that served it
-        speaks = heartbeats.speaks_first(heartbeats.HERE.store)
-    sys.stdout.flush()
-    if speaks:
-        console.record_error(message, happened)
-        terminal.print_error(message)
-        if as_json:
-            console.tell_json(message)
-    endings.announce(exit_code, patience=5)
-    os._exit(exit_code)  # no clean-up, which would wait for ranks and workers that answer no more

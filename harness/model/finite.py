@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.job import heartbeats
+from harness import job
 from harness.model.optimization import clip_grad_norm
 from harness.model.sampling import evaluating
 
@@ -14,7 +14,7 @@ TOKENS = 16  # of a pass that needs no data
 
 def loss_without_data(model: nn.Module) -> float:
     """The loss on TOKENS tokens from all over the vocabulary, on all ranks; every rank calls this."""
-    heartbeats.enter_phase("check")
+    job.enter_phase("check")
     device = next(model.parameters()).device_mesh.device_type
     vocabulary = model.config.get_text_config().vocab_size
     tokens = (torch.arange(TOKENS, device=device) * vocabulary // TOKENS)[None]
@@ -30,7 +30,7 @@ def loss_and_norm(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dic
     all zero and the loss is finite, that of a guess; the gradients are NaN. This pass is the one that training runs, so
     it takes no more memory, and nothing is compiled for it.
     """
-    heartbeats.enter_phase("check")
+    job.enter_phase("check")
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=cuda):  # of dropout
         loss = model(**batch, use_cache=False).loss

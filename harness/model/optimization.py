@@ -18,7 +18,7 @@ from harness.base.errors import UserError
 from harness.base.package_internals import wrapped_weight
 from harness.base.torch_internals import norm_of_each
 from harness.flags.settings import OPTIMIZERS, Settings
-from harness.job.host import ParameterBytes
+from harness.job import ParameterBytes
 from harness.model.weights import on_meta
 
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
+from harness import job
 from harness.base.torch_internals import cpu_multiplies_bf16
 from harness.flags.settings import Settings
-from harness.job import terminal
 
 # Tokens/s of `--demo` on two cores without bf16 instructions, lowest and highest of several runs (torch 2.13.0).
 DEMO_WITHOUT_INSTRUCTIONS = {"bf16": "295 to 424", "fp32": "2,800 to 5,300"}
@@ -28,9 +28,9 @@ def choose_precision(settings: Settings, manifest: dict | None) -> Settings:
     elif settings.precision is None:
         settings = dataclasses.replace(settings, precision="bf16" if computes_on_gpu(settings) else "fp32")
     on_cpu = not (settings.plan or computes_on_gpu(settings))
-    if on_cpu and settings.precision != "fp32" and not cpu_multiplies_bf16() and terminal.is_first_rank():
+    if on_cpu and settings.precision != "fp32" and not cpu_multiplies_bf16() and job.is_first_rank():
         bf16, fp32 = DEMO_WITHOUT_INSTRUCTIONS["bf16"], DEMO_WITHOUT_INSTRUCTIONS["fp32"]
         price = f"the demo has {bf16} tokens/s so and {fp32} in fp32"
         warning = f"--precision {settings.precision}: this CPU has no instructions for bf16; {price}: give fp32"
-        terminal.print_error(f"train_fsdp.py: warning: {warning}")
+        job.print_error(f"train_fsdp.py: warning: {warning}")
     return settings

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from harness import job
 from harness.flags.settings import Settings
-from harness.job import heartbeats
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device:
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    heartbeats.enter_phase("sampling")
+    job.enter_phase("sampling")
     with evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         torch.manual_seed(settings.seed)
         tokens = model.generate(

@@ -17,7 +17,7 @@ from harness.base.errors import UserError
 from harness.base.text import first_line
 from harness.base.torch_internals import was_written
 from harness.base.transformers_internals import checkpoint_rules, initialize, load_tensors, renamed_by, was_loaded
-from harness.job.terminal import is_first_rank
+from harness.job import is_first_rank
 from harness.model.attention import ONE_KERNEL
 
 

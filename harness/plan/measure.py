@@ -18,17 +18,14 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from harness import job
 from harness.base.devices import GIB, wait_for_device
 from harness.base.errors import UserError
 from harness.base.gpu_table import find_gpu
 from harness.base.ranks import of_all_ranks
 from harness.base.text import first_line
 from harness.flags.settings import Settings
-from harness.job import heartbeats
-from harness.job.folders import replace_file
-from harness.job.printing import columns, say
-from harness.job.signals import StopRequest
-from harness.job.world import open_store, start_processes, stop_processes
+from harness.job import columns, replace_file, say
 from harness.model import collectives
 from harness.model.attention import any_attention_kernel
 from harness.model.configs import load_config
@@ -51,7 +48,7 @@ def time_operators(record: StepRecorder, device: torch.device, seconds: float) -
     torch.manual_seed(0)
     with torch.no_grad():
         for operator, example in record.examples.items():
-            heartbeats.enter_phase("measure")
+            job.enter_phase("measure")
             try:
                 call = make_call(operator, *example, device, working_set)
                 median, least = time_call(call, device, seconds / len(record.examples))
@@ -243,7 +240,7 @@ def make_section(of_ranks: list[tuple[float, float, dict]], timed: dict, of_coll
     }
 
 
-def measure(settings: Settings, recipe) -> None:
+def measure(settings: Settings, recipe, ranks) -> None:
     """--measure: times this device with what a step of `settings` runs, and writes the file that a plan reads. The
     figures of a file that is there by the same versions stay, but for those that are measured again."""
     began, world = time.monotonic(), int(os.environ.get("WORLD_SIZE", 1))
@@ -257,10 +254,7 @@ def measure(settings: Settings, recipe) -> None:
     tiny, demo = small(settings), load_config("demo")
     tiny_record = record_step(tiny, recipe, demo, 1, demo.num_hidden_layers, 1, on_gpu)
 
-    store = open_store(settings.timeout_minutes)
-    watch = heartbeats.Heartbeats(60 * settings.timeout_minutes, store)
-    device, stop = start_processes(settings.timeout_minutes, store), StopRequest()
-    watch.meet()
+    device = ranks.meet()
     mesh = recipe.build_mesh(settings, device)
     about = describe_device(device, local)
     say(columns({"measure": f"{len(record.examples)} operators of {settings.model} on {world} x {about['device']}"}))
@@ -272,9 +266,9 @@ def measure(settings: Settings, recipe) -> None:
     links = time_links(device) if world > 1 else []
     of_ranks = of_all_ranks((sum(least for _, least, _ in timed.values()), host, timed))
 
-    slow = slow_ranks([seconds for seconds, *_ in of_ranks], heartbeats.RANKS)
+    slow = slow_ranks([seconds for seconds, *_ in of_ranks], job.RANKS)
     expected = expected_speeds(about["device"]) if device.type == "cuda" else {}
-    slow += slow_links(links, heartbeats.RANKS, expected)
+    slow += slow_links(links, job.RANKS, expected)
     section = make_section(of_ranks, timed, of_collectives)
     rates = Rates(about["device"], 0, None, {}, device.type == "cuda", section)
     planned = predict_time(record.counts, record.operators, record.parts, rates)["step"]
@@ -288,7 +282,6 @@ def measure(settings: Settings, recipe) -> None:
     for line in slow:
         say(f"slow       {line}")
     say(f"done       {time.monotonic() - began:.0f} s")
-    stop_processes(stop)
 
 
 def write(path: pathlib.Path, contents: dict) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.base.errors import UserError
 from harness.flags.settings import ROOT, Settings
-from harness.job.printing import say
+from harness.job import say
 
 PATIENCE = 60  # seconds that the end of a run waits for its plan
 RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans

@@ -3,12 +3,12 @@ Computes no figure that the JSON object does not have."""
 
 import textwrap
 
+from harness import job
 from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB, find_gpu
 from harness.base.text import counted
 from harness.flags.commands import as_flags
 from harness.flags.settings import Settings
-from harness.job import terminal
-from harness.job.printing import columns
+from harness.job import columns
 from harness.plan.gpus import FRAGMENTATION, PUBLISHED_KINDS, PUBLISHED_MEMORY_RUNS, TIGHT
 from harness.plan.rates import Rates
 from harness.plan.search import MIN_GAIN
@@ -59,7 +59,7 @@ def describe_rates(rates: Rates, sources: dict[str, float]) -> str:
 def fill(text: str, indent: int, first: int = 0) -> str:
     """Wrapped to the terminal, to 80 columns where there is none, with no number on another line than its %."""
     text = text.replace(" %", "\N{NO-BREAK SPACE}%")
-    columns = min(terminal.width() or 80, 120)
+    columns = min(job.width() or 80, 120)
     options = {"initial_indent": " " * first, "subsequent_indent": " " * indent, "break_on_hyphens": False}
     filled = textwrap.fill(text, columns, break_long_words=False, **options)
     return filled.replace("\N{NO-BREAK SPACE}", " ")

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
-from harness.job import driver
 from harness.report.slow_ranks import SlowRanks
 from harness.state.train_state import TrainState
 
@@ -51,7 +50,6 @@ class RankFigures:
     step_time_ms: float = ABSENT
     data_wait_percent: float = ABSENT
     waited_ms: float = ABSENT  # of a step, inside collectives
-    slowdown: float = 0.0  # why the GPU's clocks are low, bits of `driver.SLOWDOWNS`
     squared_lengths: float = ABSENT  # of the documents of the window, the sum of their lengths' squares
 
     @property
@@ -83,7 +81,6 @@ def figures_of_all_ranks(
         own |= {"step_time_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
         if waited_ms is not None:
             own["waited_ms"] = waited_ms
-            own["slowdown"] = driver.slowdown()
     if not own:  # the same on every rank, so none waits in a collective
         return {}
     ranks = gather(RankFigures(**own), device)
@@ -91,8 +88,7 @@ def figures_of_all_ranks(
     if not timed:
         return worst
     if slow_ranks and waited_ms is not None:
-        slowdowns = [int(rank.slowdown) for rank in ranks]
-        slow_ranks.judge([rank.worked_ms for rank in ranks], slowdowns, worst["slowest_rank_ms"])
+        slow_ranks.judge([rank.worked_ms for rank in ranks], worst["slowest_rank_ms"])
     # the rest of the time since the run began is start-up, compilation, evaluation, pauses, and after a resume what was
     # lost and the time between
     trained, elapsed = state.productive_seconds(), state.elapsed

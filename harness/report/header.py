@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness.base.text import counted
 from harness.flags.commands import given
 from harness.flags.settings import Settings
-from harness.job.printing import columns
+from harness.job import columns
 from harness.model.attention import describe_attention
 from harness.model.optimization import find_optimizer
 from harness.model.routing import describe_routing

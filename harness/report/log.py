@@ -11,14 +11,13 @@ import time
 import torch.distributed as dist
 from tqdm import tqdm
 
+from harness import job
 from harness.base.errors import UserError
 from harness.base.saved import place_of
 from harness.base.text import first_line
 from harness.data.data_record import DataRecord
 from harness.flags.settings import Settings
-from harness.job import endings, terminal
-from harness.job.folders import lock_folder
-from harness.job.printing import columns, say
+from harness.job import columns, say
 from harness.report import page
 from harness.report.header import watching
 from harness.report.metrics_file import MetricsFile
@@ -59,7 +58,6 @@ class Report:
         if dist.get_rank() == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock_folder(folder)
                 starts = describe_starts(folder, state, changed)
                 starts[-1]["mixture"] = data.describe_history()
                 self.file = MetricsFile(folder / "metrics.jsonl", state.step)
@@ -80,10 +78,10 @@ class Report:
         if self.file:
             self.trackers = Trackers(settings, folder, state, json.loads(json.dumps(run)))
             places |= self.trackers.places() | watching(settings, folder)
-            endings.LISTENERS.append(self.interrupt)
+            job.at_exit(self.interrupt)
         say(columns(places) + "\n")
-        shown = self.file is not None and terminal.is_terminal(sys.stderr)
-        self.bar = terminal.step_bar(self.num_steps, state.step, shown=shown)
+        shown = self.file is not None and job.is_terminal(sys.stderr)
+        self.bar = job.step_bar(self.num_steps, state.step, shown=shown)
 
         self.compiles_since = time.perf_counter() if settings.compile else None
         if self.compiles_since:
@@ -121,7 +119,7 @@ class Report:
             self.advised = True
             warning = describe_unsaved(self.settings, self.num_steps - step, metrics["step_time_ms"])
             if warning:
-                terminal.print_error(f"train_fsdp.py: warning: {warning}")
+                job.print_error(f"train_fsdp.py: warning: {warning}")
 
     def note_skipped(self, skipped: list[SkippedStep]) -> None:
         """Says which steps were skipped; the next line of metrics.jsonl lists them."""
@@ -145,7 +143,7 @@ class Report:
             parts += [held_out, *describe_held_out_average(metrics), *describe_held_out_sources(metrics)]
         name = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  "
         line = name + "  ".join(part.replace(" ", NO_BREAK_SPACE) for part in parts)  # to break between parts only
-        say(terminal.wrap(line, indent=len(name)).replace(NO_BREAK_SPACE, " "))
+        say(job.wrap_lines(line, indent=len(name)).replace(NO_BREAK_SPACE, " "))
 
     def sync(self) -> None:
         """Makes all lines so far durable, those included that could not be written at their time.
@@ -228,8 +226,8 @@ class Report:
     def interrupt(self, exit_code: int) -> None:
         """Writes the page where the process ends before the loop."""
         self.close(interrupted=True)
-        if exit_code == terminal.INTERRUPTED and self.page:
-            terminal.print_error(columns({"report": str(self.page)}))
+        if exit_code == job.INTERRUPTED and self.page:
+            job.print_error(columns({"report": str(self.page)}))
 
 
 def write_page(folder: pathlib.Path) -> pathlib.Path | None:

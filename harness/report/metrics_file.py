@@ -10,7 +10,7 @@ import pathlib
 import threading
 
 from harness.base.saved import place_of
-from harness.job.folders import replace_file
+from harness.job import replace_file
 from harness.report.run_files import read_metrics
 from harness.state.store import sync
 

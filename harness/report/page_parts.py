@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from harness.base.errors import UserError
 from harness.flags.settings import ASSETS
-from harness.job.folders import replace_file
+from harness.job import replace_file
 
 
 def section(heading: str, *parts: dict, switches: bool = False) -> dict:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from harness.base import torch_internals
 from harness.base.devices import wait_for_device
-from harness.job.printing import columns, say
-from harness.job.schedule import Due
+from harness.job import Due, columns, say
 from harness.state.train_state import TrainState
 
 MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the latest

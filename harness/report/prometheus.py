@@ -14,10 +14,10 @@ from wsgiref.simple_server import WSGIServer
 import psutil
 import torch
 
+from harness import job
 from harness.base.devices import GIB
 from harness.base.errors import UserError
 from harness.flags.settings import Settings
-from harness.job import endings, heartbeats
 from harness.report.figure_list import find_figure, split_source
 
 HELP_OF_RUN = {  # HELP of the figures that are not keys of metrics.jsonl
@@ -89,7 +89,7 @@ class Endpoint:
             where = f"{host}:{port} ({error.strerror})"
             raise UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
         self.watch(server)
-        endings.LISTENERS.append(self.end)
+        job.at_exit(self.end)
 
     def watch(self, server: WSGIServer) -> None:
         """Remembers the scrapers; a scrape counts when its answer was sent. A client that comes for the first time and
@@ -129,7 +129,7 @@ class Endpoint:
             family.add_metric([self.run, *labels.values()], value)
             return family
 
-        state, phase_now, labels = self.state, heartbeats.HERE, ["run"]
+        state, phase_now, labels = self.state, job.HERE, ["run"]
         of_states = StateSetMetricFamily("training_state", "running, done, stopped or failed", labels=labels)
         yield labelled(of_states, {name: name == state for name in STATES})
         done = CounterMetricFamily("training_steps", "optimizer steps since this process began", labels=labels)
@@ -156,7 +156,7 @@ class Endpoint:
     def end(self, exit_code: int) -> None:
         """Shows how the run ended until every scraper has read that, `LAST_SCRAPE_SECONDS` at most. A scraper that has
         not come for `GONE_SECONDS` is not waited for."""
-        self.state = endings.state_of(exit_code)
+        self.state = job.state_of(exit_code)
         ended = time.monotonic()
         longest = LAST_SCRAPE_SECONDS.get(exit_code, FAILED_SECONDS)
         with self.scraped:

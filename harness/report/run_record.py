@@ -8,12 +8,12 @@ import time
 import torch
 import torch.distributed as dist
 
+from harness import job
 from harness.base.saved import read_config
 from harness.base.versions import commit, versions
 from harness.flags.parser import record_flags
 from harness.flags.settings import Settings
-from harness.job import endings
-from harness.job.folders import replace_file
+from harness.job import replace_file
 from harness.report.run_files import read_metrics
 from harness.state.train_state import TrainState
 
@@ -65,7 +65,7 @@ def record_start(folder: pathlib.Path, state: TrainState) -> None:
 def keep_config(folder: pathlib.Path, run: dict) -> None:
     """Writes config.json now, and at the end with the exit code of this start, which torchrun does not pass on."""
     write_config(folder, run)
-    endings.LISTENERS.append(lambda code: write_config(folder, run, exit_code=code))
+    job.at_exit(lambda code: write_config(folder, run, exit_code=code))
 
 
 def write_config(folder: pathlib.Path, run: dict, **ending) -> None:

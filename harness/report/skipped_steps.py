@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from harness import job
 from harness.base.text import counted
 from harness.data.data_record import DataRecord
 from harness.flags.commands import to_paste
-from harness.job import terminal
-from harness.job.printing import columns
+from harness.job import columns
 from harness.model.skipping import WINDOW, robust_z_score
 from harness.report.not_finite import NotFinite, last_update
 from harness.state.train_state import TrainState
@@ -117,7 +117,7 @@ def describe_skipped(skipped: list[SkippedStep], data: DataRecord, folder: pathl
         samples = range(data.samples_of_step(first).start, data.samples_of_step(last).stop)
         steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
         reasons = ", ".join(dict.fromkeys(step.reason for step in run))
-        command = to_paste(terminal.launcher(), config=folder / "config.json", show_samples=first)
+        command = to_paste(job.launcher(), config=folder / "config.json", show_samples=first)
         text = f"{steps}: {reasons}; samples {samples.start:,} to {samples.stop - 1:,}, which this shows: {command}"
         lines.append(columns({"skipped": text}))
     return "\n".join(lines)

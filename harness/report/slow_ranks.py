@@ -1,12 +1,11 @@
 """Slow ranks: names a rank for which the others wait at one log line after another, and says when they no longer do.
-Called where the figures of all ranks meet. Independent of how they are measured: `waiting` times the collectives, and
-`driver` asks why a GPU's clocks are low."""
+Called where the figures of all ranks meet. Independent of how they are measured: `waiting` times the collectives."""
 
 import statistics
 from collections import Counter
 
-from harness.job import driver, heartbeats
-from harness.job.printing import columns, say
+from harness import job
+from harness.job import columns, say
 
 CONSECUTIVE_LINES = 3  # log lines until a rank is named, and until it is reported as recovered
 # Share of a step that the others wait for a rank until it is named. A GPU that is 20 % slower than the others takes
@@ -23,12 +22,11 @@ class SlowRanks:
         self.named: set[int] = set()
         self.differs: Counter[int] = Counter()  # consecutive lines at which a rank was not as last reported
 
-    def judge(self, worked_ms: list[float], slowdowns: list[int], step_ms: float) -> None:
+    def judge(self, worked_ms: list[float], step_ms: float) -> None:
         """Says on the console which rank became slow or has recovered.
 
         Args:
             worked_ms: of each rank, milliseconds of a step in which it was in no collective.
-            slowdowns: of each rank, why its GPU's clocks are low, bits of `driver.SLOWDOWNS`.
             step_ms: milliseconds of a step.
         """
         usual = statistics.median_low(worked_ms)
@@ -44,23 +42,16 @@ class SlowRanks:
             self.differs[rank] = 0
             if slow:
                 self.named.add(rank)
-                say(columns({"slow": self.describe(rank, awaited_ms, step_ms, slowdowns[rank])}))
+                say(columns({"slow": self.describe(rank, awaited_ms, step_ms)}))
             else:
                 self.named.remove(rank)
-                say(columns({"recovered": f"{name_of(rank)}: the others wait for it no longer"}))
+                say(columns({"recovered": f"{job.rank_name(rank)}: the others wait for it no longer"}))
 
-    def describe(self, rank: int, awaited_ms: float, step_ms: float, slowdown: int) -> str:
-        words = f"{name_of(rank)}: the others wait for it for {awaited_ms:,.1f} ms of a step of {step_ms:,.1f} ms, at "
-        words += f"{CONSECUTIVE_LINES} consecutive log lines"
-        if slowdown:
-            words += f"; its driver says: {driver.name_slowdown(slowdown)}"
+    def describe(self, rank: int, awaited_ms: float, step_ms: float) -> str:
+        words = f"{job.rank_name(rank)}: the others wait for it for {awaited_ms:,.1f} ms of a step of {step_ms:,.1f} ms"
+        words += f", at {CONSECUTIVE_LINES} consecutive log lines"
         if self.device_type == "cuda":
             look = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER there"
         else:
             look = "other work on its cores (top)"
         return f"{words}; look at {look}, and at its data"
-
-
-def name_of(rank: int) -> str:
-    host, pid = heartbeats.RANKS[rank]
-    return f"rank {rank} ({host}, pid {pid})"

@@ -10,15 +10,14 @@ import sys
 import torch.distributed as dist
 from tqdm import tqdm
 
+from harness import job
 from harness.base.errors import UserError
 from harness.base.saved import newest, read_config
 from harness.base.text import counted
 from harness.flags.commands import flags_of_run, to_paste
 from harness.flags.parser import LENGTHS
 from harness.flags.settings import Settings
-from harness.job import terminal
-from harness.job.folders import replace_file
-from harness.job.printing import columns, say
+from harness.job import columns, replace_file, say
 from harness.report.figure_list import figures_in, of_each_source
 from harness.report.header import significant
 from harness.report.metrics_file import as_json, metrics_text
@@ -203,7 +202,7 @@ def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: 
         prompt: what a story may begin with, empty where there is no tokenizer.
         shown: the page of the run, None where it was not written.
     """
-    launcher, lines = terminal.launcher(), {}
+    launcher, lines = job.launcher(), {}
     saved = newest(folder) is not None
     source = {"resume": folder} if saved else {"init": "pretrained", "model": settings.export or ""}
     if prompt and (saved or settings.export):
@@ -235,7 +234,7 @@ def decay_command(settings: Settings, folder: pathlib.Path) -> str:
     given = flags_of_run(settings, folder, *LENGTHS, "decay_steps", "export", "export_weights")
     steps = max(1, settings.num_steps // 4)
     branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
-    return to_paste(terminal.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
+    return to_paste(job.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
 
 
 def describe_unsaved(settings: Settings, steps_left: int, step_ms: float) -> str:

@@ -9,9 +9,9 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable
 
+from harness import job
 from harness.base.text import one_or_more
 from harness.flags.settings import Settings
-from harness.job import endings
 from harness.report.figure_list import FIGURES
 from harness.report.tracker_rows import by_tokens, grouped, program
 from harness.state.train_state import TrainState
@@ -91,7 +91,7 @@ class Tensorboard:
         self.steps.flush()
 
     def finish(self, exit_code: int) -> None:
-        state = endings.state_of(exit_code)
+        state = job.state_of(exit_code)
         ending = f"{state}, exit code {exit_code}; the last row is of step {self.last['step']:,}"
         self.steps.add_text("ending", ending, self.last["step"])
         self.steps.close()

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from harness import job
 from harness.base.errors import UserError
 from harness.base.text import first_line
 from harness.flags.settings import Settings
-from harness.job import endings
-from harness.job.printing import say
+from harness.job import say
 from harness.report.figure_list import figures_in
 from harness.report.run_files import read_metrics
 from harness.report.tensorboard_tracker import Tensorboard
@@ -134,7 +134,7 @@ def start(kind: type, settings: Settings, folder: pathlib.Path, state: TrainStat
     except Exception as error:
         what = f"--log-with {settings.log_with}: {kind.name} does not start ({reason_of(error)})"
         raise UserError(f"{what}; --log-with none leaves it out", 1) from error
-    endings.LISTENERS.append(tracker.finish)
+    job.at_exit(tracker.finish)
     return tracker
 
 

@@ -14,9 +14,8 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 
+from harness import job
 from harness.flags.settings import Settings
-from harness.job import terminal
-from harness.job.signals import StopRequest
 from harness.report.figure_list import BY_KEY
 from harness.report.tracker_rows import by_tokens, grouped, program
 from harness.state.train_state import TrainState
@@ -126,13 +125,13 @@ class Wandb:
         self.run.summary.update(summary)
 
     def finish(self, exit_code: int) -> None:
-        if exit_code == StopRequest.EXIT_CODE:
+        if exit_code == job.STOPPED:
             self.run.mark_preempting()  # wandb then calls it preempted, else failed
         try:
             self.run.finish(exit_code=exit_code)
             self.teardown(exit_code)  # until its process has written the last record: it ends with this one
         except TimeoutError:
-            terminal.print_error(f"wandb      not all is uploaded after {FINISH_SECONDS:.0f} s; later: {self.upload()}")
+            job.print_error(f"wandb      not all is uploaded after {FINISH_SECONDS:.0f} s; later: {self.upload()}")
 
 
 def last_step(file: pathlib.Path) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from harness import job
 from harness.base import saved
 from harness.base.errors import UserError
 from harness.base.ranks import from_main_process
@@ -23,9 +24,8 @@ from harness.base.text import first_line
 from harness.base.transformers_internals import as_in_checkpoint
 from harness.flags.commands import given
 from harness.flags.settings import Settings
-from harness.job import heartbeats
+from harness.job import say
 from harness.job.folders import name_of
-from harness.job.printing import say
 from harness.model.configs import read_generation_config
 from harness.state.train_state import TrainState, persistent_tensors
 
@@ -227,7 +227,7 @@ def write_export(settings: Settings, state: TrainState, tokenizer, final: pathli
     if is_main:
         writer.attempt(writer.begin)
     for group in by_layer(tensors).values():
-        heartbeats.enter_phase("export")
+        job.enter_phase("export")
         gathered = gather(group, is_main)
         if is_main:
             writer.attempt(writer.add, gathered)

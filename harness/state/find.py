@@ -10,7 +10,7 @@ from harness.base.ranks import of_all_ranks
 from harness.base.saved import MANIFEST
 from harness.flags.resume import checkpoint_folder, no_checkpoint
 from harness.flags.settings import Settings
-from harness.job.printing import say
+from harness.job import say
 from harness.state.shards import sha256
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.base.text import first_line
-from harness.job.printing import say
+from harness.job import say
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 ALIGNMENT = 64  # bytes, of each tensor in the host memory

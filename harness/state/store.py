@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from harness import job
 from harness.base import saved
 from harness.base.devices import wait_for_device
 from harness.base.ranks import of_all_ranks
@@ -21,8 +22,7 @@ from harness.base.saved import MANIFEST, manifest_checksum, place_of
 from harness.base.text import first_line
 from harness.flags.parser import record_flags
 from harness.flags.settings import Settings
-from harness.job import heartbeats
-from harness.job.printing import say
+from harness.job import say
 from harness.state.shards import Writer, checkpoint_error, sha256
 from harness.state.staging import Stager
 from harness.state.train_state import TrainState
@@ -99,13 +99,12 @@ class Checkpoints:
         """Does `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks; where it fails on
         one, all raise an OSError with its message."""
         result, error = None, ""
-        heartbeats.HERE.writing = work.__name__
         try:
             if not main_only or dist.get_rank() == 0:
-                result = work()
+                with job.writing(work.__name__):
+                    result = work()
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
-        heartbeats.HERE.writing = ""
         results, errors = zip(*of_all_ranks((result, error), self.group), strict=True)
         for error in errors:
             if error:

@@ -440,7 +440,7 @@ OTHER_DATA = {
     "a file removed": (lambda data: (data / "2.jsonl").unlink(), "", "--dataset: "),
     "a file renamed": (lambda data: (data / "2.jsonl").rename(data / "a.jsonl"), "", "--dataset: "),
     "a file shortened": (shorten, "", "--dataset: "),
-    "held out now": (None, "--eval-interval 1", "--eval-interval was 0"),
+    "held out now": (None, "--eval-interval 1", "--eval-interval: the run held out nothing of "),
     "a part of it": (None, "--dataset-split train[:90%]", "--dataset-split was train "),
     "another data set": (shorten, "--dataset {data}/../data", "--dataset was "),
 }
@@ -457,9 +457,6 @@ def test_a_stream_is_not_resumed_on_other_data_that_begin_as_its_own_do(device, 
     with pytest.raises(UserError) as raised:
         train([*run, 4, "--dataset", three_files[0], *more], device)
     assert str(raised.value).startswith(says)
-    for manifest in tmp_path.glob("r/checkpoints/*/manifest.json"):
-        forget(manifest, *RULES_OF_DATA)
-    assert train([*run, 4, "--dataset", three_files[0], *more], device) == 0  # one of the version before
 
 
 def test_a_stream_is_resumed_on_a_copy_of_its_data_elsewhere(device, flags, three_files, tmp_path):

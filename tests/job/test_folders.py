@@ -1,15 +1,17 @@
 """A run writes into one folder below OUTPUT_DIR, which is its own, and nowhere else."""
 
 import os
-import shutil
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
-from conftest import metrics_of, parse, train, words, write_model
+from conftest import ROOT, parse, start, words, write_model
 from multirank import SIZES
 
 from harness.base.errors import UserError
 from harness.job import folders
-from harness.report.log import Report
 
 NO_NAMES = ["", " ", ".", "..", "...", "a/b", "a\\b", "a\nb", "a\x1b[2Jb", "a\u202eb", "x" * 201, "é" * 101]
 
@@ -60,92 +62,36 @@ def test_a_link_that_leads_out_of_the_output_folder_is_not_followed(mistake, tmp
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-def test_metrics_that_are_a_folder_are_one_line(mistake, tmp_path):
-    (tmp_path / "out" / "r" / "metrics.jsonl").mkdir(parents=True)
-    assert "metrics.jsonl is no file; remove it" in mistake("--resume", "auto")
+def test_what_is_no_folder_is_said_at_the_start(mistake, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "r").write_text("notes")
+    assert mistake("--resume", "auto").startswith("--")
+    assert (tmp_path / "out" / "r").read_text() == "notes"
 
 
-@pytest.fixture
-def moving(device, arguments, tmp_path, monkeypatch):
-    """A run of 8 steps with a checkpoint of each second one, whose folder is moved away after step 3."""
-    write, run, away = Report.write, tmp_path / "out" / "r", tmp_path / "away"
-
-    def start(back_after: int) -> int:
-        def write_and_move(self, metrics, **more):
-            write(self, metrics, **more)
-            if metrics["step"] == 3 and not more:
-                run.rename(away)
-            if metrics["step"] == back_after and not more:
-                away.rename(run)
-
-        monkeypatch.setattr(Report, "write", write_and_move)
-        flags = words(
-            "--num-steps 8 --log-interval 1 --checkpoint-interval 2 --no-async-checkpoint --keep-checkpoints 9"
-        )
-        return train([*arguments, *flags], device)
-
-    return start
+def test_a_process_takes_its_own_folder_twice_and_another_one_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "LOCK_PATIENCE", 0.5)
+    first, again = folders.lock_folder(tmp_path), folders.lock_folder(tmp_path)
+    assert first.is_locked and again.is_locked
+    code = "import pathlib; from harness.job import folders; folders.LOCK_PATIENCE = 0.5; "
+    code += f"folders.lock_folder(pathlib.Path({str(tmp_path)!r}))"
+    said = start([sys.executable, "-c", code]).stderr
+    assert f"another run is in {tmp_path}, whose processes `fuser {tmp_path}/.lock` names; end it or" in said
 
 
-def test_a_run_whose_folder_is_moved_away_and_back_loses_nothing(moving, tmp_path, capsys):
-    with pytest.raises(UserError, match="--checkpoint-interval: 1 checkpoints could not be saved") as raised:
-        moving(back_after=5)
-    assert raised.value.exit_code == 1
-    said = capsys.readouterr().out
-    assert said.count("was moved away; move it back: nothing is lost") == 1
-    assert f"failed     checkpoint step-00000004: {tmp_path / 'out' / 'r'} was moved away; move it back" in said
-    run = tmp_path / "out" / "r"
-    assert [line["step"] for line in metrics_of(run)] == [*range(1, 9), 8]
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{n:08d}" for n in (2, 6, 8)]
-
-
-def test_a_run_whose_folder_stays_away_does_not_split_in_two(moving, tmp_path):
-    with pytest.raises(UserError) as raised:
-        moving(back_after=0)
-    assert raised.value.exit_code == 1
-    assert not os.path.lexists(tmp_path / "out" / "r")
-    assert [line["step"] for line in metrics_of(tmp_path / "away")] == [*range(1, 9), 8]
-    assert [path.name for path in (tmp_path / "away" / "checkpoints").iterdir()] == ["step-00000002"]
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-00000002"])
-def test_what_is_in_the_way_of_a_checkpoint_is_said_at_the_start(mistake, tmp_path, name):
-    """Every save would fail, at that step and at each later one."""
-    place = tmp_path / "out" / "r" / name
-    place.parent.mkdir(parents=True)
-    place.write_text("notes")
-    assert f"{place} is no folder" in mistake("--resume", "auto", "--checkpoint-interval", 1)
-    place.unlink()
-    if name != "checkpoints":
-        (tmp_path / "elsewhere").mkdir()
-        place.symlink_to(tmp_path / "elsewhere")
-        assert f"{place} is a link, where a checkpoint is to be" in mistake("--resume", "auto")
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
-def test_a_pipe_in_a_runs_folder_is_one_line_and_no_wait(mistake, tmp_path, name):
-    (tmp_path / "out" / "r").mkdir(parents=True)
-    os.mkfifo(tmp_path / "out" / "r" / name)
-    (tmp_path / "out" / "r" / ".lock").touch()
-    assert f"{tmp_path / 'out' / 'r' / name} is no file; remove it" in mistake("--resume", "auto")
-
-
-def test_a_lock_that_was_removed_or_made_anew_meanwhile_is_not_the_folders(tmp_path):
-    lock = tmp_path / ".lock"
-    lock.touch()
-    descriptor = os.open(lock, os.O_RDWR)
-    assert folders.is_of_this_folder(descriptor, lock)
-    lock.unlink()
-    assert not folders.is_of_this_folder(descriptor, lock)
-    lock.touch()
-    assert not folders.is_of_this_folder(descriptor, lock)
-    os.close(descriptor)
-
-
-def test_a_copy_of_hard_links_has_a_lock_of_its_own(tmp_path):
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / ".lock").write_text("[]")
-    shutil.copytree(tmp_path / "r", tmp_path / "copy", copy_function=os.link)
-    folders.lock_folder(tmp_path / "copy")
-    assert (tmp_path / "r" / ".lock").read_text() == "[]" and (tmp_path / "copy" / ".lock").read_text() != "[]"
-    assert not os.path.samefile(tmp_path / "r" / ".lock", tmp_path / "copy" / ".lock")
+def test_a_forked_process_does_not_keep_the_lock_of_a_rank_that_was_killed(tmp_path):
+    """Data workers outlive a killed rank for some seconds."""
+    code = "import os, pathlib, time; from harness.job import folders; "
+    code += f"lock = folders.lock_folder(pathlib.Path({str(tmp_path)!r})); "
+    code += "child = os.fork(); print(child or '', end=' ', flush=True); time.sleep(1000)"
+    rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    said = ""
+    while not re.search(r"\d+ ", said):
+        said += rank.stdout.read(1)
+    rank.kill()
+    rank.wait()
+    try:
+        assert folders.lock_folder(tmp_path).is_locked
+    finally:
+        os.kill(int(said), signal.SIGKILL)
+        rank.stdout.close()

@@ -1,42 +1,29 @@
-"""What is on a terminal: the first line, the bar below the log lines, wrapped words, what Ctrl-C leaves behind; what a
-run asks of its machine."""
+"""What is on a terminal: the first line, the bar below the log lines, wrapped words, and what Ctrl-C leaves behind: the
+commands that are printed to be pasted."""
 
 import ast
-import contextlib
 import dataclasses
 import fcntl
 import io
 import json
-import multiprocessing
 import os
 import pathlib
 import pty
 import re
-import resource
 import shlex
 import signal
 import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 
 import psutil
 import pytest
-from conftest import PROGRAM, ROOT, metrics_of, parse, words, write_model
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from multirank import SIZES, resolved
+from conftest import PROGRAM, ROOT, metrics_of, parse, write_checkpoint
 
-from harness.base import console, saved
-from harness.base.errors import UserError
 from harness.flags.parser import record_flags
-from harness.job import host, terminal
-from harness.job.printing import say_story
-from harness.job.signals import StopRequest
-from harness.model.optimization import parameter_bytes
-from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
-from harness.report.header import significant, watching
+from harness.job import terminal
 from harness.report.summary import next_commands
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -58,16 +45,16 @@ def test_the_bar_fits_and_never_loses_step_loss_and_mfu(columns):
 def test_words_are_wrapped_to_the_width_and_addresses_stay_whole():
     address = "http://127.0.0.1:9000/" + "x" * 60
     text = f"Once upon a time there was a well-known frog.\n\nShe read {address} every day."
-    wrapped = terminal.wrap(text, columns=30)
+    wrapped = terminal.wrap_lines(text, columns=30)
     assert wrapped.split() == text.split()
     assert all(len(line) <= 30 or line == address for line in wrapped.splitlines())
     assert "\n\nShe read" in wrapped  # paragraphs stay
-    assert terminal.wrap("name       one two three four", 11, 20).splitlines()[1].startswith(" " * 6)
-    assert terminal.wrap(text) == text  # no terminal
+    assert terminal.wrap_lines("name       one two three four", 11, 20).splitlines()[1].startswith(" " * 6)
+    assert terminal.wrap_lines(text) == text  # no terminal
 
 
 def test_a_story_is_wrapped_where_there_is_no_terminal_too(device, capsys):
-    say_story("word " * 60)
+    terminal.say_story("word " * 60)
     assert [len(line) for line in capsys.readouterr().out.rstrip().splitlines()] == [119, 119, 59]
 
 
@@ -147,47 +134,6 @@ def test_ctrl_c_says_where_what_is_saved_and_the_command_that_goes_on(interrupte
     assert "Traceback" not in sent
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Ctrl-C and errors without a terminal
-
-
-def wait_for_ever(settings, listens) -> None:
-    StopRequest(settings)
-    listens.set()
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-@contextlib.contextmanager
-def many_open_files(count: int):
-    """`count` more descriptors are in use."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, count + 500)), hard))
-    with contextlib.ExitStack() as files:
-        for _ in range(count):
-            files.enter_context(open(os.devnull))
-        yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.parametrize("open_files", [0, 1100])
-def test_ctrl_c_ends_a_rank_that_waits_for_ever(open_files):
-    with many_open_files(open_files):
-        check_ctrl_c()
-
-
-def check_ctrl_c() -> None:
-    context = multiprocessing.get_context("fork")
-    listens = context.Event()
-    child = context.Process(target=wait_for_ever, args=(None, listens))
-    child.start()
-    assert listens.wait(300)
-    os.kill(child.pid, signal.SIGINT)
-    child.join(300)
-    assert child.exitcode == 130
-
-
 @pytest.mark.parametrize(
     "flags, step, said",
     [
@@ -217,166 +163,6 @@ def test_the_command_that_goes_on_has_the_launcher_and_each_flag_once(monkeypatc
     assert command.count("--resume") == 1
 
 
-def test_under_torchrun_the_error_is_the_last_line_but_its_rule(monkeypatch, tmp_path):
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    message = "train_fsdp.py: error: --dataset nope.txt: no such file or folder"
-    console.record_error(message, happened=1e9)
-    cause = ProcessFailure(local_rank=1, pid=2, exitcode=2, error_file=str(tmp_path / "error.json"))
-    ended = ProcessFailure(local_rank=0, pid=1, exitcode=143, error_file="none")
-    said = str(ChildFailedError("train_fsdp.py", {0: ended, 1: cause})).splitlines()
-    assert said[-2].strip() == message
-    assert set(said[-1]) == {"="}
-
-
-def test_weights_are_read_in_silence_but_downloads_are_shown(tmp_path):
-    _, config = resolved(["--sequence-length", "32", "--model", write_model(tmp_path / "model", "llama", **SIZES)])
-    model = on_meta(config)
-    enable_progress_bars()
-    with pytest.raises(UserError, match="no weights from"):
-        PretrainedWeights(model, decoder_layers(model), str(tmp_path / "model"), None)
-    assert not are_progress_bars_disabled()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The machine
-
-
-@pytest.fixture
-def cgroup(monkeypatch, tmp_path):
-    """A container of 1,000 bytes and one and a half cores, in which a group allows more."""
-    (tmp_path / "box" / "job").mkdir(parents=True)
-    for name, memory, cpu in (("box", "1000", "150000 100000"), ("box/job", "max", "400000 100000")):
-        (tmp_path / name / "memory.max").write_text(memory + "\n")
-        (tmp_path / name / "cpu.max").write_text(cpu + "\n")
-    monkeypatch.setattr(host, "CGROUPS", str(tmp_path))
-    limits = host.limits
-    monkeypatch.setattr(host, "limits", lambda name: limits(name, "/box/job"))
-
-
-def test_a_container_bounds_memory_and_cores(cgroup):
-    assert host.memory() == 1000
-    assert host.cores() == 1
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    """`threads(flags, busy, **environment)`: (threads, how they wait) of a rank on a machine with eight cores and no
-    GPU, `busy` of which others use."""
-    monkeypatch.setattr(host, "cores", lambda: 8)
-    monkeypatch.setattr(os.path, "exists", lambda path: False)
-
-    def choose(flags=(), busy=0.0, **environment):
-        monkeypatch.setattr(host, "busy_cores", lambda: busy)
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-                patch.delenv(name, raising=False)
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            host.set_threads(parse([*flags]))
-            policy, spins = os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")
-            chosen = os.environ["OMP_NUM_THREADS"], policy or f"spin {spins}"
-        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-            os.environ.pop(name, None)
-        os.environ["OMP_NUM_THREADS"] = "1"
-        return chosen
-
-    return choose
-
-
-SPIN = f"spin {host.SPIN_COUNT}"
-
-
-def test_ranks_share_the_cores_and_wait_on_them_where_they_are_free(threads):
-    assert threads() == ("8", SPIN)
-    assert threads(busy=0.3) == ("8", SPIN)
-    assert threads(LOCAL_WORLD_SIZE="3") == ("2", SPIN)
-    assert threads(busy=2.0, LOCAL_WORLD_SIZE="3") == ("2", SPIN)  # the other two ranks, which are starting
-    assert threads(OMP_NUM_THREADS="5", busy=3.0) == ("5", SPIN)
-    assert threads(["--streaming"], OMP_NUM_THREADS="7") == ("7", SPIN)
-
-
-def test_threads_that_would_take_a_core_from_somebody_sleep_while_they_wait(threads):
-    assert threads(busy=1.0) == ("8", "passive")
-    assert threads(["--streaming"]) == ("8", "passive")  # its reader needs a core
-    assert threads(OMP_NUM_THREADS="9") == ("9", "passive")  # more than the affinity mask or a quota leaves
-    assert threads(OMP_NUM_THREADS="5", busy=4.0) == ("5", "passive")
-    assert threads(LOCAL_WORLD_SIZE="16") == ("1", "passive")
-
-
-def test_what_the_environment_says_of_threads_stays(threads):
-    assert threads(OMP_NUM_THREADS="5", OMP_WAIT_POLICY="active") == ("5", "active")
-    assert threads(GOMP_SPINCOUNT="7") == ("8", "spin 7")
-
-
-def test_a_process_that_computes_beside_this_one_counts_as_a_busy_core():
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
-        try:
-            busy = host.busy_cores(0.5)
-        finally:
-            spinning.kill()
-    assert 0.3 < busy <= os.cpu_count()
-
-
-@pytest.mark.parametrize("given, expected", [({}, "4"), ({"OMP_NUM_THREADS": "1"}, "1")])
-def test_what_torchrun_sets_by_itself_is_not_the_users(threads, monkeypatch, given, expected):
-    with subprocess.Popen(["sleep", "60"], env=given) as torchrun:
-        monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
-        chosen = threads(OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="it", LOCAL_WORLD_SIZE="2")
-        torchrun.kill()
-    assert chosen[0] == expected
-
-
-def test_a_model_that_the_host_cannot_hold_is_refused_before_its_data_are_read(mistake, monkeypatch, tmp_path):
-    monkeypatch.setattr(host, "memory", lambda: 1000)
-    said = mistake()
-    assert re.search(
-        r"^--model \S+model: training on the host takes 0\.0 GiB and more \([\d,]+ parameters x 16 bytes", said
-    )
-    assert "--demo" in said and "--plan" in said
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize(
-    "flags, each",
-    [("", 16), ("--precision bf16-pure", 8), ("--optimizer adamw-bf16", 12), ("--optimizer adamw8bit", 10)],
-)
-def test_nothing_that_fits_is_refused(monkeypatch, flags, each):
-    monkeypatch.setattr(host, "memory", lambda: 1000 * each)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    settings = parse(flags.split())
-    of_parameter = parameter_bytes(settings)
-    host.check_memory(settings, 1000, of_parameter, shards=4)
-    host.check_memory(settings, 2000, of_parameter, shards=8)  # two hosts
-    with pytest.raises(UserError):
-        host.check_memory(settings, 1001, of_parameter, shards=4)
-    with pytest.raises(UserError):
-        host.check_memory(settings, 500, of_parameter, shards=1)  # stage 0: each rank has all
-
-
-def test_a_small_figure_keeps_its_digits():
-    assert [significant(x) for x in (0.0841, 0.1, 2.5, 989.5, 15824.0)] == ["0.0841", "0.1", "2.5", "990", "15,824"]
-
-
-def test_the_header_says_how_to_watch_by_what_was_asked_for(tmp_path):
-    settings = parse(words("--metrics-port 9999 --profile"))
-    places = watching(settings, tmp_path / "my run")
-    assert places["metrics"] == "http://127.0.0.1:9999/metrics"
-    assert places["profile"] == str(tmp_path / "my run" / "profile" / "rank-0.json")
-    assert watching(parse([]), tmp_path) == {}
-
-
-def test_one_of_a_kind_is_singular():
-    assert (
-        parse(words("--batch-size 2 --sequence-length 64"))
-        .describe_batch(1)
-        .startswith("1 rank x 1 microbatch x 2 sequences x ")
-    )
-    both = parse(words("--gradient-accumulation-steps 3 --sequence-length 64")).describe_batch(4)
-    assert both.startswith("4 ranks x 3 microbatches x 1 sequence x ")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Commands that are printed
 
@@ -399,10 +185,7 @@ def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, 
     argv = [f"--output-dir={name}", "--run-name=-r", *(word.format(name=name) for word in flags.split())]
     settings = parse(argv)
     folder = pathlib.Path(settings.output_dir, settings.run_name).expanduser()
-    checkpoint = folder / "checkpoints" / "step-00000002"
-    checkpoint.mkdir(parents=True)
-    manifest = {"step": 2, "files": {}}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
+    write_checkpoint(folder, step=2)
 
     again = parse(flags_of(terminal.command(settings, folder)))
     assert (again.resume, again.run_name, again.output_dir, again.lr) == ("auto", "-r", name, 1)

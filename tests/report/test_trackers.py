@@ -71,6 +71,7 @@ def test_every_figure_of_metrics_jsonl_has_its_entry(monkeypatch, device):
     options = {"num_gpus": 2, "peak_tflops": 100, "document_flops": DocumentFlops(1, 1)}
     clock = utils.PerformanceTracker(warmup_steps=0, **options)
     keys = {"loss", "eval_loss", "grad_norm", "learning_rate", "tokens_seen", "padding_percent", "skipped_steps"}
+    keys |= {"router_loss", "expert_load_max"}
     keys |= {"eval_loss/SOURCE", "eval_loss_ema", "eval_loss_ema/SOURCE", "share/SOURCE", "epochs/SOURCE"}
     speed = clock.step(TOKENS, FLOPS)
     stats = dict.fromkeys(("active_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak"), 1)
