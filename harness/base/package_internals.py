@@ -1,4 +1,4 @@
-"""Private names of optional packages that this program needs: torchao and datasets. Each stands with why no
+"""Private names of optional packages that this program needs: torchao's. Each stands with why no
 public name does the same; tests/base/test_internals.py compares NAMES with the installed packages. No package is
 imported before it is used. Independent of what they are used for."""
 
@@ -6,7 +6,6 @@ import torch
 
 # Owner, a module or "module:class", and what is used of it.
 NAMES = {
-    "datasets:Dataset": ("_fingerprint",),
     "torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor": ("_dtype", "_precomputed_scale", "_tensor"),
     "torchao.optim.adam:_AdamBase": ("_new_buffer", "_subclass_zeros"),
 }
@@ -16,12 +15,6 @@ def new_state_buffer(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, 
     """A state of zeros for a parameter, as an optimizer of torchao makes it. In public it does so in its first step
     only, which is too late for a checkpoint to be read into it."""
     return optimizer._new_buffer(parameter, signed)
-
-
-def content_fingerprint(dataset) -> str:
-    """What `datasets` names a data set's cache by: another one where its rows are others. Its guide to the cache has
-    this name."""
-    return dataset._fingerprint
 
 
 def wrapped_weight(tensor: torch.Tensor) -> torch.Tensor:
