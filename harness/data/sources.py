@@ -81,14 +81,20 @@ def find(settings: Settings) -> list[Corpus]:
 
 
 def find_corpus(settings: Settings, source: Source) -> Corpus:
-    place = str(ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
-    listing = files.find(place, settings.dataset_config)
     text_field: Field = ("input_ids", settings.text_field)
     if "text_field" in given(settings.argv):
         text_field = settings.text_field
-    split = settings.dataset_split
+    return look_into(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
+
+
+def look_into(
+    source: Source, split: str | None, text_field: Field, subset: str | None, streaming: bool = False
+) -> Corpus:
+    """A source as it is found. Without a `split` it is `train`, of hub data its first 5 %."""
+    place = str(ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
+    listing = files.find(place, subset)
     if split is None:
-        split = "train[:5%]" if listing.is_hub and not settings.streaming else "train"
+        split = "train[:5%]" if listing.is_hub and not streaming else "train"
     of_split = listing.of_split(parse_split(split)[0])
     is_mapped = are_mapped(of_split)
     is_chat = not is_mapped and holds_conversations(of_split[0], text_field)
@@ -126,7 +132,7 @@ def holds_conversations(file: DataFile, text_field: Field) -> bool:
             if isinstance(record, Conversation):
                 return True
             if isinstance(record, BadRecord):
-                if "messages" in record.fault:
+                if record.of_chat:
                     return True
             elif record is not None and len(record):
                 return False
@@ -338,14 +344,10 @@ def open_windows(
     sources = sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
     windows = {}
     for source in sources:
-        place = str(ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
-        listing = from_main_process(functools.partial(files.find, place, subset), reading.is_main)
-        its_split = split or ("train[:5%]" if listing.is_hub else "train")
-        of_split = listing.of_split(parse_split(its_split)[0])
-        is_mapped = are_mapped(of_split)
-        is_chat = not is_mapped and holds_conversations(of_split[0], text_field)
-        corpus = Corpus(source, listing, its_split, text_field, is_mapped, is_chat)
-        windows[source.name] = reading.windows(reading.tokens(corpus, its_split), f"{place}, split {its_split!r}")
+        look = functools.partial(look_into, source, split, text_field, subset)
+        corpus = from_main_process(look, reading.is_main)
+        place = f"{source.dataset}, split {corpus.split!r}"
+        windows[source.name] = reading.windows(reading.tokens(corpus, corpus.split), place)
     if isinstance(dataset, str):
         return windows[sources[0].name]
     return mix(windows, {source.name: source.weight for source in sources}, reading.seq_len, reading.seed)

@@ -441,3 +441,9 @@ def test_data_that_is_not_there_is_named_before_the_tokenizer_is_looked_for(devi
 def test_the_default_split_of_a_stream_is_whole():
     assert parse(["--streaming"]).dataset_split == "train"
     assert parse([]).dataset_split == "train[:5%]"
+
+
+def test_a_field_that_no_record_has_is_named_and_not_taken_for_a_conversation(load, write_jsonl, tmp_path):
+    file = write_jsonl(tmp_path / "data.jsonl", [b'{"story": "A fox."}'])
+    with pytest.raises(UserError, match=r"line 1: no field 'text' in .*; name it with --text-field"):
+        load(file)
