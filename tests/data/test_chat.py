@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import utils
 from harness.base.errors import UserError
+from harness.data import corpora as data_of_run
 from harness.data import load as load_run
 from harness.data import sources
 from harness.data.batches import RankBatches
@@ -236,8 +237,8 @@ def test_another_template_makes_another_cache_and_the_same_one_is_read_again(tok
 def open_data(tokenizer, tmp_path, source: str, *flags: str):
     """(settings, data) as the program has them."""
     settings = parse(["--dataset", source, "--cache-dir", tmp_path / "cache", "--sequence-length", 40, *flags])
-    corpora = sources.find(settings)
-    settings = sources.mask_conversations(settings, corpora)
+    corpora = data_of_run.find(settings)
+    settings = data_of_run.mask_conversations(settings, corpora)
     config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
     return settings, load_run(settings, corpora, tokenizer, config)
 
@@ -291,7 +292,7 @@ def test_an_example_shows_masked_text_dim_and_without_colours_marks_what_is_trai
 
 
 def lines_of(data, tokenizer, template: str | None = None, with_example: bool = False) -> dict[str, str]:
-    reading = sources.Reading(tokenizer, 40, len(tokenizer), chat_template=template)
+    reading = data_of_run.Reading(tokenizer, 40, len(tokenizer), chat_template=template)
     corpus = types.SimpleNamespace(is_chat=True, source=types.SimpleNamespace(dataset="chat.jsonl"))
     return sources.describe_packing(data, reading, corpus, with_example)
 
@@ -319,8 +320,8 @@ def test_of_several_sources_the_lines_name_theirs(tokenizer, corpus, tmp_path, d
     other = write(tmp_path / "other.jsonl", [{"messages": messages} for messages in CONVERSATIONS[:2]])
     flags = ["--dataset", f"a={corpus}:1", f"b={other}:1", "--cache-dir", tmp_path / "cache", "--batch-size", "1"]
     settings = parse([*flags, "--sequence-length", 40])
-    corpora = sources.find(settings)
-    settings = sources.mask_conversations(settings, corpora)
+    corpora = data_of_run.find(settings)
+    settings = data_of_run.mask_conversations(settings, corpora)
     load_run(settings, corpora, tokenizer, AutoConfig.for_model("llama", vocab_size=len(tokenizer)))
     lines = capfd.readouterr().out.splitlines()
     assert [line[11:13] for line in lines if line.startswith(("data", "packing", "chat"))] == ["a:"] * 3 + ["b:"] * 3

@@ -9,7 +9,7 @@ import pytest
 from conftest import parse
 
 from harness.base.errors import NoSplitError, UserError
-from harness.data import files, sources
+from harness.data import corpora, files
 
 TEXT = "Once upon a time there was a fox."
 
@@ -154,5 +154,5 @@ def test_a_hub_data_set_that_cannot_be_had_is_one_line(monkeypatch, load):
 
 @pytest.mark.parametrize("split", ["train[:x%]", "train[", "train+test", ""])
 def test_a_split_that_cannot_be_read_is_named(split):
-    with pytest.raises(UserError, match="split .*: cannot be read; such as train"):
-        sources.parse_split(split)
+    with pytest.raises(UserError, match=r"split .*: cannot be read; such as train"):
+        corpora.parse_split(split)

@@ -12,12 +12,12 @@ from collections import Counter
 
 import multirank
 import pytest
-from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
+from conftest import ROOT, STORIES, cold_python, losses_of, parse, words, write_model
 
 from harness.base import hub
 from harness.base.errors import UserError
 from harness.base.text import is_url
-from harness.data import sources, stores
+from harness.data import corpora, stores
 from harness.data.encode import TextFormat
 from harness.data.files import find
 from harness.data.stream import BEGINNING, LaneReader, Stream
@@ -176,16 +176,15 @@ def test_a_url_is_data_in_files_and_no_hub_id(monkeypatch):
     hub.answer_from_cache_without_network("s3://bucket/data")
 
 
-def test_a_start_lists_a_folder_once(store, corpus, device, tmp_path):
-    from conftest import parse
+def test_a_start_lists_a_folder_once(store, corpus, device):
 
     upload(corpus, store.put)
     find("teststore://bucket/data")
     once, store.listings = store.listings, 0
     settings = parse(["--dataset", "teststore://bucket/data", "--streaming", "--model", "demo"])
-    found = sources.find(settings)
-    sources.needs_tokenizer(settings, found)
-    sources.mask_conversations(settings, found)
+    found = corpora.find(settings)
+    corpora.needs_tokenizer(settings, found)
+    corpora.mask_conversations(settings, found)
     assert store.listings == once
 
 
@@ -222,7 +221,7 @@ def test_a_store_that_stays_away_is_one_line_with_tries_and_cause(store, large):
 def test_what_will_not_pass_is_not_tried_again(store, large, error):
     url = store.put("bucket/large.txt", large)
     store.plan = [error, "reset"]
-    with pytest.raises(UserError, match="no access|cannot be read"):
+    with pytest.raises(UserError, match=r"no access|cannot be read"):
         read_whole(url)
     assert store.plan == ["reset"]
 
