@@ -8,7 +8,7 @@
 an evaluation, `evaluates_own_data` says whether one reads what its run read, `show_samples` prints what a step trains
 on. `open_windows` with a `Reading` is the library's way in (`utils.get_dataset`). Of a checkpoint `read_record` reads
 the `DataRecord`, `renamed` and `describe_changes` compare it, and `vocabulary_of` tells tokenizers apart. `mix`,
-`PackedDataset`, `SyntheticDataset`, `Window`, `create_collate_fn` and `squared_lengths` are for tests and comparisons.
+`PackedDataset`, `SyntheticDataset`, `create_collate_fn` and `squared_lengths` are for tests and comparisons.
 """
 
 from harness.base import doors
@@ -24,7 +24,6 @@ __getattr__, __all__ = doors.open_door(
         "show_samples": "sources",
         "open_windows": "corpora",
         "Reading": "corpora",
-        "TrainingData": "batches",
         "mix": "batches",
         "training_batches": "batches",
         "held_out_batches": "batches",
@@ -35,7 +34,6 @@ __getattr__, __all__ = doors.open_door(
         "vocabulary_of": "encode",
         "PackedDataset": "windows",
         "SyntheticDataset": "windows",
-        "Window": "windows",
         "create_collate_fn": "windows",
         "squared_lengths": "windows",
     },

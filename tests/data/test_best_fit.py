@@ -17,7 +17,6 @@ from harness.data.windows import (
     BestFitDataset,
     PackedDataset,
     Tokens,
-    Window,
     best_fit,
     create_collate_fn,
     cut_long,
@@ -145,11 +144,6 @@ def test_padding_is_neither_trained_on_nor_counted_and_its_share_is_known():
     assert binned([3], 9, document_mask=False)[0].starts is None
 
 
-def test_documents_end_with_a_token_where_nothing_else_tells():
-    tokens = np.array([5, 6, 0, 7, 0, 8], np.uint16)
-    assert Tokens([TokenFile(tokens)], end_of_text=0).ends.tolist() == [3, 5, 6]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_held_out_part_keeps_masks_documents_and_their_numbers(seed):
     draw = np.random.default_rng(seed)
@@ -188,11 +182,6 @@ def test_a_flat_array_with_a_mask_counts_what_it_trains_on():
     assert batch["labels"].tolist() == [[-100, 2, 3], [-100, -100, 6], [7, 8, 9]]
     assert [data.trained_tokens(index) for index in range(3)] == [2, 1, 3]
     assert data.tokens.fingerprint() != tokens_with([10], 1 - trained).fingerprint()
-
-
-def test_a_window_without_a_mask_trains_on_all():
-    window = Window(np.arange(4, dtype=np.uint16))
-    assert create_collate_fn()([window])["labels"].tolist() == [[1, 2, 3]]
 
 
 def test_the_label_that_is_left_out_is_that_of_the_loss():

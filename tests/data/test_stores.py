@@ -12,12 +12,12 @@ from collections import Counter
 
 import multirank
 import pytest
-from conftest import ROOT, STORIES, cold_python, losses_of, parse, words, write_model
+from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
 
 from harness.base import hub
 from harness.base.errors import UserError
 from harness.base.text import is_url
-from harness.data import corpora, stores
+from harness.data import stores
 from harness.data.encode import TextFormat
 from harness.data.files import find
 from harness.data.stream import BEGINNING, LaneReader, Stream
@@ -159,33 +159,12 @@ def test_files_of_a_folder_a_pattern_and_a_single_one_are_those_of_a_local_folde
     assert names[0] == names[1]
 
 
-def test_memory_is_a_store_too(corpus, tokenizer):
-    import fsspec
-
-    filesystem = fsspec.filesystem("memory")
-    filesystem.store.clear()
-    upload(corpus, lambda path, content: filesystem.pipe(f"/{path}", content))
-    assert windows_of(tokenizer, "memory://bucket/data") == windows_of(tokenizer, str(corpus))
-
-
 def test_a_url_is_data_in_files_and_no_hub_id(monkeypatch):
     urls = ["s3://bucket/data", "gs://b/a.jsonl", "hf://datasets/a/b/c.parquet", "https://a.b/c.txt", "memory://x"]
     assert all(is_url(url) and is_local(url) for url in urls)
     assert not any(map(is_url, ["a/b", "C:/data", "/data", "roneneldan/TinyStories", "a:0.5"]))
     monkeypatch.setattr(hub.socket, "getaddrinfo", lambda *_: pytest.fail("the hub was looked for"))
     hub.answer_from_cache_without_network("s3://bucket/data")
-
-
-def test_a_start_lists_a_folder_once(store, corpus, device):
-
-    upload(corpus, store.put)
-    find("teststore://bucket/data")
-    once, store.listings = store.listings, 0
-    settings = parse(["--dataset", "teststore://bucket/data", "--streaming", "--model", "demo"])
-    found = corpora.find(settings)
-    corpora.needs_tokenizer(settings, found)
-    corpora.mask_conversations(settings, found)
-    assert store.listings == once
 
 
 # ----------------------------------------------------------------------------------------------------------------------
