@@ -111,13 +111,6 @@ def line_of(text: str, name: str) -> str:
     return [line for line in text.splitlines() if line.startswith(name)][-1]
 
 
-def reseal(checkpoint: pathlib.Path, remove: str) -> None:
-    """Takes a field out of a manifest, as one of a version that did not know it."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    del manifest["sha256"], manifest[remove]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Samples
 
@@ -222,17 +215,6 @@ def test_a_text_is_added_to_a_run_of_token_files(run):
     assert len(run(*words("--dataset a=a.npy:1 b=b.npy:1"), stop_after=2)) == 2
     assert len(run(*words("--dataset a=a.npy:1 web=web.jsonl:1"), stop_after=2)) == 2
     assert len(run(*words("--dataset a=a.npy:1 b=b.npy:1"))) == 4
-
-
-def test_a_checkpoint_of_a_version_before_mixtures_goes_on_bit_for_bit(run, tmp_path):
-    text = words("--dataset web.jsonl")
-    whole = run(*text, output=tmp_path / "whole")
-    run(*text, stop_after=3)
-    for checkpoint in saved.complete(tmp_path / "r"):
-        reseal(checkpoint, "data")
-    went_on = run(*text)
-    assert went_on == {step: whole[step] for step in range(4, 9)}
-    assert losses_of(tmp_path / "r") == losses_of(tmp_path / "whole" / "r")
 
 
 def test_too_many_epochs_are_refused_before_the_run_with_their_number(run, tmp_path):
