@@ -8,7 +8,7 @@
 an evaluation, `evaluates_own_data` says whether one reads what its run read, `show_samples` prints what a step trains
 on. `open_windows` with a `Reading` is the library's way in (`utils.get_dataset`). Of a checkpoint `read_record` reads
 the `DataRecord`, `renamed` and `describe_changes` compare it, and `vocabulary_of` tells tokenizers apart. `mix`,
-`PackedDataset`, `SyntheticDataset`, `Window`, `create_collate_fn` and `squared_lengths` are for tests and comparisons.
+`PackedDataset`, `SyntheticDataset`, `create_collate_fn` and `squared_lengths` are for tests and comparisons.
 """
 
 from harness.base import doors
@@ -16,15 +16,14 @@ from harness.base import doors
 __getattr__, __all__ = doors.open_door(
     __name__,
     {
-        "find": "sources",
+        "find": "corpora",
         "load": "sources",
-        "needs_tokenizer": "sources",
-        "mask_conversations": "sources",
+        "needs_tokenizer": "corpora",
+        "mask_conversations": "corpora",
         "evaluates_own_data": "sources",
         "show_samples": "sources",
-        "open_windows": "sources",
-        "Reading": "sources",
-        "TrainingData": "batches",
+        "open_windows": "corpora",
+        "Reading": "corpora",
         "mix": "batches",
         "training_batches": "batches",
         "held_out_batches": "batches",
@@ -35,7 +34,6 @@ __getattr__, __all__ = doors.open_door(
         "vocabulary_of": "encode",
         "PackedDataset": "windows",
         "SyntheticDataset": "windows",
-        "Window": "windows",
         "create_collate_fn": "windows",
         "squared_lengths": "windows",
     },

@@ -111,6 +111,7 @@ def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, cou
     mask = path.with_suffix(".mask")
     file = TokenFile(
         tokens=np.memmap(path, dtype, "r").view(np.ndarray),
+        is_checked=True,
         find_ends=lambda: np.memmap(path.with_suffix(".ends"), np.int64, "r").view(np.ndarray),
         trained=np.memmap(mask, np.uint8, "r").view(np.ndarray) if mask.stat().st_size else None,
     )

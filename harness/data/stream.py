@@ -103,7 +103,7 @@ class Stream:
             chunk, piece = chunk + 1, 0
 
     def head(self, tokens: int, chunks: list[list[Part]] | None = None) -> np.ndarray:
-        """The first tokens in the order of the files, at least so many where there are; those of `chunks` alone."""
+        """The first tokens in the order of the chunks, at least so many where there are; those of `chunks` alone."""
         found, length = [np.empty(0, self.encoder.dtype)], 0
         documents = itertools.chain.from_iterable(map(self.documents, self.chunks if chunks is None else chunks))
         while length < tokens and (batch := list(take(documents, BATCH))):
@@ -124,8 +124,9 @@ class Stream:
         }
 
     def windows_of_all_ranks(self, count: int) -> PackedDataset:
-        """The first windows in the order of the files, all for 0: each rank reads its share of the chunks, and all get
-        all. A UserError where there is not one; every rank calls this."""
+        """The first windows in the order of the chunks, which is that of the files but that those which cannot be cut
+        come last; all windows for 0. Each rank reads its share of the chunks, and all get all. A UserError where there
+        is not one; every rank calls this."""
         wanted = count * self.seq_len + 1 if count else 2**63
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         parts: list[np.ndarray] = []

@@ -24,6 +24,7 @@ class TokenFile:
     # Where each document ends, int64, ascending, the last one at the end; None where only end-of-text tokens tell.
     find_ends: Callable[[], np.ndarray] | None = None
     tokenizer: str | None = None  # the name of the one that made it, where the format has it
+    is_checked: bool = False  # whether each id is known to be below the vocabulary's size
     trained: np.ndarray | None = None  # of conversations, uint8: 1 for each token that is trained on
 
 

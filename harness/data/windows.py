@@ -34,6 +34,7 @@ class Tokens:
         self.before_files = np.concatenate([[0], np.cumsum([len(file.tokens) for file in files], dtype=np.int64)])
         self.starts, self.stops = np.array([0]), self.before_files[-1:]  # of the stretches
         self.before = np.array([0, self.before_files[-1]])  # tokens before each stretch, and all
+        self.size = int(self.before_files[-1])
         self.dtype = np.dtype(np.uint16 if (vocab_size or 2**32) <= 2**16 else np.uint32)
         self.file_ends: dict[int, np.ndarray] = {}  # that were asked for, shared with parts
         self.line = ""  # of the console, about where they come from
@@ -45,15 +46,16 @@ class Tokens:
         part.__dict__.pop("ends", None)
         part.starts, part.stops = starts, stops
         part.before = np.concatenate([[0], np.cumsum(stops - starts)])
+        part.size = int(part.before[-1])
         return part
 
     def __len__(self) -> int:
-        return int(self.before[-1])
+        return self.size
 
     def __getitem__(self, window: slice) -> np.ndarray:
         """These tokens, unsigned integers: a view where one file of that type holds them in one stretch. A UserError
         where one has no embedding."""
-        first, last, _ = window.indices(len(self))
+        first, last, _ = window.indices(self.size)
         return self._read(first, last, self._of_file)
 
     def trained(self, first: int, last: int) -> np.ndarray:
@@ -61,6 +63,9 @@ class Tokens:
         return self._read(first, last, lambda file, start, stop: file.trained[start:stop])
 
     def _read(self, first: int, last: int, read: Callable[[TokenFile, int, int], np.ndarray]) -> np.ndarray:
+        if len(self.files) == len(self.starts) == 1:  # nothing to look for
+            start = int(self.starts[0])
+            return read(self.files[0], start + first, start + max(first, last))
         parts = []
         while first < last:
             stretch = int(np.searchsorted(self.before, first, "right")) - 1
@@ -77,7 +82,7 @@ class Tokens:
     def _of_file(self, file: TokenFile, start: int, stop: int) -> np.ndarray:
         """Tokens of a file in the smallest type that holds the vocabulary."""
         tokens = file.tokens[start:stop]
-        if self.vocab_size is None:
+        if file.is_checked or self.vocab_size is None:
             return tokens
         if not tokens.dtype.isnative:
             tokens = tokens.astype(tokens.dtype.newbyteorder("="))
@@ -249,9 +254,9 @@ class PackedDataset(Dataset):
 
     def __getitem__(self, index: int) -> np.ndarray | Window:
         """Tokens of shape (seq_len + 1,), unsigned integers."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         first, last = index * self.seq_len, (index + 1) * self.seq_len
+        if first < 0 or last >= self.tokens.size:
+            raise IndexError(index)
         tokens, trained, starts = self.tokens[first : last + 1], None, None
         if self.tokens.is_chat:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
@@ -444,22 +449,24 @@ def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.
     items = items[np.argsort(-lengths[items].astype(np.int64), kind="stable")]
     bins_with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0  # bit r is set where a bin has room for r more
-    bins_of_items = np.empty(len(items), np.int32)
+    chosen: list[int] = []  # the bin of each item
     bins = 0
-    for place, length in enumerate(lengths[items].tolist()):
+    for length in lengths[items].tolist():
         enough = rooms >> length
         if enough:
             room = length + (enough & -enough).bit_length() - 1
-            bin_number = bins_with_room[room].pop()
-            if not bins_with_room[room]:
+            with_room = bins_with_room[room]
+            bin_number = with_room.pop()
+            if not with_room:
                 rooms ^= 1 << room
         else:
             room, bin_number = size, bins
             bins += 1
-        bins_with_room[room - length].append(bin_number)
-        rooms |= 1 << (room - length)
-        bins_of_items[place] = bin_number
-    bins_of_items = generator.permutation(bins).astype(np.int32)[bins_of_items]
+        chosen.append(bin_number)
+        if room > length:
+            bins_with_room[room - length].append(bin_number)
+            rooms |= 1 << (room - length)
+    bins_of_items = generator.permutation(bins).astype(np.int32)[np.array(chosen, np.int32)]
     begins = np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
     return items[np.argsort(bins_of_items, kind="stable")], begins
 
@@ -503,27 +510,24 @@ def create_collate_fn(
     """
 
     def collate(windows: list[np.ndarray | Window]) -> dict[str, torch.Tensor]:
-        tokens = np.stack([tokens_of(window) for window in windows]).astype(np.int64)
-        labels = tokens[:, 1:].copy()
-        starts = np.zeros_like(labels)  # at each token where a document begins, its position
-        has_starts = end_of_text is not None
-        if end_of_text is not None:
-            starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, np.arange(1, labels.shape[1]), 0)
-        for row, window in enumerate(windows):
-            if not isinstance(window, Window):
-                continue
+        tokens = np.stack([tokens_of(window) for window in windows])
+        batch = {"input_ids": tokens[:, :-1].astype(np.int64), "labels": tokens[:, 1:].astype(np.int64)}
+        richer = [(row, window) for row, window in enumerate(windows) if isinstance(window, Window)]
+        if end_of_text is not None or any(window.starts is not None for _, window in richer):
+            starts = np.zeros_like(batch["labels"])  # at each token where a document begins, its position
+            if end_of_text is not None:
+                starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, np.arange(1, starts.shape[1]), 0)
+            for row, window in richer:
+                if window.starts is not None:
+                    starts[row] = 0
+                    starts[row, window.starts] = window.starts
+            batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
+        for row, window in richer:
             if window.trained is not None:
-                labels[row, ~window.trained] = IGNORE_INDEX
-            if window.starts is not None:
-                starts[row] = 0
-                starts[row, window.starts] = window.starts
-                has_starts = True
-        batch = {"input_ids": tokens[:, :-1], "labels": labels}
+                batch["labels"][row, ~window.trained] = IGNORE_INDEX
         if shift_labels:
-            batch["shift_labels"] = labels
-        if has_starts:
-            batch["position_ids"] = np.arange(labels.shape[1]) - np.maximum.accumulate(starts, axis=1)
-        return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}  # one row would share its memory
+            batch["shift_labels"] = batch["labels"].copy()
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     return collate
 

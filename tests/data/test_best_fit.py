@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import utils
-from harness.data import sources
+from harness.data import corpora
 from harness.data.token_files import TokenFile
 from harness.data.windows import (
     IGNORE_INDEX,
     BestFitDataset,
     PackedDataset,
     Tokens,
-    Window,
     best_fit,
     create_collate_fn,
     cut_long,
@@ -145,11 +144,6 @@ def test_padding_is_neither_trained_on_nor_counted_and_its_share_is_known():
     assert binned([3], 9, document_mask=False)[0].starts is None
 
 
-def test_documents_end_with_a_token_where_nothing_else_tells():
-    tokens = np.array([5, 6, 0, 7, 0, 8], np.uint16)
-    assert Tokens([TokenFile(tokens)], end_of_text=0).ends.tolist() == [3, 5, 6]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_held_out_part_keeps_masks_documents_and_their_numbers(seed):
     draw = np.random.default_rng(seed)
@@ -190,11 +184,6 @@ def test_a_flat_array_with_a_mask_counts_what_it_trains_on():
     assert data.tokens.fingerprint() != tokens_with([10], 1 - trained).fingerprint()
 
 
-def test_a_window_without_a_mask_trains_on_all():
-    window = Window(np.arange(4, dtype=np.uint16))
-    assert create_collate_fn()([window])["labels"].tolist() == [[1, 2, 3]]
-
-
 def test_the_label_that_is_left_out_is_that_of_the_loss():
     assert IGNORE_INDEX == loss.IGNORE_INDEX == torch.nn.CrossEntropyLoss().ignore_index
 
@@ -208,9 +197,9 @@ def test_one_process_of_a_node_reads_all_tokens_for_the_ends_of_documents(tmp_pa
         answers.append(make())
         return answers[-1]
 
-    monkeypatch.setattr(sources, "from_main_process", on_main_process)
+    monkeypatch.setattr(corpora, "from_main_process", on_main_process)
     windows = list(utils.get_dataset(tokenizer, 4, **corpus))
-    monkeypatch.setattr(sources, "from_main_process", lambda make, is_main: answers.pop(0))
+    monkeypatch.setattr(corpora, "from_main_process", lambda make, is_main: answers.pop(0))
     with monkeypatch.context() as patched:
         patched.setattr(Tokens, "ends_of_file", None)
         data = utils.get_dataset(tokenizer, 4, **corpus)

@@ -18,11 +18,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 import utils
 from harness.base.errors import UserError
+from harness.data import corpora as data_of_run
 from harness.data import load as load_run
 from harness.data import sources
 from harness.data.batches import RankBatches
 from harness.data.chat import TODAY, ChatFormat, describe_example
-from harness.data.records import BadRecord, Conversation, check_value
+from harness.data.records import Conversation, check_value
 from harness.data.windows import IGNORE_INDEX, BestFitDataset, create_collate_fn
 
 TEMPLATE = """{%- for message in messages %}
@@ -119,19 +120,6 @@ def test_a_conversation_that_is_cut_keeps_its_mask(tokenizer, corpus, tmp_path, 
         assert [len(one) for one in labels] == [cut.trained_tokens(index) for index in range(len(cut))]
 
 
-def test_windows_say_where_conversations_begin_unless_the_mask_is_off(tokenizer, corpus, tmp_path):
-    for packing in ("concatenate", "best-fit"):
-        data = load(tokenizer, tmp_path, corpus, 60, packing=packing)
-        assert data[0].starts is not None
-        assert load(tokenizer, tmp_path, corpus, 60, packing=packing, document_mask=False)[0].starts is None
-
-
-def test_text_stays_text(tokenizer, tmp_path):
-    records = [{"text": "Once upon a time there was a fox. " * 9, "messages": CONVERSATIONS[0]}]
-    data = load(tokenizer, tmp_path, write(tmp_path / "text.jsonl", records))
-    assert not data.is_chat and isinstance(data[0], np.ndarray)
-
-
 def test_token_ids_come_before_messages(tokenizer, tmp_path):
     records = [{"input_ids": list(range(1, 60)), "messages": CONVERSATIONS[0]}]
     assert not load(tokenizer, tmp_path, write(tmp_path / "ids.jsonl", records)).is_chat
@@ -163,13 +151,6 @@ def test_a_bad_conversation_is_named(tokenizer, tmp_path, value, fault):
     file = write(tmp_path / "chat.jsonl", [{"messages": CONVERSATIONS[0]}, {"messages": value}])
     with pytest.raises(UserError, match=f"chat.jsonl, line 2: .*{fault}"):
         load(tokenizer, tmp_path, file)
-
-
-def test_a_call_of_a_tool_needs_no_content_and_a_check_gives_the_conversation():
-    calls = [says("user", "x"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-    good = check_value(calls, "messages")
-    assert isinstance(good, Conversation) and len(good) > 0
-    assert isinstance(check_value(["x"], "messages"), BadRecord)
 
 
 def test_what_the_template_refuses_is_a_bad_record_and_the_others_go_on(tokenizer, tmp_path):
@@ -226,18 +207,11 @@ def test_a_template_that_marks_nothing_is_refused_and_one_conversation_without_a
     assert "conversations without a trained token 1" in data.tokens.line
 
 
-def test_another_template_makes_another_cache_and_the_same_one_is_read_again(tokenizer, corpus, tmp_path):
-    assert "seconds" in load(tokenizer, tmp_path, corpus).tokens.counts
-    assert "seconds" not in load(tokenizer, tmp_path, corpus).tokens.counts
-    (tmp_path / "other.jinja").write_text(TEMPLATE.replace("A: ", "B: "))
-    assert "seconds" in load(tokenizer, tmp_path, corpus, chat_template=str(tmp_path / "other.jinja")).tokens.counts
-
-
 def open_data(tokenizer, tmp_path, source: str, *flags: str):
     """(settings, data) as the program has them."""
     settings = parse(["--dataset", source, "--cache-dir", tmp_path / "cache", "--sequence-length", 40, *flags])
-    corpora = sources.find(settings)
-    settings = sources.mask_conversations(settings, corpora)
+    corpora = data_of_run.find(settings)
+    settings = data_of_run.mask_conversations(settings, corpora)
     config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
     return settings, load_run(settings, corpora, tokenizer, config)
 
@@ -276,11 +250,6 @@ def test_where_nothing_tells_the_ends_of_documents_the_run_is_refused(device, wi
         open_data(without_end, tmp_path, str(tmp_path / "a.bin"), *flags)
 
 
-def test_a_template_that_is_not_there_is_named(tokenizer, corpus, tmp_path):
-    with pytest.raises(UserError, match=r"--chat-template .*none.jinja: cannot be read"):
-        load(tokenizer, tmp_path, corpus, chat_template=str(tmp_path / "none.jinja"))
-
-
 def test_an_example_shows_masked_text_dim_and_without_colours_marks_what_is_trained_on(tokenizer, corpus, tmp_path):
     data = load(tokenizer, tmp_path, corpus, 60)
     index = next(i for i in range(len(data)) if "box" in tokenizer.decode(data[i].tokens))
@@ -291,7 +260,7 @@ def test_an_example_shows_masked_text_dim_and_without_colours_marks_what_is_trai
 
 
 def lines_of(data, tokenizer, template: str | None = None, with_example: bool = False) -> dict[str, str]:
-    reading = sources.Reading(tokenizer, 40, len(tokenizer), chat_template=template)
+    reading = data_of_run.Reading(tokenizer, 40, len(tokenizer), chat_template=template)
     corpus = types.SimpleNamespace(is_chat=True, source=types.SimpleNamespace(dataset="chat.jsonl"))
     return sources.describe_packing(data, reading, corpus, with_example)
 
@@ -303,27 +272,6 @@ def test_a_run_says_how_much_it_trains_on_and_only_training_shows_an_example(tok
     assert list(lines) == ["packing", "chat", "example"]
     assert lines["chat"] == f"3 conversations, trained on {share:.1f} % of their tokens"
     assert "example" not in lines_of(data, tokenizer)
-
-
-@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-def test_a_slice_counts_its_own_conversations(tokenizer, corpus, tmp_path, packing):
-    data = load(tokenizer, tmp_path, corpus, 7, split="train[:2]", packing=packing)
-    lines = lines_of(data, tokenizer)
-    assert lines["chat"].startswith("2 conversations, trained on ")
-    trained = sum(data[index].trained.sum() for index in range(len(data)))
-    assert data.total_trained() == trained
-    assert lines["chat"].endswith(f" {100 * trained / len(data.tokens):.1f} % of their tokens")
-
-
-def test_of_several_sources_the_lines_name_theirs(tokenizer, corpus, tmp_path, device, capfd):
-    other = write(tmp_path / "other.jsonl", [{"messages": messages} for messages in CONVERSATIONS[:2]])
-    flags = ["--dataset", f"a={corpus}:1", f"b={other}:1", "--cache-dir", tmp_path / "cache", "--batch-size", "1"]
-    settings = parse([*flags, "--sequence-length", 40])
-    corpora = sources.find(settings)
-    settings = sources.mask_conversations(settings, corpora)
-    load_run(settings, corpora, tokenizer, AutoConfig.for_model("llama", vocab_size=len(tokenizer)))
-    lines = capfd.readouterr().out.splitlines()
-    assert [line[11:13] for line in lines if line.startswith(("data", "packing", "chat"))] == ["a:"] * 3 + ["b:"] * 3
 
 
 @pytest.mark.parametrize(
@@ -343,14 +291,6 @@ def test_a_template_that_prints_the_date_gives_the_same_tokens_each_day(tokenize
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
     that_day = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)
     assert tokens.tolist() == that_day["input_ids"]
-
-
-def test_a_run_says_that_the_date_of_its_template_is_always_the_same(tokenizer, corpus, tmp_path):
-    template = tmp_path / "dated.jinja"
-    template.write_text("{{- strftime_now('%F') }}" + TEMPLATE)
-    data = load(tokenizer, tmp_path, corpus, chat_template=str(template))
-    lines = lines_of(data, tokenizer, str(template))
-    assert lines["chat"].endswith("; their template prints today's date, which is 2024-07-26 every day")
 
 
 def test_the_share_of_microbatches_in_the_loss_is_that_of_their_trained_tokens(tokenizer, tmp_path, device, capfd):

@@ -205,20 +205,6 @@ def test_a_source_goes_on_where_it_was_when_others_come_and_go():
     assert [token for token in mixed if token < 2000] == alone
 
 
-def test_one_source_alone_has_the_order_that_versions_before_mixtures_gave_it():
-    seen = samples_seen(data_of([segment(0, a=1)], {"a": 20}, plain="a"), 1, 1, 1, 0, 60)
-    expected = [np.random.Generator(np.random.PCG64([5, epoch])).permutation(20) + 1000 for epoch in range(3)]
-    assert seen == np.concatenate(expected).tolist()
-
-
-def test_each_epoch_and_each_source_of_the_same_length_has_an_order_of_its_own():
-    data = data_of([segment(0, a=1, b=1)], {"a": 50, "b": 50})
-    seen = np.array(samples_seen(data, 1, 1, 1, 0, 200))
-    orders = [seen[seen // 1000 == number] % 1000 for number in (1, 2)]
-    epochs = [tuple(order[first : first + 50]) for order in orders for first in (0, 50)]
-    assert len(set(epochs)) == 4 and {tuple(sorted(epoch)) for epoch in epochs} == {tuple(range(50))}
-
-
 # ---- What a checkpoint records ---------------------------------------------------------------------------------------
 
 

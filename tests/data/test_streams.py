@@ -23,7 +23,6 @@ from harness.data.files import find
 from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.records import DOCUMENT_MARK
 from harness.data.stream import LaneReader, Stream
-from harness.job.signals import StopRequest
 
 SEQ_LEN = 16
 END = 0
@@ -233,15 +232,6 @@ def whole(device, flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     assert train([*flags, "--output-dir", folder, "--run-name", "r"], device) == 0
     return folder / "r"
-
-
-def test_a_stopped_run_goes_on_bit_for_bit_and_leaves_no_cache(device, flags, whole, tmp_path):
-    run = [*flags, "--output-dir", tmp_path, "--run-name", "r", "--resume", "auto"]
-    for stop_after in (4, 5):
-        assert train(run, device, Stop(stop_after)) == StopRequest.EXIT_CODE
-    assert train(run, device) == 0
-    assert losses_of(tmp_path / "r") == losses_of(whole) and len(losses_of(whole)) == 12
-    assert not (ROOT / flags[flags.index("--cache-dir") + 1]).exists()
 
 
 @pytest.mark.slow

@@ -14,13 +14,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, STORIES, parse, train
+from conftest import ROOT, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import train_fsdp
-import utils
 from harness.base.errors import UserError
 from harness.data import cache
 from harness.data.files import find
@@ -295,12 +294,6 @@ def test_a_cache_folder_that_cannot_be_made_is_named(load, write_jsonl, tmp_path
         load(write_jsonl(tmp_path / "data.jsonl", TEXTS))
 
 
-def test_the_cache_lies_where_the_environment_says(load, write_jsonl, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    load(write_jsonl(tmp_path / "data.jsonl", TEXTS), cache_dir=None)
-    assert len(list((tmp_path / "xdg" / "train_fsdp").glob("*.bin"))) == 1
-
-
 @pytest.mark.parametrize(
     "share, said", [(0.1, ""), (0.02, "takes about 01:40 at 500 tokens/s"), (0.0002, "on several machines")]
 )
@@ -318,15 +311,6 @@ def test_a_long_tokenizing_says_how_long_it_takes_within_two_seconds(monkeypatch
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == bool(said)
     assert all(said in line and "tokenizing the text, once, takes about" in line for line in lines)
-
-
-def test_the_demo_and_all_of_a_local_file_are_the_defaults_of_a_library(
-    load, encoded, write_jsonl, tmp_path, tokenizer
-):
-    assert len(load("demo", 64)) == len(load(STORIES, 64))
-    assert tokens_of(load(write_jsonl(tmp_path / "data.jsonl", FORTY))) == encoded(FORTY)
-    mixed = utils.get_dataset(tokenizer, 64, dataset=["a=demo:1", f"b={STORIES}:1"], cache_dir=tmp_path / "cache")
-    assert mixed[0].shape == (65,)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -438,6 +422,7 @@ def test_data_that_is_not_there_is_named_before_the_tokenizer_is_looked_for(devi
     assert str(raised.value) == "--dataset none.jsonl.gz: no such file or folder"
 
 
-def test_the_default_split_of_a_stream_is_whole():
-    assert parse(["--streaming"]).dataset_split == "train"
-    assert parse([]).dataset_split == "train[:5%]"
+def test_a_field_that_no_record_has_is_named_and_not_taken_for_a_conversation(load, write_jsonl, tmp_path):
+    file = write_jsonl(tmp_path / "data.jsonl", [b'{"story": "A fox."}'])
+    with pytest.raises(UserError, match=r"line 1: no field 'text' in .*; name it with --text-field"):
+        load(file)

@@ -1,0 +1,338 @@
+"""Corpora: what a source of --dataset is, and its tokens as windows: from the token cache, where it is tokenized once,
+or from token files. The way in for a library (`open_windows`). Independent of what a run mixes and holds out."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.base.errors import UserError
+from harness.base.ranks import from_main_process, on_main_rank
+from harness.data import cache, files, token_files
+from harness.data.batches import TrainingData, mix
+from harness.data.chat import ChatFormat, no_assistant_mask, read_template
+from harness.data.encode import TextFormat, take
+from harness.data.files import DataFile, Listing
+from harness.data.readers import is_token_file, reader_of
+from harness.data.records import (
+    CHAT_FIELD,
+    DEFAULT_FIELD,
+    BadRecord,
+    Conversation,
+    Field,
+    names_of,
+    read_documents,
+    read_records,
+)
+from harness.data.windows import BestFitDataset, PackedDataset, Tokens
+from harness.flags.commands import given
+from harness.flags.settings import ASSETS, Settings
+from harness.flags.sources import Source, sources_of
+
+TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
+LOOKED_AT = 100  # records among which the first good one tells what a corpus is
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is where
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source as it was found."""
+
+    source: Source
+    listing: Listing
+    split: str  # that is trained on, with its slice
+    text_field: Field
+    is_mapped: bool  # whether its files are token files
+    is_chat: bool  # whether its records are conversations
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
+def find(settings: Settings) -> list[Corpus]:
+    """The corpora of a run, listed once, by rank 0; none of synthetic data. Every rank calls this."""
+    if settings.dataset == "synthetic":
+        return []
+    return on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
+
+
+def find_corpus(settings: Settings, source: Source) -> Corpus:
+    text_field: Field = ("input_ids", settings.text_field)
+    if "text_field" in given(settings.argv):
+        text_field = settings.text_field
+    return look_into(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
+
+
+def look_into(
+    source: Source, split: str | None, text_field: Field, subset: str | None, streaming: bool = False
+) -> Corpus:
+    """A source as it is found. Without a `split` it is `train`, of hub data its first 5 %."""
+    place = str(ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
+    listing = files.find(place, subset)
+    if split is None:
+        split = "train[:5%]" if listing.is_hub and not streaming else "train"
+    of_split = listing.of_split(parse_split(split)[0])
+    is_mapped = are_mapped(of_split)
+    is_chat = not is_mapped and holds_conversations(of_split[0], text_field)
+    return Corpus(source, listing, split, text_field, is_mapped, is_chat)
+
+
+def are_mapped(of_split: list[DataFile]) -> bool:
+    """Whether files are token files; a UserError where only some are, or where their formats differ."""
+    mapped = [file for file in of_split if is_token_file(file.name)]
+    if not mapped:
+        return False
+    for file in mapped:
+        if file.is_remote:
+            problem = "its tokens are mapped into memory, which a store cannot give"
+            raise UserError(f"--dataset {file}: {problem}; {files.stores.copy_command(file.path)}")
+    for file in of_split:
+        if reader_of(file.name) is not reader_of(mapped[0].name):
+            one, folder = mapped[0], os.path.dirname(mapped[0].path)
+            pattern = f"{folder}/*{os.path.splitext(one.name)[1]}"
+            raise UserError(
+                f"--dataset: {one} has tokens that are read in place, {file} is of another format; "
+                f"name a folder or pattern with one of them, such as '{pattern}'"
+            )
+    return True
+
+
+def holds_conversations(file: DataFile, text_field: Field) -> bool:
+    """Whether the records of a file are conversations: the first good one has `messages` and none of the fields of
+    `text_field`. What cannot be read is found later."""
+    if not getattr(reader_of(file.name), "HAS_FIELDS", True):
+        return False
+    try:
+        records = read_records(file, (*names_of(text_field), CHAT_FIELD))
+        for _, record in itertools.islice(records, LOOKED_AT):
+            if isinstance(record, Conversation):
+                return True
+            if isinstance(record, BadRecord):
+                if record.of_chat:
+                    return True
+            elif record is not None and len(record):
+                return False
+    except UserError:
+        pass
+    return False
+
+
+def needs_tokenizer(settings: Settings, corpora: list[Corpus]) -> bool:
+    """Whether a run takes a tokenizer: not where all its tokens are random or come from token files, unless a flag
+    asks for text or for the ends of documents."""
+    if settings.tokenizer or settings.sample_prompt or settings.sample_prompts:
+        return True
+    if settings.dataset == "synthetic":
+        return False
+    ends = settings.document_mask or settings.eval_interval or "[" in (settings.dataset_split or "")
+    if ends or settings.packing == "best-fit" or settings.export:
+        return True
+    return not all(corpus.is_mapped for corpus in corpora)
+
+
+def mask_conversations(settings: Settings, corpora: list[Corpus]) -> Settings:
+    """The settings with the document mask that is on by default where a run reads conversations."""
+    if settings.document_mask is None and any(corpus.is_chat for corpus in corpora):
+        return dataclasses.replace(settings, document_mask=True)
+    return settings
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens and windows of one corpus
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How corpora become windows; see `utils.get_dataset`."""
+
+    tokenizer: Any
+    seq_len: int
+    vocab_size: int
+    cache_dir: str | os.PathLike | None = None
+    skip_bad_records: bool = False
+    packing: str | None = None
+    chat_template: str | None = None
+    chat_loss: str = "assistant"
+    document_mask: bool | None = None
+    seed: int = 0
+    is_main: bool = True  # of the processes of this node: the one that tokenizes for the others
+
+    @property
+    def end_of_text(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.eos_token_id
+
+    def encoder(self, corpus: Corpus) -> TextFormat:
+        if not corpus.is_chat:
+            return TextFormat(self.tokenizer, self.vocab_size)
+        template = read_template(self.chat_template)
+        chat = ChatFormat(self.tokenizer, self.vocab_size, template, self.chat_loss, self.skip_bad_records)
+        chat.check(corpus.source.dataset)
+        return chat
+
+    def tokens(self, corpus: Corpus, split: str) -> Tokens:
+        """The tokens of a split, mapped; text is tokenized where it was not yet. A slice is cut at ends of documents."""
+        name, bounds = parse_split(split)
+        of_split = corpus.listing.of_split(name)
+        if corpus.is_mapped and are_mapped(of_split):
+            opened = token_files.open_token_files(of_split, self.vocab_size)
+            tokens = Tokens(opened, self.vocab_size, self.end_of_text)
+            tokens.line = token_files.describe(opened)
+        else:
+            rows = rows_of_slice(of_split, bounds) if corpus.listing.is_hub and bounds else None
+            if rows:
+                bounds = []
+            found = from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
+            tokens = cache.open_cache(found[0], self.vocab_size, self.end_of_text, found[1])
+        if bounds:
+            tokens = tokens.between(*cut_positions(bounds, self.with_ends(tokens).ends, len(tokens)))
+        return tokens
+
+    def _tokenize(self, corpus: Corpus, of_split: list[DataFile], rows: tuple[int, int] | None) -> tuple:
+        """What `cache.tokenize_once` returns, of these files, or of some of their rows."""
+        encoder = self.encoder(corpus)
+        text_field = CHAT_FIELD if corpus.is_chat else corpus.text_field
+        content = [file.version() for file in of_split]
+        identity = [content, rows, text_field, *encoder.identity()]
+
+        def tokenize(counts: Counter) -> Iterator:
+            total = sum(file.size for file in of_split)
+            read = [0, 0]  # bytes of the files before, and of this one
+            records = read_all(of_split, text_field, read)
+            if rows:
+                records = itertools.islice(records, *rows)
+            documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.is_chat)
+            while batch := list(take(documents, TOKENIZE_BATCH)):
+                yield encoder.encode(batch, counts), sum(read), total
+            if not counts["tokens"]:
+                left_out = counts["conversations without a trained token"]
+                if left_out:
+                    problem = f"the chat template marks no token of any of the {left_out:,} conversations"
+                    raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem}")
+                raise UserError(f"--dataset {corpus.source.dataset}: it holds no text ({counts['bad records']} bad)")
+
+        return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
+
+    def with_ends(self, tokens: Tokens) -> Tokens:
+        """The tokens once it is known where their documents end: one process of a node reads all tokens for it where
+        the files do not say it. A UserError where nothing tells."""
+        if not tokens.knows_ends:
+            if self.end_of_text is None:
+                name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
+                problem = f"{name} has no end-of-text token (eos_token)"
+                raise UserError(
+                    f"--dataset {tokens.files[0].name}: it does not say where its documents end, and {problem}"
+                )
+            tokens.whole_ends = from_main_process(lambda: tokens.whole_ends, self.is_main)
+        return tokens
+
+    def windows(self, tokens: Tokens, place: str) -> PackedDataset:
+        """The tokens as windows; too few for one window are a UserError."""
+        mask = tokens.is_chat if self.document_mask is None else self.document_mask
+        packed: PackedDataset
+        if self.packing == "best-fit" or (self.packing is None and tokens.is_chat):
+            tokenizer = self.tokenizer
+            ids = [getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0]
+            padding = next(token for token in ids if token is not None)
+            packed = BestFitDataset(self.with_ends(tokens), self.seq_len, padding, self.seed, mask)
+        else:
+            if mask and not tokens.knows_ends and self.end_of_text is None:
+                self.with_ends(tokens)  # the error
+            packed = PackedDataset(tokens, self.seq_len, mask)
+        if not len(packed):
+            short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
+            raise UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
+        return packed
+
+
+def read_all(of_split: list[DataFile], text_field: Field, read: list[int]) -> Iterator:
+    """The records of files, in order; `read` gets how many bytes of them were read."""
+
+    def note(place: int) -> None:
+        read[1] = place
+
+    for file in of_split:
+        yield from read_records(file, text_field, progress=note)
+        read[0] += file.size
+        read[1] = 0
+
+
+def parse_split(split: str) -> tuple[str, list[str]]:
+    """(name, bounds of its slice) of a split, such as `train` or `train[:95%]`; no bounds without a slice."""
+    part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
+    if not part:
+        raise UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
+    if not part[2]:
+        return part[1], []
+    return part[1], [part[3] or "0%", part[4] or "100%"]
+
+
+def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
+    """How many of so many documents are before each bound of a slice, such as 95% or -100; None where a percentage
+    would cut off none or all of them."""
+    cuts: list[int | None] = []
+    for bound in bounds:
+        number = int(bound.rstrip("%"))
+        size = 100 if bound.endswith("%") else documents
+        if abs(number) > size:
+            raise UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
+        if number < 0:
+            number += size
+        cut = round(documents * number / size) if size else 0
+        cuts_nothing = 0 < number < size and cut in (0, documents)
+        cuts.append(None if cuts_nothing else cut)
+    return cuts
+
+
+def cut_positions(bounds: list[str], ends, length: int) -> list[int]:
+    """Where the bounds of a slice cut tokens whose documents end at `ends`: there, or, where these are too few for a
+    percentage, at that share of the tokens, as in a file of one document."""
+    positions = []
+    for cut, bound in zip(cut_documents(bounds, len(ends)), bounds, strict=True):
+        if cut is None:
+            positions.append(length * int(bound.rstrip("%")) // 100)
+        else:
+            positions.append(int(ends[cut - 1]) if cut else 0)
+    return positions
+
+
+def rows_of_slice(of_split: list[DataFile], bounds: list[str]) -> tuple[int, int] | None:
+    """The rows that a slice of a hub data set takes, which are all that is read of it; None where its files do not say
+    how many they have."""
+    count = getattr(reader_of(of_split[0].name), "count", None)
+    if count is None or any(reader_of(file.name) is not reader_of(of_split[0].name) for file in of_split):
+        return None
+    rows = 0
+    for file in of_split:
+        with file.open() as raw:
+            rows += count(raw)
+    first, last = cut_documents(bounds, rows)
+    return None if first is None or last is None else (first, last)
+
+
+def open_windows(
+    reading: Reading,
+    dataset: str | Sequence[str],
+    split: str | None,
+    text_field: Field = DEFAULT_FIELD,
+    subset: str | None = None,
+) -> PackedDataset | TrainingData:
+    """The windows of one corpus, or of several mixed, for `utils.get_dataset`."""
+    sources = sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
+    windows = {}
+    for source in sources:
+        look = functools.partial(look_into, source, split, text_field, subset)
+        corpus = from_main_process(look, reading.is_main)
+        place = f"{source.dataset}, split {corpus.split!r}"
+        windows[source.name] = reading.windows(reading.tokens(corpus, corpus.split), place)
+    if isinstance(dataset, str):
+        return windows[sources[0].name]
+    return mix(windows, {source.name: source.weight for source in sources}, reading.seq_len, reading.seed)
