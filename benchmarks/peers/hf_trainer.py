@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 args = parse_args(__doc__)
 model = build_model(args)
-clock = Clock(args, model)  # comparison
+clock = Clock(args, model)
 cuda = device().type == "cuda"
 liger = bool(find_spec("liger_kernel")) and cuda
 shards = clock.world > 1 and cuda
@@ -28,14 +28,14 @@ class OneOptimizer(torch.optim.Optimizer):
             optimizer.step()
 
 
-class TimedTrainer(Trainer):  # comparison
+class TimedTrainer(Trainer):
     def compute_loss(self, *args, **kwargs):
         result = super().compute_loss(*args, **kwargs)
         self.newest_loss = (result[0] if isinstance(result, tuple) else result).detach()
         return result
 
 
-class Steps(TrainerCallback):  # comparison
+class Steps(TrainerCallback):
     def on_step_end(self, *_, **__):
         clock.step(trainer.newest_loss, liger="yes" if liger else "not installed", precision=args.precision)
 
