@@ -192,6 +192,7 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
     shards = {
         "bare fully_shard": Config(sharded, options),
         "Fabric, FSDP2": Config(fabric, options | {"strategy": "fsdp2"}),
+        "Trainer, FSDP2": Config("benchmarks/peers/hf_trainer.py", options | {"strategy": "fsdp2"}),
     }
     others = shards | replicas
     if ranks == 1:
