@@ -80,7 +80,7 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
         configs = bench.parts_of(suite, gpus).get(part, ((),) * 4)[3] or {}
         for label, config in configs.items():
             words = ["benchmarks/bench.py", suite, "--only", f"{part}/{glob.escape(label)}", "--repeats", "1"]
-            words += ["--gpus", str(gpus), "--no-plots", "--out", "OUT", *["--rehearse"] * rehearse]
+            words += ["--gpus", str(gpus), "--out", "OUT", *["--rehearse"] * rehearse]
             package = bench.PEERS.get(pathlib.Path(config.program).stem)
             needs = [package] if package else []
             needs += ["torchao"] * (config.flags.get("precision") == "fp8" or "8bit" in str(config.flags))
