@@ -157,8 +157,8 @@ def train(folder: pathlib.Path, device) -> dict:
 
     import train_fsdp
     from harness import model as models
-    from harness.flags import parse_args
     from harness import plan
+    from harness.flags import parse_args
 
     rank, world = dist.get_rank(), dist.get_world_size()
     flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"

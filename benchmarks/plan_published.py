@@ -34,10 +34,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
+from harness.base.gpu_table import find_gpu
+
 import train_fsdp
 from harness import plan as planning
 from harness.base.errors import UserError
-from harness.base.gpu_table import find_gpu
 from harness.flags.parser import parse_args
 from harness.model.loss import full_loss
 

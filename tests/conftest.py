@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from fractions import Fraction
 
 pytest_plugins = ["corpora"]  # fixtures of the tests of data
 ROOT = pathlib.Path(__file__).resolve().parent.parent

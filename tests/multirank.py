@@ -33,12 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
+from harness import data, plan
+from harness import model as models
 from harness.base import from_main_process, of_all_ranks, on_main_rank
 from harness.flags import parse_args
 from harness.job import endings, heartbeats, start_processes, stop_processes, world
-from harness import data
-from harness import model as models
-from harness import plan
 from harness.job.signals import StopRequest
 from harness.job.world import new_group
 from harness.model import collectives

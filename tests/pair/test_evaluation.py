@@ -12,8 +12,8 @@ import transformers
 from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, words, write_model
 
 import train_fsdp
-from harness.base import UserError
 from harness import data
+from harness.base import UserError
 from harness.model.loss import IGNORE_INDEX
 
 

@@ -27,10 +27,10 @@ from torch._dynamo.utils import counters
 
 import train_fsdp
 import utils
-from harness.base import GIB, wait_for_device
-from harness.flags import PRESETS
 from harness import data
 from harness import model as models
+from harness.base import GIB, wait_for_device
+from harness.flags import PRESETS
 from harness.model.attention import describe_attention
 from harness.state.store import Checkpoints
 from harness.state.train_state import TrainState

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from conftest import one_source, parse, write_model
+from harness.base.torch_internals import DefaultReduceScatter
 from multirank import resolved
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_fsdp
 import utils
 from harness import data
-from harness.base.torch_internals import DefaultReduceScatter, collectives_of, fsdp_group
 from harness import model as models
 from harness.model import collectives
 from harness.model.float8 import cast_to_float8
