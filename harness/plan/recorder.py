@@ -220,9 +220,6 @@ class StepRecorder(TorchDispatchMode):
         ranks, per_node = self._sizes_of(group)
         whole = max(map(nbytes, inputs))
         sent = whole * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-        if kind == "all_to_all":
-            whole = nbytes(args[1])
-            sent = whole * (ranks - 1) / ranks
         key = (phase, kind, ranks, per_node)
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight
