@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import utils
+from harness import base
 from harness import model as models
 
 SEQUENCE, STEPS, BATCH, TOLERANCE = 64, 4, 4, 1e-5

@@ -36,6 +36,7 @@ warnings.filterwarnings("ignore")
 
 import train_fsdp
 from harness import base
+from harness import model as models
 from harness import plan as planning
 from harness.flags import parse_args
 
