@@ -32,8 +32,7 @@ from harness.base import gpus
 from harness.flags import make_parser, rules
 from tools import figure_table, flag_table
 
-DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 
@@ -90,14 +89,6 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
     assert broken_links(tmp_path / "from.md") == bad
 
 
-def test_a_test_that_a_document_names_is_there():
-    tests = {
-        name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())
-    }
-    named = {word for path in DOCUMENTS for word in INLINE.findall(path.read_text()) if re.fullmatch(r"test_\w+", word)}
-    assert named and named - tests == set()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Snippets
 
@@ -139,7 +130,8 @@ def reason_to_skip(snippet: Snippet) -> str:
     return "" if package and find_spec(package[1]) else snippet.not_run
 
 
-SNIPPETS = [snippet for document in DOCUMENTS for snippet in snippets_of(document)]
+# Those of CONTRIBUTING.md are recipes, which test_recipes.py carries out.
+SNIPPETS = [one for document in DOCUMENTS if document.name != "CONTRIBUTING.md" for one in snippets_of(document)]
 SHELL = [snippet for document in DOCUMENTS for snippet in snippets_of(document, "bash")]
 MARK = "----- the next snippet -----"
 
@@ -214,7 +206,7 @@ def test_the_page_of_all_flags_is_the_parsers():
 
 
 def test_the_table_of_all_figures_is_that_of_the_list():
-    page = (ROOT / "docs" / "TRACKING.md").read_text()
+    page = (ROOT / "docs" / "MONITORING.md").read_text()
     assert page == figure_table.with_table(page)
 
 
@@ -360,13 +352,6 @@ def test_a_launcher_gives_ranks_more_than_30_s_to_save_where_torchrun_can(file, 
     assert LaunchConfig(1, 1, 1).shutdown_timeout == int(seconds) == 110
 
 
-def test_no_example_of_a_metrics_port_is_an_exporters_or_torchruns():
-    files = [*DOCUMENTS, ROOT / "launch" / "prometheus.yml"]
-    text = "\n".join(file.read_text() for file in files)
-    ports = set(map(int, re.findall(r"(?:--metrics-port |127\.0\.0\.1:)(\d+)", text)))
-    assert ports and all(1024 < port < 32768 and port not in (*range(9090, 10_000), 29400, 29500) for port in ports)
-
-
 OTHERS = {
     "torchrun": {
         "--nnodes",
@@ -384,7 +369,6 @@ OTHERS = {
     "tensorboard": {"--logdir"},
     "benchmarks/bench.py": {"--gpus", "--minutes", "--missing", "--only", "--out", "--rehearse", "--repeats"},
     "benchmarks/covering.py": {"--ranks"},
-    "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
     "launch/datatrove.py": {"--executor", "--executor-option", "--tasks", "--workers"},
