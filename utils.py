@@ -5,17 +5,16 @@ Importing this module starts nothing and needs no GPU, no network and no optiona
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from harness import data
-from harness.base.devices import wait_for_device
-from harness.base.gpu_table import find_gpu
-from harness.model.flops import DocumentFlops, count_flops_per_token, document_flops, formula_holds
+from harness import base, data
+from harness import model as models
 
 create_collate_fn = data.create_collate_fn
 
@@ -23,7 +22,6 @@ __all__ = [
     "PerformanceTracker",
     "create_collate_fn",
     "estimate_mfu",
-    "flops_of_documents",
     "get_dataset",
     "get_gpu_peak_tflops",
     "get_model_flops_per_token",
@@ -91,7 +89,7 @@ def get_gpu_peak_tflops(name: str | None = None) -> float | None:
     """Dense bf16 peak of one GPU in TFLOPS, by `find_gpu` (default: the current device); None for a CPU too."""
     if name is None and not torch.cuda.is_available():
         return None
-    gpu = find_gpu(torch.cuda.get_device_name() if name is None else name)
+    gpu = base.find_gpu(torch.cuda.get_device_name() if name is None else name)
     return gpu.peak_tflops if gpu else None
 
 
@@ -101,49 +99,76 @@ def get_model_flops_per_token(model, seq_len: int, causal: bool = False) -> int:
         6 x (parameters of the matmuls that a token passes) + 12 x layers x heads x head_dim x seq_len
 
     Key and value have the real number of KV heads; of a mixture only the active experts count; the LM head counts once,
-    tied or not, and the embedding not at all. `causal` halves the attention term.
+    tied or not, and the embedding not at all. Sliding windows and chunks bound the keys that a query meets, but not in
+    eager attention, which computes every score. `causal` counts those keys only that come before the query.
 
-    The formula holds for the families that `harness/model/flops.py` lists. Other models (sliding windows, linear
-    attention) have their operators counted by torch, which gives the same number where the formula holds.
+    The formula is taken where torch's own counter confirms it on four tokens of this very model. The operators of all
+    others (linear attention, latent projections of keys) are counted by torch, which has no causal figure.
 
     `model` is a causal language model of transformers, sharded too, or its config. A ValueError says why there is no
     figure to be trusted, or no causal one.
     """
     config = getattr(model, "config", model)
-    if not formula_holds(config):
-        return count_flops_per_token(config, seq_len, causal)
-
-    hidden_size, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden_size // heads
-    query_and_output = 2 * hidden_size * heads * head_dim
-    key_and_value = 2 * hidden_size * config.num_key_value_heads * head_dim
-    mlp = 3 * hidden_size * config.intermediate_size  # gate, up, down
-    if getattr(config, "num_experts", 0):
-        router = hidden_size * config.num_experts
-        mlp = router + config.num_experts_per_tok * 3 * hidden_size * config.moe_intermediate_size
-    lm_head = hidden_size * config.vocab_size
-    matmul_parameters = layers * (query_and_output + key_and_value + mlp) + lm_head
-
-    attention = 12 * layers * heads * head_dim * seq_len
+    on_meta = models.eager_on_meta(config)
+    text = on_meta.config.get_text_config()
+    matmuls = 6 * matmul_parameters(on_meta, text)
+    masked = not models.computes_every_score(config)
+    if models.count_flops(on_meta, 4) == 4 * (matmuls + attention_flops(text, 4)):
+        return matmuls + attention_flops(text, seq_len, masked, causal)
     if causal:
-        attention //= 2
-    return 6 * matmul_parameters + attention
+        raise ValueError(f"no causal figure: torch counts {text.model_type}, and it counts whole products")
+    never_computed = attention_flops(text, seq_len) - attention_flops(text, seq_len, masked)
+    return round(models.count_flops(on_meta, seq_len) / seq_len) - never_computed
 
 
-def flops_of_documents(model, lengths: Iterable[int]) -> int:
-    """FLOPs of forward and backward of documents of these lengths, each of which attends to itself alone:
+def matmul_parameters(model, config) -> int:
+    """Parameters of the matmuls that one token passes. `experts` are a list of modules or a weight of three dimensions;
+    of these as many count as the config says are active."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
+    active = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
+    total = 0
+    for path, module in model.named_modules(remove_duplicate=False):
+        experts = re.match(r"(.*\bexperts)\.\d+(\.|$)", path)
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(module, torch.nn.Embedding) or weight.dim() < 2 or name.endswith("bias"):
+                continue
+            if experts:
+                total += weight.numel() * active // len(model.get_submodule(experts[1]))
+            elif weight.dim() == 3 and len(weight) > 1:
+                total += weight[0].numel() * active
+            else:
+                total += weight.numel()
+    return total
 
-        6 x (parameters of the matmuls) x (sum of the lengths) + 12 x layers x heads x head_dim x (sum of their squares)
 
-    for the models for which PaLM's formula holds. For others both factors come from `get_model_flops_per_token` at
-    several lengths. A ValueError where it is no straight line over them, as with a sliding window that is shorter than
-    the longest document.
+def attention_flops(config, seq_len: int, masked: bool = False, causal: bool = False) -> int:
+    """FLOPs per token of softmax attention: in each layer 6 x heads x (head_dim of keys + that of values) x keys.
 
-    `lengths` are in tokens; `model` is a causal language model of transformers or its config.
+    A query meets all `seq_len` keys, or where attention is `masked` those of its layer's window or chunk. Where it is
+    `causal` it meets, on average over the sequence, those of them that come before it.
     """
-    lengths = list(lengths)
-    flops = document_flops(model, max(lengths), get_model_flops_per_token)
-    return int(flops.of(sum(lengths), sum(length * length for length in lengths)))  # of integers
+    windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:  # Moshi has a window in its config that no mask of it reads
+        layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
+        layer_types *= config.num_hidden_layers
+    total = 0
+    for index, layer_type in enumerate(layer_types):
+        layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
+        heads = getattr(layer, "num_attention_heads", 0)
+        if not heads:
+            continue
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        of_keys, of_values = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+        keys = seq_len
+        if masked and layer_type in windows:
+            keys = min(getattr(layer, windows[layer_type], None) or seq_len, seq_len)
+        if causal and layer_type == "chunked_attention":
+            keys /= 2
+        elif causal:
+            keys *= 1 - keys / (2 * seq_len)  # the first queries of a sequence have no full window before them
+        total += 6 * heads * (of_keys + of_values) * keys
+    return round(total)
 
 
 def estimate_mfu(
@@ -183,7 +208,6 @@ class PerformanceTracker:
     warmup_steps: int = 10  # left out at the start: compilation, allocator, autotuning
     num_gpus: int = 1  # that share the tokens
     peak_tflops: float | None = None  # dense, of one device; by default that of the current GPU
-    document_flops: DocumentFlops | None = None  # where attention stays inside documents: for MFU by their lengths
 
     def __post_init__(self):
         self.reset()
@@ -192,7 +216,6 @@ class PerformanceTracker:
         """Forgets everything; the warmup begins again."""
         self.steps_seen, self.warmup_seconds = 0, 0.0
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
-        self.total |= {"document_tokens": 0.0, "document_flops": 0.0}  # of all ranks, see `count_documents`
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._start: float | None = None  # when the clock of this window started; None while it is stopped
         self._open_window()
@@ -202,8 +225,7 @@ class PerformanceTracker:
 
         Returns `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards
         the metrics of the window that this step closes: those of `estimate_mfu` and `tokens_per_sec_per_gpu`,
-        `steps_per_sec`, `step_time_ms`, `data_wait_percent`. Where there is MFU by documents, `squared_lengths` is what
-        `note_documents` added up in the window on this rank.
+        `steps_per_sec`, `step_time_ms`, `data_wait_percent`.
         """
         self.steps_seen += 1
         if self.steps_seen < self.warmup_steps:
@@ -217,32 +239,14 @@ class PerformanceTracker:
         self.window["flops"] += batch_tokens * model_flops_per_token
         if not synchronize:
             return {}
-        wait_for_device()
+        base.wait_for_device()
         self.window["seconds"] += time.perf_counter() - self._start
         for key, value in self.window.items():
             self.total[key] += value
         self.windows.append((self.window["steps"], self.window["seconds"]))
         metrics = self._metrics(self.window)
-        if self.document_flops and "mfu_percent" in metrics:
-            metrics["squared_lengths"] = self.squared_lengths
-        self.closed = self.window
         self._open_window()
         return metrics
-
-    def note_documents(self, squared_lengths: int) -> None:
-        """Adds the documents of a microbatch of this rank: the sum of the squares of their lengths."""
-        if self._start is not None:
-            self.squared_lengths += squared_lengths
-
-    def count_documents(self, squared_lengths: float) -> dict[str, float]:
-        """`mfu_documents_percent` of the window that was closed last, by the `squared_lengths` of all ranks together.
-        The averages of `summary` have it too if every window was counted."""
-        tokens = self.closed["tokens"]
-        counted = {"document_tokens": tokens, "document_flops": self.document_flops.of(tokens, squared_lengths)}
-        for key, value in counted.items():
-            self.total[key] += value
-        metrics = self._metrics(self.closed | counted)
-        return {"mfu_documents_percent": metrics["mfu_documents_percent"]}
 
     def summary(self) -> dict[str, float]:
         """Averages over every step after warmup; `{}` when there was none."""
@@ -254,13 +258,13 @@ class PerformanceTracker:
         if self._start is None:  # inside another
             yield
             return
-        wait_for_device()
+        base.wait_for_device()
         self.window["seconds"] += time.perf_counter() - self._start
         self._start = None
         try:
             yield
         finally:
-            wait_for_device()
+            base.wait_for_device()
             self._start = time.perf_counter()
 
     @contextlib.contextmanager
@@ -286,9 +290,8 @@ class PerformanceTracker:
         return "  ".join(parts)
 
     def _open_window(self) -> None:
-        wait_for_device()
+        base.wait_for_device()
         self.window = dict.fromkeys(self.total, 0.0)
-        self.squared_lengths = 0  # of this rank's documents in the window
         self._start = time.perf_counter()
 
     def _metrics(self, window: dict[str, float]) -> dict[str, float]:
@@ -297,8 +300,6 @@ class PerformanceTracker:
         speed = estimate_mfu(flops / max(tokens, 1), tokens, seconds, self.num_gpus, peak_tflops)
         if not flops:
             del speed["actual_tflops_per_sec"]
-        if "mfu_percent" in speed and window["document_tokens"] == tokens:
-            speed["mfu_documents_percent"] = speed["mfu_percent"] * window["document_flops"] / flops
         return speed | {
             "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / self.num_gpus,
             "steps_per_sec": window["steps"] / seconds,

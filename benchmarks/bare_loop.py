@@ -3,8 +3,7 @@
     python benchmarks/bare_loop.py --model assets/demo --tokens tokens.bin --num-steps 60
 
 No sharding, no tracking, no evaluation; prints one JSON object. A folder with weights is trained on from them; windows
-come in train_fsdp.py's order (seed 42), weights are decayed and clipped as there, so the losses are the same. Lines
-that end with `# comparison` are no lines of a user's own loop (user_lines.py).
+come in train_fsdp.py's order (seed 42), weights are decayed and clipped as there, so the losses are the same.
 """
 
 import argparse
@@ -50,7 +49,7 @@ windows = (len(tokens) - 1) // args.sequence_length
 order = np.random.Generator(np.random.PCG64([42, 0])).permutation(windows)
 
 for step in range(args.num_steps):
-    if step == args.perf_warmup_steps:  # comparison
+    if step == args.perf_warmup_steps:
         start = time.perf_counter()
     rows = order[np.arange(step * args.batch_size, (step + 1) * args.batch_size) % windows]
     batch = [tokens[row * args.sequence_length : (row + 1) * args.sequence_length + 1] for row in rows]
@@ -62,9 +61,9 @@ for step in range(args.num_steps):
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    if step == 0:  # comparison
+    if step == 0:
         print(f"step 1/{args.num_steps}  loss {loss.item():.4f}", flush=True)
 
-seconds = time.perf_counter() - start  # comparison
-steps_per_sec = (args.num_steps - args.perf_warmup_steps) / seconds  # comparison
-print(json.dumps({"steps_per_sec": steps_per_sec, "loss": loss.item()}))  # comparison
+seconds = time.perf_counter() - start
+steps_per_sec = (args.num_steps - args.perf_warmup_steps) / seconds
+print(json.dumps({"steps_per_sec": steps_per_sec, "loss": loss.item()}))

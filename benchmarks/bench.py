@@ -1,4 +1,4 @@
-"""Measures train_fsdp.py and what it is compared with: fresh processes, in turn, repeated; a table, one JSON, plots.
+"""Measures train_fsdp.py and what it is compared with: fresh processes, in turn, repeated; a table, one JSON.
 
     python benchmarks/bench.py cpu                     what holds on any machine, as ratios
     python benchmarks/bench.py gpu --only ladder       the published settings, then one change after another
@@ -6,8 +6,6 @@
     python benchmarks/bench.py compare                 against the programs in benchmarks/peers
     python benchmarks/bench.py compare --cpu           the same with the demo model on a CPU: what is level there
                                                        --missing: only what earlier calls left to do
-    python benchmarks/bench.py learn                   AdamW and Muon, a sweep of learning rates: see learning.py
-    python benchmarks/bench.py plot                    the plots again, from the JSON files
     python benchmarks/bench.py gpu --only ladder --rehearse     the same path with the demo model on the CPU
 
 Configurations run in rounds, A B C A B C, until --repeats or --minutes are used up. The same command again adds rounds:
@@ -25,12 +23,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from importlib.util import find_spec
 
 import torch
-from ratios import ratios
 from running import PEERS, ROOT, Config, RunError, code_hash, describe_machine, device_name, execute, now
-from user_lines import user_lines
 
 RESULTS = ROOT / "benchmarks" / "results"
 ENOUGH = 60  # seconds that must be left for a configuration that has not run yet
@@ -81,18 +76,6 @@ def start() -> tuple:
     return "seconds from command to the end of the first step, demo model", "first_step_s", pairs, configs
 
 
-def compiling() -> tuple:
-    configs, pairs = {}, {}
-    for layers in (4, 16):
-        one = {"model": f"WORK/{layers}-layers", "sequence_length": 64, "batch_size": 1, "num_steps": 1}
-        ours, whole = f"by layer, {layers} layers", f"as a whole, {layers} layers"
-        by_layer = {"tokenizer": "assets/demo", "precision": "fp32", "compile": True, "perf_warmup_steps": 0}
-        configs[ours] = Config("train_fsdp.py", DEMO | one | by_layer, cold=True)
-        configs[whole] = Config(BARE, TOKENS | one | {"perf_warmup_steps": 0, "compile": True}, cold=True)
-        pairs[f"first step compiled by layer / as a whole, {layers} layers"] = (ours, whole, "under 1")
-    return "seconds from command to the end of a compiled first step, empty cache", "first_step_s", pairs, configs
-
-
 def curves(base: dict, variants: dict[str, dict]) -> tuple:
     """Learning curves on the same data and steps: the reference, itself with another seed (that is noise), others."""
     (reference, flags), *others = variants.items()
@@ -103,21 +86,6 @@ def curves(base: dict, variants: dict[str, dict]) -> tuple:
         if name != reference
     }
     return "held-out loss after the same steps on the same data", "eval_loss", pairs, trained(base, variants)
-
-
-def loss_cpu() -> tuple:
-    base = DEMO | {"batch_size": 4, "num_steps": 200, "lr": 4e-3, "eval_interval": 200, "log_interval": 4}
-    return curves(
-        base,
-        {
-            "fp32, full logits": {"precision": "fp32", "fused_loss": False},
-            "bf16": {"precision": "bf16"},
-            "bf16, moments in bf16": {"precision": "bf16", "optimizer": "adamw-bf16"},
-            "bf16, compiled": {"precision": "bf16", "compile": True},
-            "fp8, emulated": {"precision": "fp8", "fp8_emulate": True},
-            "bf16-pure, full logits": {"precision": "bf16-pure", "fused_loss": False},
-        },
-    )
 
 
 def loss_gpu() -> tuple:
@@ -224,6 +192,7 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
     shards = {
         "bare fully_shard": Config(sharded, options),
         "Fabric, FSDP2": Config(fabric, options | {"strategy": "fsdp2"}),
+        "Trainer, FSDP2": Config("benchmarks/peers/hf_trainer.py", options | {"strategy": "fsdp2"}),
     }
     others = shards | replicas
     if ranks == 1:
@@ -236,7 +205,6 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
     for label, config in configs.items():
         config.ranks, config.same_loss_as = ranks, "" if label == reference else reference
         config.env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} | SAME_WAITING
-        config.user_lines = user_lines(ROOT / config.program)
     pairs = {f"train_fsdp.py / {other}": ("train_fsdp.py", other, "at least 1") for other in others}
     if ranks > 1:  # replicas send half as much as shards do: stage 0 is what they compare with
         pairs |= {f"stage 0 / {other}": ("train_fsdp.py, stage 0", other, "at least 1") for other in replicas}
@@ -256,7 +224,7 @@ def compare_cpu() -> dict[str, tuple]:
 
 def parts_of(suite: str, available: int) -> dict[str, tuple]:
     if suite == "cpu":
-        return {"harness": harness(), "start": start(), "compile": compiling(), "loss": loss_cpu()}
+        return {"harness": harness(), "start": start()}
     if suite == "compare":
         return {"peers": peers()}
     if suite == "compare-cpu":
@@ -270,16 +238,11 @@ def parts_of(suite: str, available: int) -> dict[str, tuple]:
 
 
 def prepare(work: pathlib.Path) -> None:
-    """What the bare loop and the part `compile` read: the demo's tokens and first weights (a step with a learning rate
-    that changes nothing exports them), and its model with 4 and with 16 layers."""
+    """What the bare loop reads: the demo's tokens and first weights, which a step exports whose learning rate changes
+    nothing."""
     first = {"num_steps": 1, "lr": 1e-30, "precision": "fp32", "export": "WORK/start"}
     execute(Config("train_fsdp.py", DEMO | first), work, 1, 900)
     os.link(next((work / "cache").glob("tokens-*.bin")), work / "tokens.bin")
-    demo = json.loads((ROOT / "assets/demo/config.json").read_text())
-    for layers in (4, 16):
-        deeper = {"num_hidden_layers": layers, "no_rope_layers": demo["no_rope_layers"] * (layers // 4)}
-        (work / f"{layers}-layers").mkdir()
-        (work / f"{layers}-layers" / "config.json").write_text(json.dumps(demo | deeper))
 
 
 SAME_LOSS = 1e-4  # of two programs that start from the same weights and do the same steps, relative; fp32
@@ -330,8 +293,6 @@ def measure(name: str, part: tuple, args, store: dict, save) -> None:
             shrink(config.flags)
             config.predicted = {}
         stamps[label] = here | {"ranks": config.ranks or args.gpus}
-        if config.user_lines is not None:
-            stamps[label]["user_lines"] = config.user_lines
         old, command = entry["configs"].get(label, {}), config.command()
         kept = [r for r in old.get("runs", []) if old["command"] == command and stamps[label].items() <= r.items()]
         entry["configs"][label] = {"command": command, "predicted": config.predicted, "runs": kept}
@@ -384,6 +345,16 @@ def seconds_of_a_round(results: list[dict]) -> float:
 # Telling
 
 
+def ratios(entry: dict, above: str, below: str, goal: str, key: str = "") -> list[float]:
+    """One configuration's figure divided by another's in each round, or once their medians if they had no round in
+    common; `key` where it is not the part's figure."""
+    key = key or entry["figure"]
+    runs = [entry["configs"].get(name, {"runs": []})["runs"] for name in (above, below)]
+    a, b = ({run["round"]: run[key] for run in side} for side in runs)
+    common = [a[name] / b[name] for name in a if name in b]
+    return common or ([statistics.median(a.values()) / statistics.median(b.values())] if a and b else [])
+
+
 def median_and_spread(values: list[float], digits: int = 4) -> str:
     """The median, and in brackets the extremes where they differ in these digits."""
     form = ",.0f" if max(values) >= 1000 else f".{digits}g"
@@ -399,7 +370,6 @@ COLUMNS = {
     "first step s": "first_step_s",
     "CPU s": "cpu_s",
     "process GiB": "peak_process_gib",
-    "user's lines": "user_lines",
 }
 
 
@@ -429,20 +399,15 @@ def table(entry: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=["cpu", "gpu", "compare", "learn", "plot"])
+    parser.add_argument("suite", choices=["cpu", "gpu", "compare"])
     parser.add_argument("--only", default="*", help="PART, or PART/CONFIGURATION with * and ?")
     parser.add_argument("--repeats", type=int, help="rounds [3; 5 of compare --cpu]")
     parser.add_argument("--missing", action="store_true", help="only whole rounds that kept runs lack of --repeats")
     parser.add_argument("--minutes", type=float, default=8.5, help="after these no run begins or goes on [8.5]")
     parser.add_argument("--gpus", type=int, help="ranks [all GPUs of this machine, or 1]")
-    parser.add_argument("--out", type=pathlib.Path, help="folder of JSON and plots [benchmarks/results]")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON [benchmarks/results]")
     parser.add_argument("--rehearse", action="store_true", help="the demo model on the CPU, to a temporary folder")
     parser.add_argument("--cpu", action="store_true", help="compare: the demo model on the CPU")
-    parser.add_argument("--text", type=pathlib.Path, help="learn: another corpus beside the demo's stories")
-    parser.add_argument("--steps", type=int, default=300, help="learn: of each run [300]")
-    parser.add_argument("--batch-size", type=int, default=2, help="learn: sequences of 256 tokens a step [2]")
-    parser.add_argument("--eval-steps", type=int, default=10, help="learn: batches of each evaluation [10]")
-    parser.add_argument("--no-plots", action="store_true", help="figures only; later: bench.py plot")
     args = parser.parse_args()
     args.deadline = time.monotonic() + 60 * args.minutes
     if args.cpu:
@@ -461,20 +426,7 @@ def main() -> None:
         more = ", --cpu measures it there" if args.suite == "compare" else ""
         parser.error(f"{args.suite}: there is no GPU; --rehearse runs it with the demo model on the CPU{more}")
     out.mkdir(parents=True, exist_ok=True)
-    if args.suite == "learn":
-        from learning import learn
-
-        learn(args, out / "learn.json")
-    elif args.suite != "plot":
-        run_suite(args, out / f"{args.suite}.json")
-    if args.no_plots:
-        return
-    if find_spec("matplotlib"):
-        from plots import draw
-
-        print("plots:", *(str(path) for path in draw(out)))
-    else:
-        print(f"no plots: matplotlib is not installed; later: bench.py plot --out {out}")
+    run_suite(args, out / f"{args.suite}.json")
 
 
 def run_suite(args, file: pathlib.Path) -> None:

@@ -54,7 +54,7 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
     measured = ["smollm3-3b", "--sequence-length", "8192"] if not rehearse else ["demo", "--sequence-length", "64"]
     measure = ["train_fsdp.py", "--measure", "--model", *measured, "--zero-stage", "2", "--cache-dir", "OUT"]
     beside = ["benchmarks/beside_cpu.py", "--ranks"]
-    shown = "import sys; from harness.base.versions import versions; print(sys.version.split()[0], versions())"
+    shown = "import sys; from harness.base.versions import package_versions; print(sys.version.split()[0], versions())"
     demo = ["train_fsdp.py", "--demo", "--output-dir", "OUT", "--run-name", "demo"]
     found = [Step("versions", 0.2, ["-c", shown]), Step("demo", 1, [*demo, *["--num-steps", "3"] * rehearse])]
     for name in OPTIMIZERS:
@@ -80,7 +80,7 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
         configs = bench.parts_of(suite, gpus).get(part, ((),) * 4)[3] or {}
         for label, config in configs.items():
             words = ["benchmarks/bench.py", suite, "--only", f"{part}/{glob.escape(label)}", "--repeats", "1"]
-            words += ["--gpus", str(gpus), "--no-plots", "--out", "OUT", *["--rehearse"] * rehearse]
+            words += ["--gpus", str(gpus), "--out", "OUT", *["--rehearse"] * rehearse]
             package = bench.PEERS.get(pathlib.Path(config.program).stem)
             needs = [package] if package else []
             needs += ["torchao"] * (config.flags.get("precision") == "fp8" or "8bit" in str(config.flags))

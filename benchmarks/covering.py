@@ -26,9 +26,7 @@ import traceback
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.flags.parser import parse_args
-from harness.flags.rules import contradiction
-from harness.flags.settings import OPTIMIZERS, Settings
+from harness.flags import OPTIMIZERS, Settings, contradiction, parse_args
 
 FACTORS = {
     "precision": ("fp32", "bf16", "bf16-pure", "fp8 tensorwise", "fp8 rowwise", "fp8 rowwise_with_gw_hp"),

@@ -31,13 +31,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode, bmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import utils
-from harness.base.text import first_line
+from harness.base import first_line
 from harness.model.configs import load_config
+from harness.model.flops import MENDED
 
 SEQUENCE, STEPS, BATCH, TOLERANCE = 64, 4, 4, 1e-5
 RESULTS, TABLE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "MODELS.md"
@@ -77,7 +78,6 @@ WANTED = {
     "nemotron": {"num_key_value_heads": 4},
     "xmod": {"default_language": "en_XX"},
 }
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k", "top_k")
 
 
 def families() -> list[str]:
@@ -116,44 +116,6 @@ def small_config(family: str):
 # ---- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
-def palm_flops_per_token(model, seq_len: int) -> int:
-    """The formula of docs/FLOPS_CALCULATION.md, read off a model's modules and config: 6 x matmul parameters
-    + 6 x heads x (head_dim of keys + head_dim of values) x the keys that a query meets, in each layer."""
-    config = model.config.get_text_config()
-    active = next((getattr(config, key) for key in ACTIVE if getattr(config, key, None)), None)
-    total = 0
-    for path, module in model.named_modules(remove_duplicate=False):
-        listed = re.search(r"^(.*\bexperts)\.\d+(\.|$)", path)  # experts as a list of modules
-        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(module, torch.nn.Embedding) or weight.dim() < 2 or name.endswith("bias"):
-                continue
-            experts = len(model.get_submodule(listed[1])) if listed else weight.shape[0] if weight.dim() == 3 else 1
-            total += 6 * weight.numel() // experts * (active if experts > 1 else 1)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    windows = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    head_dims = (getattr(config, "qk_head_dim", None) or head_dim) + (getattr(config, "v_head_dim", None) or head_dim)
-    for kind in kinds:
-        limit = None if config._attn_implementation == "eager" else getattr(config, windows[kind], None)
-        total += 6 * config.num_attention_heads * head_dims * min(limit or seq_len, seq_len)
-    return total
-
-
-def grouped_convolution_backward(grad, inputs, weight, *others, **_) -> int:
-    """What torch's counter takes for that of an ungrouped one."""
-    return 2 * torch.Size(grad).numel() * torch.Size(weight[1:]).numel() * sum(others[7][:2])
-
-
-def product_but_angles(first, second, *_, **__) -> int:
-    """Of a batched product as torch counts it; none for rotary angles, in transformers 5.17 a product of positions and
-    frequencies, which 5.23 multiplies element by element."""
-    angles = not torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and first[-1] == 1
-    return 0 if angles else bmm_flop(first, second)
-
-
-MENDED = {torch.ops.aten.convolution_backward: grouped_convolution_backward, torch.ops.aten.bmm: product_but_angles}
-
-
 def flops_on_real_tensors(config) -> float:
     """FLOPs per token as torch's counter counts an eager step of a model with weights."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -173,10 +135,9 @@ def look_at_flops(config) -> dict:
     except ValueError as error:
         return {"flops": "none", "flops_why": str(error), "flops_on_real_tensors": flops_on_real_tensors(config)}
     look = {"flops_per_token": figure, "flops_on_real_tensors": flops_on_real_tensors(config), "flops": "counter"}
-    with contextlib.suppress(Exception), torch.device("meta"):  # where it does not apply it lacks its terms
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        if palm_flops_per_token(model, SEQUENCE) == figure:
-            look["flops"] = "formula"
+    with contextlib.suppress(ValueError):  # only the formula has a causal figure
+        utils.get_model_flops_per_token(config, SEQUENCE, causal=True)
+        look["flops"] = "formula"
     return look
 
 
@@ -195,20 +156,22 @@ def train(folder: pathlib.Path, device) -> dict:
     import torch.distributed as dist
 
     import train_fsdp
-    from harness.flags.parser import parse_args
+    from harness import model as models
+    from harness import plan
+    from harness.flags import parse_args
 
     rank, world = dist.get_rank(), dist.get_world_size()
     flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"
     flags += f" --batch-size {BATCH // world} --lr 1e-4 --lr-scheduler constant"
     settings = parse_args(["--model", str(folder), *flags.split()])
     config = load_config(settings.model)
-    settings = train_fsdp.resolve(settings, config)
+    settings = plan.resolve(settings, config)
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
-    optimizer = train_fsdp.build_optimizer(settings, model)
-    train_fsdp.verify_sharding(settings, model, optimizer, mesh)
+    optimizer = models.build_optimizer(settings, model)
+    models.verify_sharding(settings, model, optimizer, mesh)
     batch, problems = next(batches(0, 1)), []
-    with train_fsdp.evaluating(model):
+    with models.evaluating(model):
         loss = model(**batch, use_cache=False).loss
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         expected = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())

@@ -46,11 +46,10 @@ from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
-from harness.base import saved
-from harness.flags.parser import parse_args
+from harness.base import saved, versions
+from harness.flags import parse_args
 from harness.job import signals
-from harness.report import run_record
-from harness.state.train_state import TrainState
+from harness.state import TrainState
 
 STEPS = 4
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
@@ -294,17 +293,18 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
     Watch(folder, log, rank, start.fault, start.point)
     if start.stop and rank == 0:
         step, name = start.stop
-        count = TrainState.count
+        advance = TrainState.advance
 
         def counted(state, *args):
-            count(state, *args)
+            tokens = advance(state, *args)
             if state.step == step:
                 os.kill(os.getpid(), getattr(signal, name))
                 while not signals.LISTENING[0].name:  # until the thread that listens has it
                     time.sleep(0.01)
+            return tokens
 
-        TrainState.count = counted
-    run_record.commit = lambda: None  # it asks git, the slowest part of a start here
+        TrainState.advance = counted
+    versions.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
 
@@ -567,8 +567,9 @@ def choose_start(choose: random.Random, layout: tuple[int, str], folder: pathlib
     ranks, flags = layout
     newest = (folder / "r" / "checkpoints" / (whole(folder) or ["none"])[-1]) / "manifest.json"
     if other_ranks and newest.exists() and choose.random() < 0.3:
-        saved = json.loads(newest.read_text())["flags"]
-        flags += f" --batch-size {saved['batch_size']} --gradient-accumulation-steps {saved['given_accumulation']}"
+        saved = json.loads(newest.read_text())
+        accumulation = saved["given"].get("gradient_accumulation_steps", 1)
+        flags += f" --batch-size {saved['flags']['batch_size']} --gradient-accumulation-steps {accumulation}"
     flags += f" --num-steps {LONG} --checkpoint-interval {choose.randint(1, 3)}"
     flags += f" --keep-checkpoints {choose.randint(1, 3)} --{choose.choice(('', 'no-'))}async-checkpoint"
     end = choose.choice(("SIGTERM", "SIGUSR1", "SIGKILL", "kill before", "error", "torn", "slow disk"))

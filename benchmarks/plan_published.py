@@ -1,11 +1,11 @@
 """How near plans by data sheets are to published runs: speed beside speed, memory beside memory.
 
-    python benchmarks/plan_published.py [--only 'torchtitan*'] [--out benchmarks/results/plan_published.json]
+    python benchmarks/plan_published.py [--only 'torchtitan*'] [--again] [--out benchmarks/results/plan_published.json]
 
 Each run of RUNS is planned as `train_fsdp.py --plan` does, without any measured rate. `chose` names what the run was
 used to choose in harness/plan; the other runs are held out: no constant was chosen by them. Each group has a table.
 What a run's library did otherwise than this program is planned as it did it (`otherwise`, and `rates` for the rate of
-its attention kernel). A run that the file has with the same flags is not planned again: remove the file for other code.
+its attention kernel). A run that the file has with the same flags is not planned again, unless with --again.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import dataclasses
 import datetime
 import fnmatch
 import importlib.metadata
-import io
 import json
 import pathlib
 import re
@@ -35,11 +34,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
+from harness.base.gpu_table import find_gpu
+
 import train_fsdp
+from harness import plan as planning
 from harness.base.errors import UserError
 from harness.flags.parser import parse_args
 from harness.model.loss import full_loss
-from harness.plan import gpus, planning
 
 ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the eleven runs that have a constant here
 ON_SEVERAL = "MODEL_MATMUL_EFFICIENCY, CONTENTION"  # of those, the runs on several GPUs
@@ -62,7 +63,7 @@ class Run:
     not_expressed: str = ""  # what the run has and a plan cannot say
     guessed: str = ""  # what is not published
     contradicts_itself: bool = False  # its figures do not agree with each other: not in `published_share`
-    other_kind: str = ""  # what it is, where it is none of `gpus.PUBLISHED_KINDS`: in no range that plans print
+    other_kind: str = ""  # what it is, where it is none of `text.PUBLISHED_KINDS`: in no range that plans print
 
     def identity(self) -> dict:
         """What a planned row has to agree with to be kept."""
@@ -87,11 +88,9 @@ def mpt(width: int, layers: int, heads: int, positions: int) -> dict:
 def hbm2e_h100() -> dict[str, float]:
     """Rates of torchtitan's H100: 96 GB of HBM2e at 2.4 TB/s and 500 W. Of their peak it says that it lies between the
     SXM card's and the NVL card's; here it is the NVL card's."""
-    rates = {"memory_gib": 93.1, "memory_gb_per_s": gpus.MEMORY_SHARE * 2400}
-    for unit in ("matmul_tflops", "fp8_tflops", "attention_tflops"):
-        flash = unit == "attention_tflops"
-        rates[unit] = gpus.find_rates("H100 SXM", {}, flash).assumed[unit] * 835 / 989
-    return rates
+    sxm = planning.assumed_rates(find_gpu("H100 SXM"), flash=True)
+    rates = {"memory_gib": 93.1, "memory_gb_per_s": 2400 / 3350 * sxm["memory_gb_per_s"]}
+    return rates | {name: 835 / 989 * sxm[name] for name in ("matmul_tflops", "fp8_tflops", "attention_tflops")}
 
 
 def flash_attention_1(gpu: str, sequence: int) -> dict[str, float]:
@@ -160,6 +159,11 @@ TITAN_AC = f"{TITAN_FLAGS} --batch-size 2 --activation-checkpointing selective"
 TITAN_H200 = "pytorch/torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.md, June 2025"
 POWER = "the peak at 500 W"
 NEMO_LIKE = "--model llama3.1-8b --plan-gpus 8 --sequence-length 8192 --batch-size 1 --gradient-accumulation-steps 16"
+
+THUNDER = "Lightning-AI/lightning-thunder, issue"
+THUNDER_FLAGS = "--precision bf16-pure --zero-stage 2 --no-fused-loss --compile --plan-gpus 8"
+LITGPT = "litgpt's defaults: 1 sequence at once, no checkpointing, AdamW's states in bf16"
+LLAMA_2_7B = llama(4096, 11008, 32, 32, 32, 32000, 4096)
 
 RUNS = [
     Run(
@@ -294,6 +298,40 @@ RUNS = [
         config=mpt(2048, 24, 16, 8192), rates=flash_attention_1("A100", 8192), not_expressed=FSDP1,
     ),
     Run(
+        "lightning-thunder, Llama-3 8B, 8x H100, ZeRO-2", 10219, f"{THUNDER} 2144, May 2025",
+        f"--model llama3.1-8b --sequence-length 8192 {THUNDER_FLAGS}", otherwise=(COMPILED_LOSS,),
+        not_expressed="thunder's own fusion (here inductor's)", guessed=LITGPT,
+    ),
+    Run(
+        "lightning-thunder, Llama-2 7B, 8x H100, inductor", 11856, f"{THUNDER} 940, August 2024",
+        f"--model CONFIG --sequence-length 4096 --attention flash {THUNDER_FLAGS}", config=LLAMA_2_7B,
+        otherwise=(COMPILED_LOSS,), guessed=LITGPT,
+    ),
+    Run(
+        "lightning-thunder, Llama-2 7B, 8x H100, thunder with cuDNN", 12493, f"{THUNDER} 940, August 2024",
+        f"--model CONFIG --sequence-length 4096 {THUNDER_FLAGS}", config=LLAMA_2_7B, otherwise=(COMPILED_LOSS,),
+        not_expressed="thunder's own fusion (here inductor's)", guessed=LITGPT,
+    ),
+    Run(
+        "lightning-thunder, Llama-3 8B, 8x H100, torchao float8", 12414, f"{THUNDER} 1528, December 2024",
+        f"--model llama3.1-8b --sequence-length 8192 {THUNDER_FLAGS} --precision fp8", memory_gib=51.7,
+        memory_is="allocated", otherwise=(COMPILED_LOSS,), not_expressed="parameters and states in bf16 (here fp32)",
+        guessed=f"{LITGPT}; memory as PyTorch allocates it, in GiB",
+    ),
+    Run(
+        "NeMo, Llama-2 7B, 8x H100, fp8", 16154, "NVIDIA/NeMo-Framework-Launcher, issue 347",
+        "--model CONFIG --sequence-length 4096 --precision fp8 --zero-stage 1 --gradient-accumulation-steps 16 \
+--plan-gpus 8", config=LLAMA_2_7B, not_expressed="Transformer Engine, reduction of bf16 gradients",
+        guessed="a global batch of 128",
+    ),
+    Run(
+        "Megatron-Bridge, Llama-3 8B, 8x B200, fp8", 30624,
+        "NVIDIA-NeMo/Megatron-Bridge, performance summary, August 2026",
+        f"{NEMO_LIKE} --plan-gpu B200 --precision fp8",
+        not_expressed="Transformer Engine, CUDA graphs, overlap by Megatron",
+        guessed="8 GPUs, as its run on H100", other_kind="a dense model on a B200",
+    ),
+    Run(
         "torchtitan, Qwen3-30B-A3B at 8,192, 8x B200", 19500, "mlc-ai/pith-train, issue 79, July 2026",
         "--model qwen3-30b-a3b --sequence-length 8192 --batch-size 8 --activation-checkpointing selective --compile \
 --plan-gpus 8 --plan-gpu B200", memory_gib=141.79, otherwise=(EVERY_SECOND,),
@@ -319,39 +357,30 @@ def plan(run: Run) -> dict:
             pathlib.Path(folder, "config.json").write_text(json.dumps(run.config))
         flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", given]
         settings = parse_args([*flags, *run.flags.replace("CONFIG", folder).split()])
-        printed = io.StringIO()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(printed))
-            for name in run.otherwise:
-                stack.enter_context(mock.patch.multiple(train_fsdp, **OTHERWISE[name]))
-            planning.plan(settings, train_fsdp.RECIPE)
-    return json.loads(printed.getvalue())
+        otherwise = {name: value for key in run.otherwise for name, value in OTHERWISE[key].items()}
+        with mock.patch.multiple(train_fsdp, **otherwise) if otherwise else contextlib.nullcontext():
+            _, result = planning.make_plan(settings, train_fsdp.RECIPE)
+    return result
 
 
-def row_of(run: Run, planned: dict, replaced: dict | None) -> dict:
-    """What the file keeps of a planned run, and the errors of the first plan of it. Memory is in GiB, without what CUDA
-    and NCCL take."""
+def row_of(run: Run, planned: dict) -> dict:
+    """What the file keeps of a planned run. Memory is in GiB, without what CUDA and NCCL take."""
     speed = planned["tokens_per_sec_per_gpu"]
     if run.memory_is == "allocated":
         memory = planned["memory_gib"]["total"]
     else:
         memory = planned["memory_gib"]["reserved"] - planned["beside_tensors_gib"]["CUDA and NCCL"]
-    before = None
-    if replaced:
-        before = replaced["before"] or {name: replaced[name] for name in ("error", "memory_error")}
-    row = dataclasses.asdict(run) | {
+    return dataclasses.asdict(run) | {
         "planned": speed,
         "error": speed / run.published - 1,
         "planned_memory_gib": memory,
         "memory_error": memory / run.memory_gib - 1 if run.memory_gib else None,
-        "before": before,
         "verdict": planned["verdict"],
         "mfu_percent": planned["mfu_percent"],
         "step_time_ms": planned["step_time_ms"],
         "time_ms": planned["time_ms"],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    return row
 
 
 def summary_of(rows: list[dict]) -> dict:
@@ -365,7 +394,7 @@ def summary_of(rows: list[dict]) -> dict:
 
 
 def published_share(rows: Iterable[dict]) -> list[float]:
-    """`gpus.PUBLISHED_SHARE`: published speed over the planned, the least, the median and the most."""
+    """`text.PUBLISHED_SHARE`: published speed over the planned, the least, the median and the most."""
     shares = [
         row["published"] / row["planned"] for row in rows if not row["contradicts_itself"] and not row["other_kind"]
     ]
@@ -373,7 +402,7 @@ def published_share(rows: Iterable[dict]) -> list[float]:
 
 
 def published_memory_share(rows: Iterable[dict]) -> list[float]:
-    """`gpus.PUBLISHED_MEMORY_SHARE`: the same of the memory, of the runs that say it."""
+    """`predict.PUBLISHED_MEMORY_SHARE`: the same of the memory, of the runs that say it."""
     shares = [
         row["memory_gib"] / row["planned_memory_gib"] for row in rows if row["memory_gib"] and not row["other_kind"]
     ]
@@ -403,20 +432,12 @@ def percent(error: float | None) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """As docs/PLAN.md has it; `before` are the errors of the first plan."""
-    lines = [
-        "| run | tokens/s a GPU | planned | error | before | GiB | planned | error | before |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """As docs/PLAN.md has it."""
+    lines = ["| run | tokens/s a GPU | planned | error | GiB | planned | error |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        before = row["before"] or row
-        cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}"]
-        cells += [percent(row["error"]), percent(before["error"])]
-        if row["memory_gib"]:
-            cells += [f"{row['memory_gib']:.1f}", f"{row['planned_memory_gib']:.1f}"]
-            cells += [percent(row["memory_error"]), percent(before["memory_error"])]
-        else:
-            cells += ["", f"{row['planned_memory_gib']:.1f}", "", ""]
+        cells = [row["name"], f"{row['published']:,.0f}", f"{row['planned']:,.0f}", percent(row["error"])]
+        cells.append(f"{row['memory_gib']:.1f}" if row["memory_gib"] else "")
+        cells += [f"{row['planned_memory_gib']:.1f}", percent(row["memory_error"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -425,17 +446,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="names of runs, with * and ?")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "plan_published.json")
+    parser.add_argument("--again", action="store_true", help="plan the runs that the file has, too")
     args = parser.parse_args()
     rows: dict = json.loads(args.out.read_text())["runs"] if args.out.exists() else {}
     for run in RUNS:
         kept = rows.get(run.name)
-        is_planned = kept is not None and {key: kept[key] for key in run.identity()} == run.identity()
+        is_planned = (
+            not args.again and kept is not None and {key: kept[key] for key in run.identity()} == run.identity()
+        )
         if is_planned:
             rows[run.name] |= dataclasses.asdict(run)  # its words may have changed
         if is_planned or not fnmatch.fnmatch(run.name, args.only):
             continue
         try:
-            rows[run.name] = row_of(run, plan(run), kept)
+            rows[run.name] = row_of(run, plan(run))
         except UserError as error:
             print(f"{run.name}: {error}", file=sys.stderr, flush=True)
             continue

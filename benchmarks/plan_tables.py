@@ -11,12 +11,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
+from harness import plan as planning
 from harness.flags.parser import parse_args
-from harness.model.configs import load_config
-from harness.model.flops import known_flops
-from harness.model.weights import on_meta
-from harness.plan import gpus
-from harness.plan.predict import predict
 
 PLAIN = "--attention flash --no-compile --no-fused-loss --plan-gpus 4"
 OF_MUON = "--plan-gpus 4 --sequence-length 8192 --gradient-accumulation-steps 4 --zero-stage 2 \
@@ -26,13 +22,8 @@ ONE_CARD_A_NODE = {"inter_node_gb_per_s": 5.9}
 
 def planned(flags: str, given: dict | None = None) -> dict:
     """The plan of SmolLM3-3B on H100 SXM with these flags and, where given, other rates."""
-    settings = parse_args(["--plan", *flags.split()])
-    config = load_config(settings.model)
-    settings = train_fsdp.resolve(settings, config)
-    rates = gpus.find_rates("H100 SXM", given or {}, settings.attention == "flash")
-    model = on_meta(config, settings.attention)
-    flops, _ = known_flops(model, settings.sequence_length, train_fsdp.RECIPE.flops_per_token)
-    return predict(settings, train_fsdp.RECIPE, config, settings.plan_gpus[0], rates, flops).to_json()
+    settings = parse_args(["--plan", "--plan-gpu", "H100 SXM", "--plan-rates", "none", *flags.split()])
+    return planning.predict_run(settings, train_fsdp.RECIPE, settings.plan_gpus[0], **(given or {})).to_json()
 
 
 def row(*cells) -> None:

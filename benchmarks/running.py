@@ -41,7 +41,6 @@ class Config:
     same_loss_as: str = ""  # the configuration with whose last loss its own must agree, or it did other work
     cold: bool = False  # the compiler's cache is empty
     env: dict = field(default_factory=dict)  # variables that are set for it
-    user_lines: int | None = None  # of code that its user writes (user_lines.py)
 
     def command(self) -> str:
         """As it is kept beside its runs: variables, program, flags."""

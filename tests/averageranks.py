@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
-from harness.base.package_internals import float8_scale, wrapped_weight
+from harness import model as models
 from harness.job.world import start_processes, stop_processes
 from harness.model.averages import WeightAverage
+from harness.model.float8 import float8_weights
 from harness.state.train_state import TrainState, unwrapped
 
 DECAY, STEPS, SEQUENCES, TOKENS = 0.9, 5, 8, 32
@@ -48,14 +49,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@torch.no_grad()
-def float8_weights(model) -> list[torch.Tensor]:
-    weights = [parameter.to_local() for parameter in model.parameters()]
-    return [weight for weight in weights if wrapped_weight(weight) is not weight]
-
-
 def has_scale(weight: torch.Tensor) -> bool:
-    return float8_scale(weight) is not None
+    return weight._precomputed_scale is not None
 
 
 def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -75,9 +70,9 @@ def follow(argv: list, device: torch.device) -> dict:
     settings, config = resolved(argv)
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
-    optimizer = train_fsdp.build_optimizer(settings, model)
+    optimizer = models.build_optimizer(settings, model)
     average = WeightAverage(model, DECAY)
-    train_fsdp.verify_sharding(settings, model, optimizer, mesh, averages=average.tensors)
+    models.verify_sharding(settings, model, optimizer, mesh, averages=average.tensors)
     state = TrainState(model, optimizer, average=average)
     names = list(average.tensors)
     parameters = [dict(model.named_parameters())[name] for name in names]
@@ -114,20 +109,20 @@ def follow(argv: list, device: torch.device) -> dict:
     )
     weights = bits([whole(parameter) for parameter in parameters])
     found["raw"] = loss()
-    scales = [float8_scale(weight) for weight in float8_weights(model)]
+    scales = [weight._precomputed_scale for weight in float8_weights(model)]
     with average.as_weights():
         found["inside no float8 scale is that of the weights"] = not any(map(has_scale, float8_weights(model)))
         rounded = [tensor.to(parameter.dtype) for tensor, parameter in zip(reference, parameters, strict=True)]
         found["inside the weights are the average"] = all(map(torch.equal, rounded, map(whole, parameters)))
         found["average"] = loss()
-    with contextlib.suppress(ZeroDivisionError), average.as_weights(), train_fsdp.evaluating(model):
+    with contextlib.suppress(ZeroDivisionError), average.as_weights(), models.evaluating(model):
         model(input_ids=batch_of(1), use_cache=False)
         raise ZeroDivisionError
     found["raw afterwards"] = loss()
     found["afterwards all is as it was"] = all(
         map(torch.equal, weights + before, bits([whole(tensor) for tensor in (*parameters, *average.tensors.values())]))
     )
-    kept = [float8_scale(weight) is scale for weight, scale in zip(float8_weights(model), scales, strict=True)]
+    kept = [weight._precomputed_scale is scale for weight, scale in zip(float8_weights(model), scales, strict=True)]
     found["afterwards each float8 weight has its scale"] = all(kept)
     found["plain raw"] = plain_loss(config, names, [whole(parameter) for parameter in parameters])
     found["plain average"] = plain_loss(config, names, reference)

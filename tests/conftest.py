@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from fractions import Fraction
 
 pytest_plugins = ["corpora"]  # fixtures of the tests of data
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -40,11 +39,9 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.flags.parser import parse_args
-from harness.flags.settings import Settings
-from harness.job.world import start_processes
+from harness.base import UserError, saved
+from harness.flags import Settings, parse_args
+from harness.job import start_processes
 
 torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
@@ -116,11 +113,6 @@ def python(*arguments, timeout: float = 900) -> subprocess.CompletedProcess:
         return subprocess.CompletedProcess(words, process.exitcode, stdout.read(), stderr.read())
 
 
-def without_repeated_flags(stderr: str) -> str:
-    """What a command said on stderr but for its warnings of a flag that is given twice."""
-    return "".join(line for line in stderr.splitlines(True) if not line.endswith("; the last one counts\n"))
-
-
 def torchrun_command(ranks: int, *launcher: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *launcher]
 
@@ -178,9 +170,9 @@ def losses_of(folder: pathlib.Path) -> list[float]:
 
 def write_checkpoint(run: pathlib.Path, step: int, **manifest) -> pathlib.Path:
     """A complete checkpoint in a run's folder, but without shards."""
-    folder = run / "checkpoints" / saved.name_of(step)
+    folder = run / "checkpoints" / saved.checkpoint_name(step)
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"step": step, "files": {}} | manifest
+    content = {"format": saved.FORMAT, "step": step, "files": {}} | manifest
     (folder / saved.MANIFEST).write_text(json.dumps(content | {"sha256": saved.manifest_checksum(content)}))
     return folder
 

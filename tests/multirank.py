@@ -33,18 +33,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness.base.ranks import from_main_process, of_all_ranks, on_main_rank
-from harness import data
-from harness.flags.parser import parse_args
-from harness.job import endings, heartbeats, world
+from harness import data, plan
+from harness import model as models
+from harness.base import from_main_process, of_all_ranks, on_main_rank
+from harness.flags import parse_args
+from harness.job import endings, heartbeats, start_processes, stop_processes, world
 from harness.job.signals import StopRequest
-from harness.job.world import new_group, start_processes, stop_processes
+from harness.job.world import new_group
 from harness.model import collectives
 from harness.model.configs import load_config
-from harness.model.flops import DocumentFlops
 from harness.model.optimization import local
 from harness.model.weights import decoder_layers
-from harness.report.figures import figures_of_all_ranks
 from harness.state import store
 
 BATCH = 16  # sequences of every optimizer step, however many ranks and microbatches share them
@@ -217,28 +216,48 @@ def impatient(environment: dict, *argv: str) -> None:
 
 
 def measured(slow: int | None, *argv: str) -> None:
-    """The program with --measure, in a hurry; the rank `slow` does all work twice."""
-    from harness.plan import calls, measure
+    """The program with --measure, in a hurry; the rank `slow` does all work three times."""
+    from harness.plan import measure
 
-    measure.PATIENCE, run = 0.5, calls.Call.__call__
+    measure.PATIENCE, median_and_work = 0.2, measure.median_and_work
     if slow is not None and os.environ["RANK"] == str(slow):
-        calls.Call.__call__ = lambda call: (run(call), run(call))
+        measure.median_and_work = lambda call, device: median_and_work(lambda: (call(), call(), call()), device)
     program("--measure", *argv)
 
 
+def worst_of_two() -> None:
+    """Rank 0 prints the figures of a log line to which it and a slower rank 1 contribute."""
+    from harness.report.figures import of_all_ranks
+
+    device = start_processes()
+    rank, heartbeats.RANKS[:] = dist.get_rank(), [("node-a", 1), ("node-b", 2)]
+    state = types.SimpleNamespace(elapsed=100, productive_seconds=lambda: 1)
+    speed = {"step_time_ms": 10.0, "data_wait_percent": 5.0 * rank}
+    figures = of_all_ranks(speed, state, device, worked_ms=2.0 + 6.0 * rank)
+    if rank == 0:
+        print(*figures, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def uneven(*argv: str) -> None:
-    """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and rank 0 waits
-    for it for a thousand seconds at each of the first 6 lines."""
+    """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and works for
+    300 ms longer than rank 0 in each of the first 4 steps, of two microbatches each."""
     from harness.job import preflight
-    from harness.report.waiting import Waiting
 
     rank = int(os.environ["RANK"])
-    node, own = f"node-{'ab'[rank]}", preflight.versions()
+    node, own, make_batches = f"node-{'ab'[rank]}", preflight.versions(), train_fsdp.training_batches
     socket.gethostname = lambda: node
     heartbeats.RANKS[0] = node, os.getpid()
     preflight.versions = lambda: own | ({"torch": "0.1"} if rank else {})
-    waited_ms = iter([1e6 if rank == 0 else 0.0] * 6)
-    Waiting.take = lambda _: next(waited_ms, 0.0)
+
+    def slowed(*arguments):
+        for number, batch in enumerate(make_batches(*arguments)):
+            if rank and number < 8:
+                time.sleep(0.15)
+            yield batch
+
+    train_fsdp.training_batches = slowed
     program(*argv)
 
 
@@ -404,7 +423,7 @@ def resolved(argv: list):
     """(the settings of a command line as a run resolves them, the model's config)."""
     settings = parse_args([*map(str, argv)])
     config = load_config(settings.model)
-    return train_fsdp.resolve(settings, config), config
+    return plan.resolve(settings, config), config
 
 
 def round_trip_inputs():
@@ -436,7 +455,7 @@ def main(workspace: pathlib.Path) -> None:
         return digest.hexdigest()
 
     train_fsdp.build_model = keep(train_fsdp.build_model)
-    train_fsdp.build_optimizer = keep(train_fsdp.build_optimizer)
+    models.build_optimizer = keep(models.build_optimizer)
 
     def arguments(name: str, flags: str, batch: int = BATCH, **options) -> list[str]:
         given = flags.split()
@@ -555,7 +574,7 @@ def main(workspace: pathlib.Path) -> None:
     def count_collectives(flags: str) -> dict[str, int]:
         """Collectives of this rank in one optimizer step, the second."""
         args, model = build("deep", flags, batch=world * 3)
-        optimizer = train_fsdp.build_optimizer(args, model)
+        optimizer = models.build_optimizer(args, model)
         tokens = torch.randint(0, 1536, (1, 65))
         batches = itertools.repeat({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
         tracker = utils.PerformanceTracker(0, world)
@@ -564,25 +583,6 @@ def main(workspace: pathlib.Path) -> None:
             train_fsdp.train_step(args, model, optimizer, batches, tracker)
         return counted.counts
 
-    def worst_figures(waited_ms: float) -> dict[str, float]:
-        """What a log line says of ranks of which the last is the slowest."""
-        state = types.SimpleNamespace(elapsed=100, step=1, productive_seconds=lambda: 0.001)
-        mine = {"step_time_ms": 10.0 * (rank + 1), "data_wait_percent": 5.0 * rank}
-        return figures_of_all_ranks(mine, state, device, waited_ms)
-
-    def figures_by_documents() -> dict[str, float]:
-        """What a log line says of a step of 1,000 tokens a rank, in documents of 100 on rank 0, of 200 on rank 1..."""
-        flops = DocumentFlops(per_token=1000, per_pair=1)
-        tracker = utils.PerformanceTracker(0, world, peak_tflops=1.0, document_flops=flops)
-        tracker.note_documents(1000 * 100 * (rank + 1))
-        speed = tracker.step(1000 * world, 2000)
-        state = types.SimpleNamespace(elapsed=100, step=1, productive_seconds=lambda: 0.001, tracker=tracker)
-        figures = figures_of_all_ranks(speed, state, device)
-        return figures | {"average": tracker.summary()["mfu_documents_percent"]}
-
-    observe("figures", "worst", worst_figures, 9.0 * rank)
-    observe("figures", "by documents", figures_by_documents)
-    observe("figures", "always in collectives", worst_figures, 100.0)
     for name, flags in SAME_LOSSES[world].items():
         observe("runs", name, train, name, flags)
         if "--compile" in flags:

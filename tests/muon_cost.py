@@ -24,6 +24,7 @@ from muonranks import Reference
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness.job.world import start_processes, stop_processes
 
 RESULTS = ROOT / "benchmarks" / "results" / "muon_cost.json"
@@ -45,7 +46,7 @@ def main() -> None:
     settings, config = resolved(FLAGS.split())
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)
-    optimizer, reference = train_fsdp.build_optimizer(settings, model), Reference(settings, model, "demo")
+    optimizer, reference = models.build_optimizer(settings, model), Reference(settings, model, "demo")
     tokens = torch.randint(0, 1536, (settings.batch_size, settings.sequence_length + 1))
     batch = {"input_ids": tokens[:, :-1].to(device), "labels": tokens[:, 1:].to(device)}
     rounds = []

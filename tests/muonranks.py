@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness.base.ranks import of_all_ranks
 from harness.flags.parser import parse_args
 from harness.job.signals import StopRequest
@@ -249,7 +250,7 @@ def build(folder: pathlib.Path, run: dict, device, is_reference: bool = False):
             parameter.requires_grad_(False)
     if is_reference:
         return settings, model, Reference(settings, model, run["model"])
-    return settings, model, train_fsdp.build_optimizer(settings, model)
+    return settings, model, models.build_optimizer(settings, model)
 
 
 def losses(folder: pathlib.Path, run: dict, device, is_reference: bool = False, steps: int = STEPS) -> list[float]:
@@ -302,9 +303,11 @@ class Moves(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented
         if "alltoall" in op.name():
-            given, to_each = args[1], args[4]
+            shards = self.optimizer.ranks.shards
             self.calls["all_to_all"] += 1
-            self.sent["all_to_all"] += (sum(to_each) - to_each[self.optimizer.ranks.shard]) * given.itemsize
+            self.sent["all_to_all"] += args[1].nbytes * (shards - 1) // shards  # in equal parts
+        elif "c10d" in op.namespace and "allreduce" in op.name():
+            self.calls["all_reduce"] += 1
         elif "c10d" in op.namespace and "allgather" in op.name():
             self.calls["all_gather"] += 1
             self.sent["all_gather"] += args[1].nbytes
@@ -319,10 +322,9 @@ def moves(folder: pathlib.Path, run: dict, out: pathlib.Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     with Moves(optimizer) as seen:
         optimizer.step()
-    stacks = [stack for of_all in optimizer.stacks.values() for stack in of_all]
-    owned = sum(len(stack.owned[optimizer.ranks.replica][optimizer.ranks.shard]) for stack in stacks)
-    mine = {"calls": seen.calls, "sent": seen.sent, "stacks": len(stacks), "owned": owned}
-    mine["crossing"] = sum(stack.crosses_ranks for stack in stacks)
+    batches = [batch for of_all in optimizer.batches.values() for batch in of_all]
+    owned = sum(len(batch.owned[dist.get_rank()]) for batch in batches)
+    mine = {"calls": seen.calls, "sent": seen.sent, "batches": len(batches), "owned": owned}
     mine["states"] = sum(
         local(state).nbytes for of_one in optimizer.state.values() for state in of_one.values() if state.dim()
     )

@@ -1,11 +1,10 @@
 """What a step really holds and sends, beside what --plan says of it; tests/plan/test_planning.py compares the two.
 
 The tests start `main` with 1, 2 and 4 ranks, which measures on real tensors and writes WORKSPACE/measured-RANKS.json,
-and `plan_all` or `plan_cases` once, which plans the same and writes WORKSPACE/planned.json.
+and `plan_cases` once, which plans the same and writes WORKSPACE/planned.json.
 """
 
 import contextlib
-import io
 import itertools
 import json
 import pathlib
@@ -13,7 +12,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from multirank import COUNTED, resolved
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,18 +19,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
-from harness.job.world import start_processes, stop_processes
+from harness import plan as planning
+from harness.flags.parser import parse_args
+from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
 from harness.model.averages import WeightAverage
-from harness.model.flops import known_flops
-from harness.model.weights import layer_period, on_meta
-from harness.plan import gpus, planning, predict, recorder
-from harness.plan.operators import KINDS
+from harness.model.configs import load_config
 
 CASES = {
     "stage 3": "",
     "stage 2": "--zero-stage 2",
     "stage 2 in 2 microbatches": "--zero-stage 2 --gradient-accumulation-steps 2",
+    "deferred in 2 microbatches": "--defer-grad-sync --gradient-accumulation-steps 2",
     "stage 1 in 4 microbatches": "--zero-stage 1 --gradient-accumulation-steps 4",
     "stage 0": "--zero-stage 0",
     "pure bf16 from full logits": "--precision bf16-pure --no-fused-loss",
@@ -71,10 +69,6 @@ def measure(argv, device) -> dict:
     def rounded(storages) -> int:
         return sum(-(-storage.nbytes() // 512) * 512 for storage in storages)
 
-    def sent_to_others(given: torch.Tensor, to_each: list[int]) -> int:
-        """By rank 0, which is the first of its groups."""
-        return sum(to_each[1:]) * given.itemsize
-
     def of(tensors) -> int:
         local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)
         return rounded({id(t.untyped_storage()): t.untyped_storage() for t in local}.values())
@@ -105,13 +99,13 @@ def measure(argv, device) -> dict:
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
                 if "c10d" in op.namespace and kind.replace("_", "") in op.name().replace("_", ""):
                     size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-                    if kind == "all_to_all":
-                        size = sent_to_others(args[1], args[4])
                     calls, total = self.sent.get(kind, (0, 0))
                     self.sent[kind] = calls + 1, total + size
             return result
 
-    settings, config = resolved(argv)
+    settings = parse_args(argv)
+    config = load_config(settings.model)
+    settings = planning.resolve(settings, config)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = train_fsdp.build_optimizer(settings, model)
     average = WeightAverage(model, settings.ema) if settings.ema else None
@@ -143,78 +137,19 @@ def measure(argv, device) -> dict:
 
 
 def plan(argv, ranks: int) -> dict:
-    settings, config = resolved(["--plan", *argv])
-    model = on_meta(config, settings.attention)
-    flops, _ = known_flops(model, settings.sequence_length, train_fsdp.RECIPE.flops_per_token)
-    rates = gpus.find_rates("H100 SXM", {})
-    return predict.predict(settings, train_fsdp.RECIPE, config, ranks, rates, flops).to_json()
+    """The plan of these flags for so many ranks, by assumed rates."""
+    settings = parse_args(["--plan", "--plan-rates", "none", "--plan-gpus", str(ranks), *argv])
+    return planning.predict_run(settings, train_fsdp.RECIPE, ranks).to_json()
 
 
-def planned(workspace: pathlib.Path, flags: str, ranks: int, model: str = "deep") -> dict:
-    return plan(arguments(workspace, flags, model), ranks)
-
-
-def plan_cases(workspace: pathlib.Path, worlds: tuple[int, ...]) -> dict:
-    """Plans the cases of some numbers of ranks, into planned.json."""
+def plan_cases(workspace: pathlib.Path, worlds: tuple[int, ...], others: dict[str, tuple[int, str, str]]) -> None:
+    """Plans the cases of these numbers of ranks, and `others`, {name: (ranks, model, flags)}, into planned.json."""
     result = {
-        str(ranks): {name: planned(workspace, flags, ranks) for name, flags in cases(ranks).items()} for ranks in worlds
+        str(ranks): {name: plan(arguments(workspace, flags), ranks) for name, flags in cases(ranks).items()}
+        for ranks in worlds
     }
-    (workspace / "planned.json").write_text(json.dumps(result))
-    return result
-
-
-def plan_average(workspace: pathlib.Path, flags: str) -> None:
-    """What --ema adds to a planned step, into average.json: bytes and seconds."""
-    seconds = {}
-    for ema in ("0", "0.99"):
-        settings, config = resolved(arguments(workspace, f"{flags} --ema {ema} --plan-gpus 1 --plan"))
-        step = predict.record_whole_step(settings, train_fsdp.RECIPE, config, 1, 1)
-        host = predict.move_states_to_host(step, settings) if settings.cpu_offload else [0] * len(KINDS)
-        rates = gpus.find_rates("H100 SXM", {})
-        seconds[ema] = predict.predict_time(step.counts, step.operators, step.parts, rates)["optimizer"]
-    average, parameters = KINDS.index("average"), KINDS.index("parameters")
-    result = {
-        "optimizer seconds": seconds["0.99"],
-        "optimizer seconds without": seconds["0"],
-        "average on host": float(host[average]),
-        "parameters on host": float(host[parameters]),
-        "average on GPU": max(float(peak[average]) for peak in step.peaks.values()),
-        "moved": sum(size for key, size in step.counts.items() if key[0] == "list_bytes" and "lerp" in key[2]),
-    }
-    (workspace / "average.json").write_text(json.dumps(result))
-
-
-def plan_all(workspace: pathlib.Path, worlds: tuple[int, ...]) -> None:
-    """Plans these cases and what else the tests ask for."""
-    result = plan_cases(workspace, worlds)
-    result["counted"] = {name: planned(workspace, flags + " --precision fp32", 4) for name, flags in COUNTED.items()}
-    settings, config = resolved(["--plan", "--compile", "--model", "smollm3-3b", "--zero-stage", "2"])
-    layer = recorder.record_step(settings, train_fsdp.RECIPE, config, 1, 1, 1)
-    result["fused"] = {
-        phase: max(
-            sum(times * part.nbytes for part, times in layer.parts[region].items() if part.kind == "fused")
-            for (of, region) in layer.operators
-            if of == phase and any(part.kind.startswith("aten::mm") for part in layer.parts.get(region, ()))
-        )
-        for phase in ("forward", "backward")
-    }
-    depths, record_step = [], recorder.record_step
-    recorder.record_step = lambda *args: depths.append(args[4]) or record_step(*args)
-    accumulating = "--gradient-accumulation-steps 5"
-    of_normuon = f"{accumulating} --optimizer normuon --dp-replicate-size 2"
-    result["extrapolated"] = planned(workspace, accumulating, 8, "ten")
-    result["extrapolated normuon"] = planned(workspace, of_normuon, 8, "ten")
-    predict.layer_period = lambda config, full=layer_period: (full(config)[0], 10)
-    result["whole"] = planned(workspace, accumulating, 8, "ten")
-    result["whole normuon"] = planned(workspace, of_normuon, 8, "ten")
-    result["depths"] = depths.copy()
-    planning.known_flops = lambda *_: (0, "FLOPs not known, so no MFU (a reason)")
-    for form in ("", "--json"):
-        flags = f"--gradient-accumulation-steps 5 --plan-gpus 8,16 --plan-gpu A100-SXM4-40GB --plan-seconds 0 {form}"
-        settings, _ = resolved(["--plan", *arguments(workspace, flags, "ten")])
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            planning.plan(settings, train_fsdp.RECIPE)
-        result["without FLOPs" + form] = said.getvalue()
+    for name, (ranks, model, flags) in others.items():
+        result[name] = plan(arguments(workspace, flags, model), ranks)
     (workspace / "planned.json").write_text(json.dumps(result))
 
 

@@ -11,6 +11,7 @@ from multirank import resolved
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness.base.ranks import of_all_ranks
 from harness.job.world import start_processes, stop_processes
 from harness.model.optimization import local
@@ -55,7 +56,7 @@ def skips(flags: str, workspace: pathlib.Path) -> list:
     settings, config = resolved([*map(str, words), "--sequence-length", "16", "--batch-size", "1"])
     mesh = train_fsdp.build_mesh(settings, torch.device("cpu"))
     model = train_fsdp.build_model(settings, config, mesh)
-    optimizer = train_fsdp.build_optimizer(settings, model)
+    optimizer = models.build_optimizer(settings, model)
     tokens = torch.randint(0, 1000, (1, 17))
     good = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
     divisor = math.nan if dist.get_rank() == broken else 1.0
@@ -78,16 +79,16 @@ def skips(flags: str, workspace: pathlib.Path) -> list:
 
 def plant_after_reduction(model, broken: int) -> None:
     """Makes one number of the next gradients infinite on one rank, once they are reduced."""
-    original = train_fsdp.clip_grad_norm
+    original = models.clip_grad_norm
 
     def clip(optimizer, max_norm):
-        train_fsdp.clip_grad_norm = original
+        models.clip_grad_norm = original
         if dist.get_rank() == broken:
             largest = max((local(parameter.grad) for parameter in model.parameters()), key=torch.numel)
             largest.view(-1)[0] = math.inf
         return original(optimizer, max_norm)
 
-    train_fsdp.clip_grad_norm = clip
+    models.clip_grad_norm = clip
 
 
 def main(workspace: pathlib.Path, folder: pathlib.Path, flags_by_name: dict[str, str]) -> None:

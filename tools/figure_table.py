@@ -1,4 +1,4 @@
-"""The table of all figures, made from `harness.report.figure_list`. Called by hand, and by the test that compares
+"""The table of all figures, made from `harness.report.figures`. Called by hand, and by the test that compares
 docs/TRACKING.md with it:
 
     python -m tools.figure_table                     # prints the table
@@ -12,8 +12,8 @@ import pathlib
 import re
 import sys
 
+from harness import report
 from harness.base import console
-from harness.report.figure_list import FIGURES
 
 BEGIN, END = "<!-- begin: python -m tools.figure_table -->", "<!-- end: python -m tools.figure_table -->"
 
@@ -21,7 +21,7 @@ BEGIN, END = "<!-- begin: python -m tools.figure_table -->", "<!-- end: python -
 def table() -> str:
     """The table in Markdown, a row for each figure."""
     rows = []
-    for figure in FIGURES:
+    for figure in report.FIGURES.values():
         name = f"`{figure.name}`" if figure.name else ""
         words = re.sub(r"\w+_\w+", r"`\g<0>`", figure.words)
         rows.append(f"| `{figure.key}` | {name} | {figure.unit} | {words} |\n")

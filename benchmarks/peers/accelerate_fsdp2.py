@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
 model = build_model(args)
-clock = Clock(args, model)  # comparison
+clock = Clock(args, model)
 cuda = device().type == "cuda"
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2,
@@ -39,5 +39,5 @@ for batch in loader:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    clock.step(loss.detach(), distributed=str(accelerator.distributed_type), precision=args.precision)  # comparison
+    clock.step(loss.detach(), distributed=str(accelerator.distributed_type), precision=args.precision)
 leave()

@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-import utils  # comparison
-from harness import data  # comparison
-from harness.report.figures import memory_figures  # comparison
+import utils
+from harness import data, report
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -89,7 +88,7 @@ def build_windows(args: argparse.Namespace, vocab_size: int) -> torch.utils.data
     return RandomTokens(args, vocab_size) if args.tokens is None else Corpus(args)
 
 
-class RandomTokens(torch.utils.data.Dataset):  # comparison
+class RandomTokens(torch.utils.data.Dataset):
     """The windows of `--dataset synthetic`, as transformers' models want them: labels are the inputs."""
 
     def __init__(self, args: argparse.Namespace, vocab_size: int):
@@ -125,7 +124,7 @@ class Corpus(torch.utils.data.Dataset):
         return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 
 
-class Clock:  # comparison
+class Clock:
     """Times the steps as train_fsdp.py does, with its tracker, and prints its figures under the same names."""
 
     def __init__(self, args: argparse.Namespace, model: torch.nn.Module):
@@ -145,7 +144,7 @@ class Clock:  # comparison
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
-            figures = self.tracker.summary() | memory_figures(device()) | told
+            figures = self.tracker.summary() | report.memory_figures(device()) | told
             if self.world > 1:
                 loss = loss.clone()
                 dist.all_reduce(loss)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 cuda = device().type == "cuda"
 dist.init_process_group("nccl" if cuda else "gloo")
 model = build_model(args)
-clock = Clock(args, model)  # comparison
+clock = Clock(args, model)
 low = torch.bfloat16 if args.precision == "bf16" else None
 policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
 for layer in model.model.layers:
@@ -35,5 +35,5 @@ for batch in loader:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    clock.step(loss.detach(), precision=args.precision)  # comparison
+    clock.step(loss.detach(), precision=args.precision)
 leave()

@@ -1,19 +1,33 @@
-"""transformers' Trainer: bf16 autocast, torch.compile, Liger kernels where installed, FSDP2 on several GPUs, DDP on
-several CPU ranks. AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
+"""transformers' Trainer: bf16 autocast, torch.compile, Liger kernels where installed, accelerate's FSDP2 on several
+GPUs, DDP on several CPU ranks; with --strategy fsdp2 transformers' own FSDP2, which shards a folder's weights as it
+loads them. AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
 
 import tempfile
 from importlib.util import find_spec
 
 import torch
-from common import Clock, build_model, build_optimizers, build_windows, device, leave, parse_args
-from transformers import Trainer, TrainerCallback, TrainingArguments
+import torch.distributed as dist
+from common import Clock, build_model, build_optimizers, build_windows, device, leave, make_parser, world_of_one
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
-args = parse_args(__doc__)
-model = build_model(args)
-clock = Clock(args, model)  # comparison
+parser = make_parser(__doc__)
+parser.add_argument("--strategy", choices=["default", "fsdp2"], default="default")
+args = parser.parse_args()
+if args.strategy == "fsdp2":
+    world_of_one()
+    dist.init_process_group("nccl" if device().type == "cuda" else "gloo")
+    shards_of = DistributedConfig(fsdp_size=dist.get_world_size(), fsdp_mixed_precision=args.precision == "bf16")
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, attn_implementation="sdpa", distributed_config=shards_of
+    ).train()
+    model.config.use_cache = False
+else:
+    model = build_model(args)
+clock = Clock(args, model)
 cuda = device().type == "cuda"
 liger = bool(find_spec("liger_kernel")) and cuda
-shards = clock.world > 1 and cuda
+shards = clock.world > 1 and cuda and args.strategy == "default"
 
 
 class OneOptimizer(torch.optim.Optimizer):
@@ -28,14 +42,14 @@ class OneOptimizer(torch.optim.Optimizer):
             optimizer.step()
 
 
-class TimedTrainer(Trainer):  # comparison
+class TimedTrainer(Trainer):
     def compute_loss(self, *args, **kwargs):
         result = super().compute_loss(*args, **kwargs)
         self.newest_loss = (result[0] if isinstance(result, tuple) else result).detach()
         return result
 
 
-class Steps(TrainerCallback):  # comparison
+class Steps(TrainerCallback):
     def on_step_end(self, *_, **__):
         clock.step(trainer.newest_loss, liger="yes" if liger else "not installed", precision=args.precision)
 

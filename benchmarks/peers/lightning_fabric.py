@@ -25,7 +25,7 @@ def parallelize(model: torch.nn.Module, mesh) -> torch.nn.Module:
 
 model = build_model(args)
 cuda = device().type == "cuda"
-clock = Clock(args, model)  # comparison
+clock = Clock(args, model)
 precision = "32-true"
 if args.strategy == "fsdp2":
     strategy = ModelParallelStrategy(parallelize, data_parallel_size=clock.world, tensor_parallel_size=1)
@@ -46,5 +46,5 @@ for batch in fabric.setup_dataloaders(loader):
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    clock.step(loss.detach(), precision=args.precision)  # comparison
+    clock.step(loss.detach(), precision=args.precision)
 leave()

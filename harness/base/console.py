@@ -2,6 +2,8 @@
 neither what a process does nor its exit code; a character that the console's encoding lacks is replaced. Called first
 by the script and by every other program of the project. It must run on any Python 3."""
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import contextlib
 import errno
 import io

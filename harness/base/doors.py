@@ -7,6 +7,8 @@ Elsewhere: `from harness import data`, then `data.load(...)`. A file of the wing
 is used, so a door itself is light.
 """
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -22,3 +24,8 @@ def open_door(wing: str, names: dict[str, str]) -> tuple[Callable[[str], Any], l
         return getattr(importlib.import_module(f"{wing}.{names[name]}"), name)
 
     return find, list(names)
+
+
+def names_of(files: dict[str, str]) -> dict[str, str]:
+    """The names of a door by the files that define them, `{"text": "counted is_url"}`, as `open_door` takes them."""
+    return {name: file for file, names in files.items() for name in names.split()}

@@ -1,6 +1,8 @@
 """Versions: of this program and of the packages that it uses, read without importing them, and the error for an
 interpreter that cannot run it. Called first by the script. It must run on any Python 3."""
 
+from __future__ import annotations  # older interpreters read this far, to be told so
+
 import argparse
 import contextlib
 import os
@@ -26,12 +28,12 @@ def installed(package):
         return version(package)
 
 
-def parts(number):
+def version_parts(number):
     """The first two numbers of a version, to compare."""
     return tuple(map(int, re.findall(r"\d+", number)[:2]))
 
 
-def versions():
+def package_versions():
     """The versions of Python and of the packages on which a run's results depend, by name."""
     numbers = {"python": sys.version.split()[0]}
     for name in ("torch", "transformers", "accelerate", "torchao", "datasets"):
@@ -48,13 +50,13 @@ def commit():
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
-class Show(argparse.Action):
+class ShowVersion(argparse.Action):
     """--version."""
 
     def __call__(self, parser, *_):
         number = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
         print(f"train_fsdp {number}, commit {commit() or 'unknown'}")
-        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+        print(", ".join(f"{name} {number}" for name, number in package_versions().items()))
         parser.exit()
 
 
@@ -71,7 +73,7 @@ def refuse_missing_packages():
         leave(f"which lacks {', '.join(missing)}")
     for name, oldest in OLDEST.items():
         number = installed(name)
-        if number and parts(number) < oldest:
+        if number and version_parts(number) < oldest:
             leave(f"which has {name} {number}; {'.'.join(map(str, oldest))} or newer is needed")
 
 

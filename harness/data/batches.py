@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from harness import job
-from harness.base.errors import UserError
+from harness import base, flags, job
 from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
 from harness.data.stream import Position, Stream, StreamReader, report_left_out
 from harness.data.windows import IGNORE_INDEX, Window, create_collate_fn, squared_lengths, tokens_of
-from harness.flags.settings import Settings
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
@@ -170,7 +168,9 @@ class SampleReader:
 # Microbatches
 
 
-def training_batches(settings: Settings, data: TrainingData, state, device: torch.device) -> Iterator[dict[str, Any]]:
+def training_batches(
+    settings: flags.Settings, data: TrainingData, state, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """Endless microbatches of this rank on its device, from the global sample `state.samples` on.
 
     `state` is the run's `TrainState`; `state.positions` moves with the batches. Where samples have other numbers of
@@ -205,7 +205,7 @@ def to_device(value, device: torch.device):
     return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
-def build_loader(settings: Settings, data: TrainingData, state, pin_memory: bool) -> DataLoader:
+def build_loader(settings: flags.Settings, data: TrainingData, state, pin_memory: bool) -> DataLoader:
     """The loader of this rank's microbatches."""
     batches = RankBatches(
         data,
@@ -241,14 +241,14 @@ class RankBatches(IterableDataset):
     first_sample: int = 0
     positions: Positions | None = None
 
-    def __iter__(self) -> Iterator[dict[str, Any] | UserError]:
+    def __iter__(self) -> Iterator[dict[str, Any] | base.UserError]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
         logging.getLogger("datasets").setLevel(logging.CRITICAL)  # the UserError alone reports what goes wrong
         worker = get_worker_info()
         try:
             yield from self.batches_of(worker.id if worker else 0, worker.num_workers if worker else 1)
-        except UserError as error:
-            yield UserError(str(error), exit_code=1)
+        except base.UserError as error:
+            yield base.UserError(str(error), exit_code=1)
 
     def batches_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
@@ -277,7 +277,7 @@ class RankBatches(IterableDataset):
             number = self.data.record.step_of_sample(first)
             problem = f"step {number:,} has no trained token in its samples {first:,} to {first + per_step - 1:,}"
             advice = f"--show-samples {number} shows them; use a longer --sequence-length, larger batches or other data"
-            raise UserError(f"--dataset: {problem}; {advice}")
+            raise base.UserError(f"--dataset: {problem}; {advice}")
         _, trained = self.data.count_tokens(samples)
         return in_step / (trained * self.world_size) if trained else math.inf
 
@@ -291,12 +291,12 @@ class RankBatches(IterableDataset):
 
 def take_positions(batch, state) -> None:
     """Moves the positions of the state to those of a batch of streams, or raises what a data worker met."""
-    if isinstance(batch, UserError):
+    if isinstance(batch, base.UserError):
         raise batch
     state.move_positions(batch.pop("positions", {}))
 
 
-def held_out_batches(settings: Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+def held_out_batches(settings: flags.Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
     number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
@@ -326,7 +326,7 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
     for sample in samples:
         name, lane, _ = data.mixture.locate(sample)
         if name not in data.sources:
-            raise UserError(
+            raise base.UserError(
                 f"--show-samples {step}: sample {sample:,} is of the source {name}, which was removed since; give it "
                 f"too, as in --dataset {name}=FILE:1 beside the others"
             )

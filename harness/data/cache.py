@@ -17,9 +17,7 @@ import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness import job
-from harness.base.errors import UserError
-from harness.base.text import counted, first_line
+from harness import base, job
 from harness.data.encode import Encoded
 from harness.data.token_files import TokenFile
 from harness.data.windows import Tokens
@@ -65,7 +63,7 @@ def tokenize_once(
             write(with_progress(tokenize(counts), counts), path, counts)
             return path, dict(counts, seconds=time.perf_counter() - start, damaged=problem)
     except OSError as error:
-        raise UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
+        raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
 
 
 def write(batches: Iterator[Encoded], path: pathlib.Path, counts: Counter) -> None:
@@ -104,7 +102,7 @@ def check(path: pathlib.Path, skip_bad: bool) -> tuple[dict | None, str]:
             return None, f"{bad:,} bad records left out"
         return record["counts"], ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return None, f"its .json, {first_line(error)}" if path.exists() else ""
+        return None, f"its .json, {base.first_line(error)}" if path.exists() else ""
 
 
 def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, counts: dict) -> Tokens:
@@ -120,7 +118,7 @@ def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, cou
     tokens = Tokens([file], vocab_size, end_of_text)
     tokens.counts, tokens.line = counts, f"cached in {path}"
     if "seconds" in counts:
-        tokenized = f"tokenized {counted(counts['documents'], 'document')}"
+        tokenized = f"tokenized {base.counted(counts['documents'], 'document')}"
         if counts["damaged"]:
             tokenized += f" again (the cache was damaged: {counts['damaged']})"
         tokens.line = f"{tokenized} in {counts['seconds']:.1f} s, cached in {path}"

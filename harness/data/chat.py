@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
+from harness import base
 from harness.data.encode import Encoded, TextFormat
 from harness.data.records import Conversation, refuse_or_count
 from harness.data.windows import Window
@@ -49,11 +48,11 @@ class ChatFormat(TextFormat):
             template = self.tokenizer.get_chat_template(self.template)
         except ValueError as error:
             problem = f"holds conversations, and {source} has no chat template to render them"
-            raise UserError(f"--dataset {dataset}: {problem}; give one with --chat-template FILE") from error
+            raise base.UserError(f"--dataset {dataset}: {problem}; give one with --chat-template FILE") from error
         if self.loss == "all":
             return
         if not self.tokenizer.is_fast:
-            raise UserError(
+            raise base.UserError(
                 f"{source}: a tokenizer without its fast form cannot tell which tokens are the assistant's; "
                 "use --chat-loss all to train on all of them"
             )
@@ -77,7 +76,7 @@ class ChatFormat(TextFormat):
         except Exception as error:  # a template may raise anything
             if len(group) > 1:
                 return [example for one in group for example in self.encode_group([one], counts)]
-            refuse_or_count(group[0].place, f"the chat template fails, {first_line(error)}", self.skip_bad, counts)
+            refuse_or_count(group[0].place, f"the chat template fails, {base.first_line(error)}", self.skip_bad, counts)
             return []
 
     def render(self, conversations: list[Conversation]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -114,10 +113,10 @@ def with_fixed_date(template: str) -> str:
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
-def no_assistant_mask(problem: str) -> UserError:
+def no_assistant_mask(problem: str) -> base.UserError:
     """No token of any conversation would be trained on."""
     advice = "give a template that has it around what the assistant writes with --chat-template FILE"
-    return UserError(
+    return base.UserError(
         f"{problem}, so which tokens are the assistant's is not known; {advice}, or train on all tokens with "
         "--chat-loss all"
     )
@@ -131,7 +130,7 @@ def read_template(path: str | None) -> str | None:
         return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UserError(f"--chat-template {path}: cannot be read ({reason}); name a jinja file") from error
+        raise base.UserError(f"--chat-template {path}: cannot be read ({reason}); name a jinja file") from error
 
 
 def describe_example(window: Window, tokenizer, colours: bool, real_tokens: int) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.base.errors import UserError
-from harness.base.ranks import from_main_process, on_main_rank
+from harness import base, flags
 from harness.data import cache, files, token_files
 from harness.data.batches import TrainingData, mix
 from harness.data.chat import ChatFormat, no_assistant_mask, read_template
@@ -30,9 +29,6 @@ from harness.data.records import (
     read_records,
 )
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
-from harness.flags.commands import given
-from harness.flags.settings import ASSETS, Settings
-from harness.flags.sources import Source, sources_of
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
 LOOKED_AT = 100  # records among which the first good one tells what a corpus is
@@ -46,7 +42,7 @@ LOOKED_AT = 100  # records among which the first good one tells what a corpus is
 class Corpus:
     """A source as it was found."""
 
-    source: Source
+    source: flags.Source
     listing: Listing
     split: str  # that is trained on, with its slice
     text_field: Field
@@ -58,25 +54,25 @@ class Corpus:
         return self.source.name
 
 
-def find(settings: Settings) -> list[Corpus]:
+def find(settings: flags.Settings) -> list[Corpus]:
     """The corpora of a run, listed once, by rank 0; none of synthetic data. Every rank calls this."""
     if settings.dataset == "synthetic":
         return []
-    return on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
+    return base.on_main_rank(lambda: [find_corpus(settings, source) for source in settings.sources()])
 
 
-def find_corpus(settings: Settings, source: Source) -> Corpus:
+def find_corpus(settings: flags.Settings, source: flags.Source) -> Corpus:
     text_field: Field = ("input_ids", settings.text_field)
-    if "text_field" in given(settings.argv):
+    if "text_field" in settings.given:
         text_field = settings.text_field
     return look_into(source, settings.dataset_split, text_field, settings.dataset_config, settings.streaming)
 
 
 def look_into(
-    source: Source, split: str | None, text_field: Field, subset: str | None, streaming: bool = False
+    source: flags.Source, split: str | None, text_field: Field, subset: str | None, streaming: bool = False
 ) -> Corpus:
     """A source as it is found. Without a `split` it is `train`, of hub data its first 5 %."""
-    place = str(ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
+    place = str(flags.ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
     listing = files.find(place, subset)
     if split is None:
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
@@ -94,12 +90,12 @@ def are_mapped(of_split: list[DataFile]) -> bool:
     for file in mapped:
         if file.is_remote:
             problem = "its tokens are mapped into memory, which a store cannot give"
-            raise UserError(f"--dataset {file}: {problem}; {files.stores.copy_command(file.path)}")
+            raise base.UserError(f"--dataset {file}: {problem}; {files.stores.copy_command(file.path)}")
     for file in of_split:
         if reader_of(file.name) is not reader_of(mapped[0].name):
             one, folder = mapped[0], os.path.dirname(mapped[0].path)
             pattern = f"{folder}/*{os.path.splitext(one.name)[1]}"
-            raise UserError(
+            raise base.UserError(
                 f"--dataset: {one} has tokens that are read in place, {file} is of another format; "
                 f"name a folder or pattern with one of them, such as '{pattern}'"
             )
@@ -121,12 +117,12 @@ def holds_conversations(file: DataFile, text_field: Field) -> bool:
                     return True
             elif record is not None and len(record):
                 return False
-    except UserError:
+    except base.UserError:
         pass
     return False
 
 
-def needs_tokenizer(settings: Settings, corpora: list[Corpus]) -> bool:
+def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
     """Whether a run takes a tokenizer: not where all its tokens are random or come from token files, unless a flag
     asks for text or for the ends of documents."""
     if settings.tokenizer or settings.sample_prompt or settings.sample_prompts:
@@ -139,7 +135,7 @@ def needs_tokenizer(settings: Settings, corpora: list[Corpus]) -> bool:
     return not all(corpus.is_mapped for corpus in corpora)
 
 
-def mask_conversations(settings: Settings, corpora: list[Corpus]) -> Settings:
+def mask_conversations(settings: flags.Settings, corpora: list[Corpus]) -> flags.Settings:
     """The settings with the document mask that is on by default where a run reads conversations."""
     if settings.document_mask is None and any(corpus.is_chat for corpus in corpora):
         return dataclasses.replace(settings, document_mask=True)
@@ -190,7 +186,7 @@ class Reading:
             rows = rows_of_slice(of_split, bounds) if corpus.listing.is_hub and bounds else None
             if rows:
                 bounds = []
-            found = from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
+            found = base.from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
             tokens = cache.open_cache(found[0], self.vocab_size, self.end_of_text, found[1])
         if bounds:
             tokens = tokens.between(*cut_positions(bounds, self.with_ends(tokens).ends, len(tokens)))
@@ -217,7 +213,9 @@ class Reading:
                 if left_out:
                     problem = f"the chat template marks no token of any of the {left_out:,} conversations"
                     raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem}")
-                raise UserError(f"--dataset {corpus.source.dataset}: it holds no text ({counts['bad records']} bad)")
+                raise base.UserError(
+                    f"--dataset {corpus.source.dataset}: it holds no text ({counts['bad records']} bad)"
+                )
 
         return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
@@ -228,10 +226,10 @@ class Reading:
             if self.end_of_text is None:
                 name = getattr(self.tokenizer, "name_or_path", "the tokenizer")
                 problem = f"{name} has no end-of-text token (eos_token)"
-                raise UserError(
+                raise base.UserError(
                     f"--dataset {tokens.files[0].name}: it does not say where its documents end, and {problem}"
                 )
-            tokens.whole_ends = from_main_process(lambda: tokens.whole_ends, self.is_main)
+            tokens.whole_ends = base.from_main_process(lambda: tokens.whole_ends, self.is_main)
         return tokens
 
     def windows(self, tokens: Tokens, place: str) -> PackedDataset:
@@ -249,7 +247,7 @@ class Reading:
             packed = PackedDataset(tokens, self.seq_len, mask)
         if not len(packed):
             short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
-            raise UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
+            raise base.UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
         return packed
 
 
@@ -269,7 +267,7 @@ def parse_split(split: str) -> tuple[str, list[str]]:
     """(name, bounds of its slice) of a split, such as `train` or `train[:95%]`; no bounds without a slice."""
     part = re.fullmatch(r"([\w.-]+)(\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if not part:
-        raise UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
+        raise base.UserError(f"--dataset, split {split!r}: cannot be read; such as train, 'train[:95%]', 'train[9:99]'")
     if not part[2]:
         return part[1], []
     return part[1], [part[3] or "0%", part[4] or "100%"]
@@ -283,7 +281,7 @@ def cut_documents(bounds: list[str], documents: int) -> list[int | None]:
         number = int(bound.rstrip("%"))
         size = 100 if bound.endswith("%") else documents
         if abs(number) > size:
-            raise UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
+            raise base.UserError(f"--dataset-split: the slice's bound {bound} is beyond the {documents:,} documents")
         if number < 0:
             number += size
         cut = round(documents * number / size) if size else 0
@@ -326,11 +324,11 @@ def open_windows(
     subset: str | None = None,
 ) -> PackedDataset | TrainingData:
     """The windows of one corpus, or of several mixed, for `utils.get_dataset`."""
-    sources = sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
+    sources = flags.sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
     windows = {}
     for source in sources:
         look = functools.partial(look_into, source, split, text_field, subset)
-        corpus = from_main_process(look, reading.is_main)
+        corpus = base.from_main_process(look, reading.is_main)
         place = f"{source.dataset}, split {corpus.split!r}"
         windows[source.name] = reading.windows(reading.tokens(corpus, corpus.split), place)
     if isinstance(dataset, str):

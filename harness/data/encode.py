@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.base.errors import UserError
+from harness import base
 
 BATCH_CHARACTERS = 2**21  # per call of the tokenizer, which takes a hundred times their memory
 
@@ -62,7 +62,7 @@ class TextFormat:
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
         largest = int(tokens.max(initial=0))
         if largest >= self.vocab_size:  # ids of files were checked where they were read
-            raise UserError(
+            raise base.UserError(
                 f"--tokenizer: it gave token id {largest}, the model has {self.vocab_size}; use the model's own"
             )
         counts.update(documents=len(arrays), tokens=len(tokens))
@@ -73,7 +73,7 @@ class TextFormat:
             return iter(())
         if self.tokenizer is None or self.tokenizer.eos_token_id is None:
             name = getattr(self.tokenizer, "name_or_path", "there is none")
-            raise UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
+            raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")
         if not self.tokenizer.is_fast:
             return iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # on all cores

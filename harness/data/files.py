@@ -8,9 +8,7 @@ import os
 import re
 from dataclasses import dataclass, field
 
-from harness.base.errors import NoSplitError, UserError
-from harness.base.hub import answer_from_cache_without_network
-from harness.base.text import first_line, is_url, shortened
+from harness import base
 from harness.data import readers, stores
 from harness.data.records import COMPRESSIONS
 
@@ -45,7 +43,7 @@ class DataFile:
 
     @property
     def is_remote(self) -> bool:
-        return is_url(self.path)
+        return base.is_url(self.path)
 
     def open(self) -> io.RawIOBase:
         """Its bytes, not buffered. A UserError where it has changed since it was listed, an OSError where it cannot be
@@ -82,7 +80,7 @@ class Listing:
         """The files of a split; a NoSplitError where there are none."""
         if split not in self.splits:
             names = ", ".join(self.splits)
-            raise NoSplitError(f"--dataset {self.place}, split {split!r}: there is none; there is {names}")
+            raise base.NoSplitError(f"--dataset {self.place}, split {split!r}: there is none; there is {names}")
         return self.splits[split]
 
     def describe(self) -> str:
@@ -90,13 +88,13 @@ class Listing:
         if not self.left_out:
             return ""
         files = sum(map(len, self.splits.values()))
-        return f"{files:,} of {files + len(self.left_out):,} (left out: {shortened(self.left_out)})"
+        return f"{files:,} of {files + len(self.left_out):,} (left out: {base.shortened(self.left_out)})"
 
 
 def find(place: str, subset: str | None = None) -> Listing:
     """The data files of a file, folder, pattern, URL or data set of the hub; a UserError where there are none."""
     path = os.path.expanduser(place)
-    if is_url(path):
+    if base.is_url(path):
         found, top = [(url, info) for url, info in stores.list_url(path)], top_of(path, stores.has_pattern(path))
         candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in found]
         left_out: list[str] = []
@@ -105,7 +103,7 @@ def find(place: str, subset: str | None = None) -> Listing:
         top = top_of(path, not os.path.exists(path))
     elif looks_local(place):
         beside = f"; there is {place}.bin" if os.path.exists(f"{path}.bin") else ""  # which Megatron names without
-        raise UserError(f"--dataset {place}: no such file or folder{beside}")
+        raise base.UserError(f"--dataset {place}: no such file or folder{beside}")
     else:
         return find_on_hub(place, subset)
     names = {file: str(file).removeprefix(top).lstrip("/") for file in candidates}
@@ -120,7 +118,7 @@ def find(place: str, subset: str | None = None) -> Listing:
         elif not file.name.endswith(readers.companions()):
             left_out.append(name if name.isprintable() else ascii(name))
     if not files:
-        raise UserError(f"--dataset {place}: {describe_nothing(left_out)}")
+        raise base.UserError(f"--dataset {place}: {describe_nothing(left_out)}")
     if is_one_file:
         return Listing(place, {"train": files}, [], top)
     splits: dict[str, list[DataFile]] = {}
@@ -160,7 +158,7 @@ def looks_local(place: str) -> bool:
 
 def describe_nothing(left_out: list[str]) -> str:
     suffixes, packed = "/".join(readers.suffixes()), "/".join(COMPRESSIONS)
-    seen = f"there is only {shortened(left_out)}; convert it" if left_out else "there are no files"
+    seen = f"there is only {base.shortened(left_out)}; convert it" if left_out else "there are no files"
     return f"needs {suffixes} files, which may be packed as {packed}; {seen}"
 
 
@@ -209,7 +207,7 @@ def walk(top: str) -> list[str]:
 def find_on_hub(dataset: str, subset: str | None) -> Listing:
     """The files of a data set of the hub, by split, as `datasets` resolves them; without a network those that were
     downloaded before. No code of the data set is run."""
-    answer_from_cache_without_network(dataset)  # before the imports, which read it
+    base.answer_from_cache_without_network(dataset)  # before the imports, which read it
     import datasets
     from huggingface_hub import constants, snapshot_download
 
@@ -223,9 +221,9 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
         cause = error
         for _ in range(2):  # `datasets` wraps what happened up to twice
             cause = cause.__cause__ or cause
-        problem = f"not a local file or folder, and not to be had from the hub ({first_line(cause)})"
+        problem = f"not a local file or folder, and not to be had from the hub ({base.first_line(cause)})"
         hint = f"without a network use a local {'/'.join(readers.suffixes())} file or folder, 'synthetic' or 'demo'"
-        raise UserError(f"--dataset {dataset}: {problem}; {hint}") from error
+        raise base.UserError(f"--dataset {dataset}: {problem}; {hint}") from error
     splits, left_out = {}, []
     roots = {re.match(r"(hf://(?:[^/]+/){2}[^/]+)?", path)[0] for paths in found.values() for path in paths}
     known = dict(entry for root in roots if root for entry in stores.list_url(root))
@@ -235,12 +233,12 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
         if files:
             splits[str(split)] = files
     if not splits:
-        raise UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
+        raise base.UserError(f"--dataset {dataset}: {describe_nothing(left_out)}")
     return Listing(dataset, splits, left_out, is_hub=True)
 
 
 def hub_file(path: str, known: dict[str, dict]) -> DataFile:
     """A file that `datasets` resolved; `known` is what the hub says of files in one answer for all."""
-    if not is_url(path):
+    if not base.is_url(path):
         return DataFile(path, *mark_of(os.stat(path)))
     return DataFile(path, *stores.size_and_mark(path, known.get(path) or stores.ask(path, "info")))

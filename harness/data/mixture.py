@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.flags.settings import Settings
-from harness.flags.sources import Stage, stages_of
+from harness import flags
 
 MAX_WEIGHT = 2**30  # of all sources
 UNIT = 2**64  # parts that [0, 1) is divided into
@@ -210,7 +209,7 @@ class Mixture:
 def begin_history(
     weights: dict[str, Fraction],
     per_sample: dict[str, Fraction],
-    stages: list[Stage],
+    stages: list[flags.Stage],
     num_steps: int,
     samples_per_step: int,
     steps_before: int = 0,
@@ -336,7 +335,7 @@ def renamed(record: DataRecord, name: str) -> DataRecord:
 
 
 def record_of_run(
-    settings: Settings,
+    settings: flags.Settings,
     sources: dict[str, dict[str, Any]],
     weights: dict[str, Fraction],
     per_sample: dict[str, Fraction],
@@ -355,7 +354,7 @@ def record_of_run(
     """
     given = {source.name: None if source.weight is None else str(source.weight) for source in settings.sources()}
     asked = {"weights": given, "stages": list(settings.mixture_stage or ())}
-    stages = stages_of(settings.mixture_stage)
+    stages = flags.stages_of(settings.mixture_stage)
     planned = begin_history(weights, per_sample, stages, settings.num_steps, samples_per_step, step, samples)
     if before is None:
         plain = next(iter(sources)) if len(sources) == 1 else None

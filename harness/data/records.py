@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
+from harness import base
 
 if TYPE_CHECKING:
     from harness.data.files import DataFile
@@ -188,9 +187,9 @@ def read_records(
                     progress(raw.tell())
     except NoFieldError as error:
         wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
-        raise UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error
+        raise base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error
     except (OSError, ValueError, NotImplementedError) as error:  # the last two are Arrow's
-        raise UserError(f"--dataset {file}: cannot be read ({first_line(error)})") from error
+        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
 
 
 def read_documents(
@@ -212,7 +211,7 @@ def read_documents(
             if len(record) and record.max() >= vocab_size:
                 wrong = int(record[(record >= vocab_size).argmax()])
                 problem = f"token id {wrong}, the model has {vocab_size:,}"
-                raise UserError(f"--dataset {place}: {problem}; it was made with another tokenizer, or is damaged")
+                raise base.UserError(f"--dataset {place}: {problem}; it was made with another tokenizer, or is damaged")
             if len(record):
                 yield record
         elif record is not None:
@@ -226,5 +225,5 @@ def refuse_or_count(place: str, fault: str, skip_bad: bool, counts: Counter) -> 
     """Counts a bad record that is left out, or raises a UserError for it."""
     if not skip_bad:
         advice = "mend it, or leave bad records out with --skip-bad-records"
-        raise UserError(f"--dataset {place}: {fault}; {advice}")
+        raise base.UserError(f"--dataset {place}: {fault}; {advice}")
     counts["bad records"] += 1

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from harness import job
-from harness.base.errors import UserError
-from harness.base.ranks import on_main_rank
-from harness.base.text import counted
+from harness import base, job
+from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step
 from harness.data.chat import TODAY, describe_example
@@ -23,8 +21,6 @@ from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.stream import Stream
 from harness.data.windows import EVERY, PackedDataset, SyntheticDataset, tokens_of
-from harness.flags.settings import Settings
-from harness.flags.sources import same_dataset, splits_overlap
 
 DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
@@ -46,7 +42,9 @@ class OpenedSource:
     rules: dict[str, Any]  # how it is read and what tells it from others, as a checkpoint records it
 
 
-def load(settings: Settings, corpora: list[Corpus], tokenizer, config, manifest: dict | None = None) -> TrainingData:
+def load(
+    settings: flag_rules.Settings, corpora: list[Corpus], tokenizer, config, manifest: dict | None = None
+) -> TrainingData:
     """What a run trains on and holds out, with the header's lines about it. Every rank calls this.
 
     `manifest` is that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
@@ -76,7 +74,9 @@ def load(settings: Settings, corpora: list[Corpus], tokenizer, config, manifest:
         rules = before.sources.get(corpus.name) if before else None
         if before and rules is None and not settings.num_steps:
             known = ", ".join(before.sources)
-            raise UserError(f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}")
+            raise base.UserError(
+                f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
+            )
         if settings.streaming and not corpus.is_mapped:
             opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes)
         else:
@@ -100,11 +100,11 @@ def load(settings: Settings, corpora: list[Corpus], tokenizer, config, manifest:
     if settings.num_steps:
         check_size(settings, data, corpora, per_step)
     data.header = describe(settings, data, opened, corpora, per_step)
-    data.beginning = on_main_rank(lambda: first_words(data.held_out or data.sources, tokenizer))
+    data.beginning = base.on_main_rank(lambda: first_words(data.held_out or data.sources, tokenizer))
     return data
 
 
-def recorded_data(settings: Settings, manifest: dict | None) -> DataRecord | None:
+def recorded_data(settings: flag_rules.Settings, manifest: dict | None) -> DataRecord | None:
     """What a checkpoint's manifest records of the data; the only source has the name that it has now."""
     if not manifest:
         return None
@@ -114,7 +114,7 @@ def recorded_data(settings: Settings, manifest: dict | None) -> DataRecord | Non
     return record
 
 
-def open_synthetic(settings: Settings, vocab_size: int) -> OpenedSource:
+def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSource:
     """Random windows to train on, and others to evaluate on."""
     length, seed = settings.sequence_length, settings.seed
     train = SyntheticDataset(vocab_size, length, seed)
@@ -125,7 +125,7 @@ def open_synthetic(settings: Settings, vocab_size: int) -> OpenedSource:
 
 
 def choose_held_out(
-    settings: Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str
+    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
@@ -138,14 +138,16 @@ def choose_held_out(
         split = DEFAULT_EVAL_SPLIT
     if rules and split is None and not was_divided:
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
-        raise UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
+        raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
     if was_divided and rules["held_out"] != rule:
         how = "needs" if rule == HELD_OUT else "was read without"
-        raise UserError(f"--dataset {corpus.source.dataset}: what the run held out of it {how} --streaming")
+        raise base.UserError(f"--dataset {corpus.source.dataset}: what the run held out of it {how} --streaming")
     return split, rule if split is None or was_divided else None
 
 
-def open_cached(settings: Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None) -> OpenedSource:
+def open_cached(
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None
+) -> OpenedSource:
     """A source from the token cache or from token files."""
     split, rule = choose_held_out(settings, corpus, rules, HELD_OUT)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
@@ -174,12 +176,12 @@ def open_cached(settings: Settings, corpus: Corpus, reading: Reading, rules: dic
 
 
 def open_stream(
-    settings: Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, lanes: int
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, lanes: int
 ) -> OpenedSource:
     """A source that is read while training."""
     dataset = corpus.source.dataset
     if corpus.is_chat:
-        raise UserError(
+        raise base.UserError(
             f"--dataset {dataset}: holds conversations, whose masks are in the token cache; leave out --streaming"
         )
     split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT)
@@ -187,10 +189,14 @@ def open_stream(
     def stream_of(split: str) -> Stream:
         name, bounds = parse_split(split)
         if bounds:
-            raise UserError(f"--dataset {dataset}, split {split!r}: a stream takes whole splits; leave out --streaming")
+            raise base.UserError(
+                f"--dataset {dataset}, split {split!r}: a stream takes whole splits; leave out --streaming"
+            )
         of_split = corpus.listing.of_split(name)
         if are_mapped(of_split):
-            raise UserError(f"--dataset {dataset}: has token files, which are read in place; leave out --streaming")
+            raise base.UserError(
+                f"--dataset {dataset}: has token files, which are read in place; leave out --streaming"
+            )
         return Stream(
             of_split,
             reading.encoder(corpus),
@@ -203,7 +209,7 @@ def open_stream(
         )
 
     train = stream_of(corpus.split)
-    fingerprint = on_main_rank(train.fingerprint)
+    fingerprint = base.on_main_rank(train.fingerprint)
     held_out = stream_of(split) if split else copy.copy(train)
     if rule:
         train.held_out = False
@@ -215,7 +221,7 @@ def open_stream(
     return OpenedSource(train, windows, split or rule or "", {"held_out": rule} | fingerprint)
 
 
-def choose_lanes(settings: Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
+def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
     """How many lanes a run's samples are in: what the checkpoint says, or --streams, or the default for the source of
     most files; no more than the chunks of any source."""
     if before:
@@ -228,7 +234,7 @@ def choose_lanes(settings: Settings, corpora: list[Corpus], before: DataRecord |
     return min(lanes, *map(stream.most_lanes, of_sources))
 
 
-def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
+def weights_of(settings: flag_rules.Settings, opened: dict[str, OpenedSource]) -> dict[str, Fraction]:
     """The weight of each source: as given, or its number of tokens."""
     weights = {}
     for source in settings.sources():
@@ -238,7 +244,7 @@ def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str,
         elif len(opened) == 1:
             weights[source.name] = Fraction(1)
         elif isinstance(train, Stream):
-            raise UserError(
+            raise base.UserError(
                 f"--dataset {source.dataset}: how large a stream is, is not known; give each source a weight, as in "
                 f"{source.name}={source.dataset}:0.5"
             )
@@ -247,14 +253,14 @@ def weights_of(settings: Settings, opened: dict[str, OpenedSource]) -> dict[str,
     return weights
 
 
-def tokens_of_a_sample(train, settings: Settings) -> Fraction:
+def tokens_of_a_sample(train, settings: flag_rules.Settings) -> Fraction:
     """Tokens of a window that are not padding, on average."""
     if train.is_uniform:
         return Fraction(settings.sequence_length)
     return Fraction(train.total_tokens(), len(train))
 
 
-def check_size(settings: Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
+def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:
     """Raises a UserError where a source has fewer windows than one step takes and is alone, or where one would be
     repeated more often than --max-epochs."""
     if len(data.sources) == 1 and data.orders:
@@ -263,13 +269,13 @@ def check_size(settings: Settings, data: TrainingData, corpora: list[Corpus], pe
             problem = f"{order.windows:,} windows of {settings.sequence_length} tokens do not fill one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
-            raise UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
+            raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
     samples = data.record.samples_of_step(settings.num_steps).stop
     if settings.max_epochs:
         for name, epochs in data.epochs(samples).items():
             if epochs > settings.max_epochs:
                 problem = f"{name} would be read {epochs:.4g} times in {settings.num_steps:,} steps"
-                raise UserError(
+                raise base.UserError(
                     f"--max-epochs {settings.max_epochs:g}: {problem}; give it a smaller weight, or fewer --num-steps"
                 )
 
@@ -286,7 +292,7 @@ def describe_packing(train: PackedDataset, reading: Reading, corpus: Corpus, wit
     if train.is_chat:
         share = train.total_trained() / len(train.tokens)
         lines["chat"] = (
-            f"{counted(len(train.tokens.ends), 'conversation')}, trained on {100 * share:.1f} % of their tokens"
+            f"{base.counted(len(train.tokens.ends), 'conversation')}, trained on {100 * share:.1f} % of their tokens"
         )
         if reading.encoder(corpus).asks_for_date():
             lines["chat"] += f"; their template prints today's date, which is {TODAY:%Y-%m-%d} every day"
@@ -299,7 +305,11 @@ def describe_packing(train: PackedDataset, reading: Reading, corpus: Corpus, wit
 
 
 def describe(
-    settings: Settings, data: TrainingData, opened: dict[str, OpenedSource], corpora: list[Corpus], per_step: int
+    settings: flag_rules.Settings,
+    data: TrainingData,
+    opened: dict[str, OpenedSource],
+    corpora: list[Corpus],
+    per_step: int,
 ) -> dict[str, str]:
     """The lines of the header about the text: what is trained on, in which shares, what is held out and left out."""
     if settings.dataset == "synthetic":
@@ -363,7 +373,7 @@ def first_words(sources: dict[str, Any], tokenizer) -> str:
     return " ".join(words[:-1] or words)  # the last one may be cut
 
 
-def show_samples(settings: Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:
+def show_samples(settings: flag_rules.Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:
     """Prints what the step --show-samples trains on, by the order that a run's manifest or config.json recorded, if
     there is one."""
     if recorded:
@@ -378,7 +388,7 @@ def show_samples(settings: Settings, data: TrainingData, tokenizer, recorded: di
 # The evaluation of a run that has ended
 
 
-def evaluates_own_data(settings: Settings, manifest: dict) -> bool:
+def evaluates_own_data(settings: flag_rules.Settings, manifest: dict) -> bool:
     """Whether an evaluation of a run's checkpoint reads sources of the run, of which its record says what was held out;
     a UserError where it reads a part of what the run trained on, or more than that."""
     flags = manifest["flags"]
@@ -389,31 +399,31 @@ def evaluates_own_data(settings: Settings, manifest: dict) -> bool:
     trained, read = files_of_training(run), files_of_training(settings)
     shared = trained.keys() & read.keys()
     for file in shared:
-        if settings.eval_split and splits_overlap(trained[file][1], settings.eval_split):
+        if settings.eval_split and flag_rules.splits_overlap(trained[file][1], settings.eval_split):
             problem = f"it is not apart from {trained[file][1]!r}, which the run trained on"
-            raise UserError(f"--eval-split {settings.eval_split}: {problem}; give one that is")
-    if same_dataset(dataset, settings.dataset) and flags["dataset_split"] == settings.dataset_split:
+            raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that is")
+    if flag_rules.same_dataset(dataset, settings.dataset) and flags["dataset_split"] == settings.dataset_split:
         return True
     own = {trained[file][0] for file in shared}
     files_of_own = {file: split for file, (name, split) in trained.items() if name in own}
     if shared and files_of_own == {file: split for file, (_, split) in read.items()}:
         return True
     for file in shared:
-        if splits_overlap(trained[file][1], read[file][1]):
+        if flag_rules.splits_overlap(trained[file][1], read[file][1]):
             problem = f"the run trained on {trained[file][1]!r} of {file}"
             advice = "leave out --dataset and --dataset-split, or give what it did not train on"
-            raise UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
+            raise base.UserError(f"--dataset {settings.describe_dataset()}: {problem}; {advice}")
     return False
 
 
-def files_of_training(settings: Settings) -> dict[str, tuple[str, str]]:
+def files_of_training(settings: flag_rules.Settings) -> dict[str, tuple[str, str]]:
     """(source, split that is trained on) of each file of a run's sources, by its real path; of what is not there any
     more by the name of the source."""
     found = {}
     for source in settings.sources():
         try:
             corpus = find_corpus(settings, source)
-        except UserError:  # nor can it be read then
+        except base.UserError:  # nor can it be read then
             found[source.dataset] = (source.name, settings.dataset_split or "train")
             continue
         for file in corpus.listing.of_split(parse_split(corpus.split)[0]):

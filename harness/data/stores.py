@@ -8,9 +8,7 @@ import time
 import urllib.parse
 from typing import Any
 
-from harness.base.errors import UserError
-from harness.base.hub import answer_from_cache_without_network
-from harness.base.text import first_line
+from harness import base
 
 TIMEOUT_SECONDS = 30  # of a request for a range, or for what is known about a file
 LISTING_SECONDS = 600  # of the names below a folder
@@ -48,11 +46,11 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
     scheme = url.partition(":")[0].lower()
     if "::" in url or scheme in INDIRECT:
-        raise UserError(f"--dataset {url}: chained and cached URLs are not read; give the file's own")
+        raise base.UserError(f"--dataset {url}: chained and cached URLs are not read; give the file's own")
     if urllib.parse.urlsplit(url).password:
         problem = "a password in a URL would stand in logs"
-        raise UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
-    answer_from_cache_without_network(url)
+        raise base.UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
+    base.answer_from_cache_without_network(url)
     options: dict[str, Any] = {"use_listings_cache": False}  # a file may change while a run reads others
     if scheme in ("s3", "s3a"):  # tries are counted here
         given = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
@@ -62,11 +60,11 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ImportError as error:
         package = getattr(root_of(error), "name", None) or known_implementations[scheme]["class"]
         package = package.partition(".")[0]
-        raise UserError(f"--dataset {url}: needs the package {package} (pip install {package})") from error
+        raise base.UserError(f"--dataset {url}: needs the package {package} (pip install {package})") from error
     except Exception as error:
         if scheme not in fsspec.available_protocols():
             problem = f"no kind of store is called {scheme}; such as s3, gs, hf or https"
-            raise UserError(f"--dataset {url}: {problem}") from error
+            raise base.UserError(f"--dataset {url}: {problem}") from error
         raise describe_failure(error, url) from error
     if hasattr(filesystem, "retries"):
         filesystem.retries = 1
@@ -141,7 +139,7 @@ def size_and_mark(url: str, info: dict) -> tuple[int, str]:
     """(bytes of a file, what changes with its content) by what its store says of it."""
     if info.get("size") is None:
         problem = "the server does not say how large it is"
-        raise UserError(f"--dataset {without_query(url)}: {problem}; {copy_command(url)}")
+        raise base.UserError(f"--dataset {without_query(url)}: {problem}; {copy_command(url)}")
     marks = [f"{name} {info[name]}" for name in MARKS if info.get(name)]
     return info["size"], marks[0] if marks else ""
 
@@ -177,7 +175,7 @@ class RangeReader(io.RawIOBase):
         content = self._ask("cat_file", start=self.place, end=end)
         if len(content) > end - self.place:
             problem = "the server sends no ranges of a file"
-            raise UserError(f"--dataset {without_query(self.url)}: {problem}; {copy_command(self.url)}")
+            raise base.UserError(f"--dataset {without_query(self.url)}: {problem}; {copy_command(self.url)}")
         if not content:
             raise changed(without_query(self.url))
         buffer[: len(content)] = content
@@ -191,8 +189,8 @@ class RangeReader(io.RawIOBase):
             raise changed(without_query(self.url)) from error
 
 
-def changed(name: str) -> UserError:
-    return UserError(f"--dataset {name}: it has changed since it was listed, or is gone; start a new run")
+def changed(name: str) -> base.UserError:
+    return base.UserError(f"--dataset {name}: it has changed since it was listed, or is gone; start a new run")
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -231,9 +229,9 @@ def is_about_credentials(error: BaseException) -> bool:
     return any(word in type(error).__name__ for word in ("Credential", "Token", "Auth", "ProfileNotFound"))
 
 
-def describe_failure(error: Exception, url: str, tried: str = "") -> UserError:
+def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserError:
     """What to say of a request that failed for good."""
-    shown, cause, status = without_query(url), first_line(error), status_of(error)
+    shown, cause, status = without_query(url), base.first_line(error), status_of(error)
     if status and str(status) not in cause:
         cause = f"HTTP {status}, {cause}"
     root = root_of(error)
@@ -241,12 +239,12 @@ def describe_failure(error: Exception, url: str, tried: str = "") -> UserError:
         scheme = url.partition(":")[0].lower()
         known = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
         credentials = CREDENTIALS.get(known, f"what fsspec's package for {scheme} takes them from")
-        return UserError(f"--dataset {shown}: no access ({cause}); check the credentials: set {credentials}")
+        return base.UserError(f"--dataset {shown}: no access ({cause}); check the credentials: set {credentials}")
     advice = "check the name and the network"
     if tried:
         cause = f"{cause}, {tried}"
         advice = "when the store answers again, --resume auto goes on from the newest checkpoint"
-    return UserError(f"--dataset {shown}: cannot be read ({cause}); {advice}")
+    return base.UserError(f"--dataset {shown}: cannot be read ({cause}); {advice}")
 
 
 def copy_command(url: str) -> str:

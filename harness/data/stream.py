@@ -20,9 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from harness import job
-from harness.base.errors import UserError
-from harness.base.ranks import of_all_ranks
+from harness import base, job
 from harness.data.encode import TextFormat, take
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
@@ -85,7 +83,7 @@ class Stream:
             chunks = self.chunks[owner % self.lanes :: self.lanes]
             if any(True for chunk in chunks for _ in self.documents(chunk)):
                 return chunks
-        raise UserError(f"--dataset {self.files[0]}: it holds no text")
+        raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
 
     def pieces(self, lane: int, chunk: int, piece: int, counts: Counter) -> Iterator[tuple[int, int, list]]:
         """Endless (chunk, piece, its documents) of a lane, from a piece of a chunk on; `counts` gets how many documents
@@ -119,7 +117,7 @@ class Stream:
         names = [[file.name, file.size] for file in self.files]
         beginning = self.head(1)
         if not len(beginning):
-            raise UserError(f"--dataset {self.files[0]}: it holds no text")
+            raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
         return {
             "corpus": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20],
             "dataset": f"{hashlib.sha256(beginning.tobytes()).hexdigest()[:20]}, then streamed",
@@ -133,13 +131,13 @@ class Stream:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         parts: list[np.ndarray] = []
         for first in range(0, len(self.chunks), world):
-            mine: np.ndarray | UserError
+            mine: np.ndarray | base.UserError
             try:
                 mine = self.head(wanted, self.chunks[first + rank : first + rank + 1])
-            except UserError as error:
+            except base.UserError as error:
                 mine = error
-            for part in of_all_ranks(mine) if world > 1 else [mine]:
-                if isinstance(part, UserError):
+            for part in base.of_all_ranks(mine) if world > 1 else [mine]:
+                if isinstance(part, base.UserError):
                     raise part
                 parts.append(part)
             if sum(map(len, parts)) >= wanted:
@@ -147,7 +145,7 @@ class Stream:
         tokens = np.concatenate(parts)[:wanted]
         if len(tokens) <= self.seq_len:
             problem = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
-            raise UserError(
+            raise base.UserError(
                 f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
             )
         file = TokenFile(tokens)

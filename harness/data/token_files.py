@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.errors import UserError
-from harness.base.text import counted, first_line, shortened
+from harness import base
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
 
@@ -40,7 +39,7 @@ def map_numbers(file: str, dtype, offset: int = 0) -> np.ndarray:
     return content.view(np.ndarray).view(dtype)
 
 
-def check_ascending(file: str, dtype: str, offset: int, count: int, wrong: Callable[[int, int], UserError]) -> int:
+def check_ascending(file: str, dtype: str, offset: int, count: int, wrong: Callable[[int, int], base.UserError]) -> int:
     """The last entry of an index; raises `wrong(number, entry)` for the first that is less than the one before it."""
     before = 0
     for first in range(0, count, CHUNK):
@@ -53,9 +52,9 @@ def check_ascending(file: str, dtype: str, offset: int, count: int, wrong: Calla
     return before
 
 
-def damaged(place: Any, fault: str, advice: str = "restore the file, or make it anew") -> UserError:
+def damaged(place: Any, fault: str, advice: str = "restore the file, or make it anew") -> base.UserError:
     """What to say of a token file that is not as its format wants it; `place` is the file, or a place in it."""
-    return UserError(f"--dataset {place}: {fault}; {advice}")
+    return base.UserError(f"--dataset {place}: {fault}; {advice}")
 
 
 def open_token_files(files: list[DataFile], vocab_size: int) -> list[TokenFile]:
@@ -65,7 +64,7 @@ def open_token_files(files: list[DataFile], vocab_size: int) -> list[TokenFile]:
     for file in named:
         if file.tokenizer != named[0].tokenizer:
             names = f"{named[0].name} was tokenized by {named[0].tokenizer}, {file.name} by {file.tokenizer}"
-            raise UserError(f"--dataset: {names}; name files of one tokenizer")
+            raise base.UserError(f"--dataset: {names}; name files of one tokenizer")
     return opened
 
 
@@ -75,14 +74,14 @@ def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
     try:
         return reader_of(file.name).open_tokens(file.path, vocab_size)
     except (OSError, ValueError) as error:
-        raise UserError(f"--dataset {file}: cannot be read ({first_line(error)})") from error
+        raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
 
 
 def describe(files: list[TokenFile]) -> str:
     """What files were taken for, in words."""
     kinds = list(dict.fromkeys(file.kind for file in files))
     tokenizer = next((f"tokenized by {file.tokenizer}" for file in files if file.tokenizer), "tokenizer not known")
-    return f"read in place, {counted(len(files), 'file')} ({shortened(kinds, 2)}), {tokenizer}"
+    return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)}), {tokenizer}"
 
 
 def differing_tokenizer(files: list[TokenFile], tokenizer) -> str:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from harness.base.errors import UserError
-from harness.base.text import counted
+from harness import base
 from harness.data.token_files import TokenFile
 
 IGNORE_INDEX = -100  # label of a position that the loss leaves out; that of harness/model/loss.py
@@ -94,7 +93,7 @@ class Tokens:
             name, offset = self._place(int(self.before_files[number]) + start + wrong)
             fault = f"token id {tokens[wrong]}, the model has {self.vocab_size:,}"
             advice = "it was made with another tokenizer, or is damaged"
-            raise UserError(f"--dataset {name}, token {offset:,}: {fault}; {advice}")
+            raise base.UserError(f"--dataset {name}, token {offset:,}: {fault}; {advice}")
         return unsigned.astype(self.dtype, copy=False)
 
     @property
@@ -410,7 +409,7 @@ class BestFitDataset(PackedDataset):
     def describe(self) -> str:
         """The packing in words: how many documents in how many windows, what was cut, the share of padding."""
         documents = len(self.tokens.ends)
-        line = f"best-fit, {counted(documents, 'document')} in {counted(len(self), 'window')}"
+        line = f"best-fit, {base.counted(documents, 'document')} in {base.counted(len(self), 'window')}"
         if self.pieces.cut:
             pieces = len(self.pieces.lengths) - (documents - self.pieces.cut)
             line += f", {self.pieces.cut:,} longer than a window cut into {pieces:,} pieces"

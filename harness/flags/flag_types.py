@@ -1,14 +1,15 @@
-"""Types of flags: what argparse makes of a value, and which values it refuses."""
+"""Types and actions of flags: what argparse makes of a value, and which values it refuses."""
 
 import argparse
+import errno
 import math
 import os
 import sys
 
+from harness.flags.sources import parse_source, parse_stage
+
 MAX_WORLD = 2**20  # ranks that are planned for
 MAX_SEQUENCES = 1_000_000  # of a microbatch
-MAX_PATH = 4000  # bytes; Linux takes 4,096, and a run appends names of its own
-MAX_NAME = 255  # bytes of one part of a path
 
 
 def number(kind: type, least: float | None = None, below: float = math.inf):
@@ -54,12 +55,16 @@ def text(value: str) -> str:
 
 def path(value: str) -> str:
     """An argparse type: a text that can be the path of a file or folder; a hub id is one too."""
-    value, expanded = text(value), os.path.expanduser(value)
-    if expanded.startswith("~") and not os.path.lexists(expanded):
-        raise argparse.ArgumentTypeError(f"{value}: no such user; for a file of that name give ./{value}")
-    longest_part = max(len(os.fsencode(part)) for part in expanded.split("/"))
-    if len(os.fsencode(expanded)) > MAX_PATH or longest_part > MAX_NAME:
-        raise argparse.ArgumentTypeError(f"{value[:40]}... is too long for a path; give a shorter one")
+    expanded = os.path.expanduser(text(value))
+    try:
+        os.lstat(expanded)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            problem = f"{value[:40]}... is too long for a path; give a shorter one"
+            raise argparse.ArgumentTypeError(problem) from None
+        if expanded.startswith("~"):
+            problem = f"{value}: no such user; for a file of that name give ./{value}"
+            raise argparse.ArgumentTypeError(problem) from None
     return value
 
 
@@ -71,3 +76,28 @@ def gpu_counts(text: str) -> tuple[int, ...]:
 def batch_size(text: str) -> int | str:
     """An argparse type: a positive number, or auto."""
     return text if text == "auto" else number(int, 1, MAX_SEQUENCES + 1)(text)
+
+
+def stage(text: str) -> str:
+    """An argparse type: SHARE:NAME=WEIGHT,NAME=WEIGHT, which `sources.parse_stage` reads."""
+    try:
+        parse_stage(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}; such as 0.8:web=0.5,code=0.5") from None
+    return text
+
+
+class Collect(argparse.Action):
+    """A flag that may be given several times, and collects its values."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), value))
+
+
+class DatasetWords(argparse.Action):
+    """--dataset: one plain word stays a text; several, or one with a name or a weight, are a tuple."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        name, _, weight = parse_source(values[0])
+        is_plain = len(values) == 1 and not name and weight is None
+        setattr(namespace, self.dest, values[0] if is_plain else tuple(values))

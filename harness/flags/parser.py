@@ -5,24 +5,20 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
 import sys
 import time
 import types
 import typing
-from collections.abc import Iterator
 
-from harness.base import gpu_names, versions
-from harness.base.text import one_line
-from harness.flags.commands import given, without
-from harness.flags.flag_files import describe_unknown, read_flags
-from harness.flags.flag_types import number, path, text
-from harness.flags.resume import flags_of_checkpoint
-from harness.flags.rules import contradiction, not_followed, without_effect
-from harness.flags.settings import ASSETS, Settings, default_warmup, is_local
+from harness import base
+from harness.flags.checkpoints import flags_of_checkpoint
+from harness.flags.files import read_flags
+from harness.flags.flag_types import number, text
+from harness.flags.names import suggest
+from harness.flags.rules import contradiction
+from harness.flags.settings import ASSETS, LENGTHS, Settings, default_warmup, is_flag, is_local
 
-LENGTHS = ("num_steps", "num_tokens")  # of which a run has one
 EXAMPLES = """examples:
   train_fsdp.py --demo                                                                # all embedded, a minute
   train_fsdp.py --demo --dataset corpus.txt --eval-interval 100                       # the same on a text of yours
@@ -34,6 +30,8 @@ EXAMPLES = """examples:
 
 
 class Parser(argparse.ArgumentParser):
+    """Gives the flags that stand in the words of a command line, and no default: `Settings` has those."""
+
     origin = ""  # the file whose flags are parsed, as the beginning of an error; empty for the command line
     as_json = False  # whether an error goes to stdout too, as a JSON object
 
@@ -42,28 +40,24 @@ class Parser(argparse.ArgumentParser):
         if int(os.environ.get("RANK", 0)):
             time.sleep(3)  # the launcher ends the other ranks when the first one leaves
             sys.exit(2)
-        line = one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from harness.base.console import record_error
-
-            record_error(line)
+        line = base.one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
+        base.record_error(line)
         if self.as_json:
-            from harness.base.console import tell_json
-
-            tell_json(line)
+            base.tell_json(line)
         self.exit(2, f"{line}\n")
 
-    def parse_args(self, words: list[str]) -> argparse.Namespace:  # type: ignore[override]  # one of its two forms
+    def given(self, words: list[str]) -> dict[str, typing.Any]:
+        """The fields of the settings whose flags stand in a command line, with their values. The last one counts."""
         args, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 self.error(f"{unknown[0]}: it stands behind no flag; --help lists them")
-            self.error(f"{name}: {describe_unknown(name, self.flags())}")
-        return args
+            self.error(f"{name}: no such flag{suggest(name, self.flags())}")
+        return vars(args)
 
     def flags(self) -> dict[str, argparse.Action]:
-        return self._option_string_actions
+        return self._option_string_actions  # private: argparse has no public list of a parser's flags
 
     def hyphenated(self, word: str) -> str:
         """A flag that was given with underscores as it is written here; any other word as it is."""
@@ -74,8 +68,7 @@ class Parser(argparse.ArgumentParser):
 
 def argument(field: dataclasses.Field, hint) -> dict:
     """The options of argparse for a flag, from its field of the settings and the type of that field."""
-    options: dict[str, typing.Any] = {"default": field.default} | field.metadata
-    least, below = options.pop("least", None), options.pop("below", math.inf)
+    options = field.metadata["options"]
     metavar = {"metavar": field.name.split("_")[-1].upper()}
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # the other one is None
         hint = typing.get_args(hint)[0]
@@ -87,12 +80,12 @@ def argument(field: dataclasses.Field, hint) -> dict:
     if choices := typing.get_args(hint):
         return options | {"choices": choices, "type": type(choices[0])}
     if hint in (int, float):
-        return metavar | options | {"type": number(hint, least, below)}
+        return metavar | options | {"type": number(hint, field.metadata["least"], field.metadata["below"])}
     return metavar | options | {"type": text}
 
 
 def make_parser() -> Parser:
-    """The parser of the command line: a flag for each field of `Settings` that has a help text, in its groups."""
+    """The parser of the command line: each flag of `Settings`, in the groups of --help."""
     parser = Parser(
         prog="train_fsdp.py",
         usage="%(prog)s [flags]",
@@ -100,114 +93,96 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
         formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118),
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action=versions.Show, nargs=0, help="of this program and of what it stands on")
+    parser.add_argument("--version", action=base.ShowVersion, nargs=0, help="of this program and of what it stands on")
     group: typing.Any = parser  # or a group of it
     hints = typing.get_type_hints(Settings)
-    for field in dataclasses.fields(Settings):
-        if "help" in field.metadata:
-            options = argument(field, hints[field.name])
-            if title := options.pop("group", None):
-                group = parser.add_argument_group(title)
-            group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+    for field in filter(is_flag, dataclasses.fields(Settings)):
+        if "group" in field.metadata:
+            group = parser.add_argument_group(field.metadata["group"])
+        group.add_argument(f"--{field.name.replace('_', '-')}", **argument(field, hints[field.name]))
     return parser
 
 
 def parse_args(argv: list[str] | None = None) -> Settings:
     """The settings of a command line, by default this process's. A wrong one ends the process with a line that names
     the flag."""
-    if argv is None:
-        argv = sys.argv[1:]
     parser = make_parser()
-    parser.as_json = "--json" in argv
-    argv = [parser.hyphenated(word) for word in argv]
-    early = Parser(parser.prog, add_help=False, allow_abbrev=False)
-    early.as_json = parser.as_json
-    early.add_argument("--config", type=path)
-    named, argv = early.parse_known_args(argv)
-    if named.config:
-        parser.origin = f"--config {named.config}: "
+    words = [parser.hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
+    parser.as_json = "--json" in words
+    given = parser.given(words)
+    file = given.pop("config", None)
+    if file:
+        parser.origin = f"--config {file}: "
         try:
-            words = read_flags(named.config, parser.flags())
+            of_file = parser.given(read_flags(file, parser.flags()))
         except OSError as error:
             parser.error(error.strerror)
         except ValueError as error:
             parser.error(str(error))
-        parser.parse_args(words)  # its errors name the file
-        fields_given = {name for name in given(argv) if name != "demo"}
-        if fields_given & {*LENGTHS}:
-            fields_given |= {*LENGTHS}
-        parser.origin, argv = "", [*without(words, *fields_given), *argv]
-    if "--demo" in argv:
-        parser.set_defaults(**json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8")))
-    args = parser.parse_args(argv)
-    if given(argv) >= {*LENGTHS}:
-        where = f" (with the flags of {named.config})" if named.config else ""
-        parser.error(f"--num-tokens: --num-steps is given too; leave out one of them{where}")
-    if (args.num_steps == 0 or args.show_samples) and args.resume not in ("none", "auto"):
-        # the checkpoint has the flags of its model
-        dataset = args.dataset if "dataset" in given(argv) else None
-        evaluates = args.eval_interval > 0
-        averages = evaluates or args.export_weights == "ema"
-        flags = flags_of_checkpoint(args.resume, evaluates, dataset, bool(args.show_samples), averages)
-        parser.set_defaults(**flags, compile=False)
-        args = parser.parse_args(argv)
-    if args.num_tokens:
-        args.num_steps = args.num_tokens  # an upper bound, until `resolve` knows how many tokens a step has
-    if args.dataset_split is None and isinstance(args.dataset, str):  # each of several has its own default
-        args.dataset_split = "train" if is_local(args.dataset) or args.streaming else "train[:5%]"
-    if args.fp8_recipe is None and args.precision == "fp8":
-        args.fp8_recipe = "tensorwise"
-    if args.warmup_steps is None:
-        args.warmup_steps = default_warmup(args.lr_scheduler, args.num_steps)
-    if args.demo and args.dataset != "demo" and "sample_prompt" not in given(argv):
-        args.sample_prompt = None  # the demo's prompt is that of its stories; a text of the user's own has its own
-    args.sample_prompt = tuple(args.sample_prompt) if args.sample_prompt else None
-    args.mixture_stage = tuple(args.mixture_stage) if args.mixture_stage else None
-    args.betas, args.config = tuple(args.betas), named.config
-    del args.version
-    settings = Settings(**vars(args), given_accumulation=args.gradient_accumulation_steps, argv=tuple(argv))
-    problem = contradiction(settings) or gpu_names.wrong_plan(settings)
-    if problem and named.config:
-        parser.error(f"{problem} (with the flags of {named.config})")
+        parser.origin = ""
+        if given.keys() & {*LENGTHS}:  # one of them replaces the other
+            of_file = {name: value for name, value in of_file.items() if name not in LENGTHS}
+        given = of_file | given
+    in_file = f" (with the flags of {file})" if file else ""
+    if given.keys() >= {*LENGTHS}:
+        parser.error(f"--num-tokens: --num-steps is given too; leave out one of them{in_file}")
+    settings = complete(given, file)
+    problem = contradiction(settings)
     if problem:
-        parser.error(problem)
+        parser.error(problem + in_file)
+    if argv is None:
+        leave_out_accelerate(settings)
     return settings
 
 
-def record_flags(settings: Settings) -> dict[str, dict]:
-    """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
-    gave, with the values that they had there; `flags`, all of them as `settings` has them."""
-    values = vars(make_parser().parse_args([*settings.argv]))
-    names = given(settings.argv)
-    flags = dataclasses.asdict(settings)
-    del flags["argv"]
-    return {"given": {name: value for name, value in values.items() if name in names}, "flags": flags}
+def complete(given: dict[str, typing.Any], file: str | None) -> Settings:
+    """The settings with these flags given, by a file of flags too: --demo, a checkpoint of which nothing is trained,
+    and other flags decide the defaults."""
+    defaults: dict[str, typing.Any] = {"config": file, "given": given}
+    if given.get("demo"):
+        recipe = json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8"))
+        if given.get("dataset", "demo") != "demo":
+            del recipe["sample_prompt"]  # it is that of the demo's stories; a text of the user's own has its own
+        defaults |= recipe
+    settings = Settings(**defaults | given)
+    if (settings.num_steps == 0 or settings.show_samples) and settings.resume not in ("none", "auto"):
+        defaults |= flags_of_checkpoint(settings) | {"compile": False}
+        settings = Settings(**defaults | given)
+    changes: dict[str, typing.Any] = {}
+    if settings.num_tokens:
+        changes["num_steps"] = settings.num_tokens  # an upper bound, until `resolve` knows how many tokens a step has
+    if settings.dataset_split is None and isinstance(settings.dataset, str):  # each of several has its own default
+        whole = is_local(settings.dataset) or settings.streaming
+        changes["dataset_split"] = "train" if whole else "train[:5%]"
+    if settings.fp8_recipe is None and settings.precision == "fp8":
+        changes["fp8_recipe"] = "tensorwise"
+    if settings.warmup_steps is None:
+        steps = changes.get("num_steps", settings.num_steps)
+        changes["warmup_steps"] = default_warmup(settings.lr_scheduler, steps)
+    for name in ("betas", "sample_prompt"):  # argparse and JSON have lists
+        value = getattr(settings, name)
+        changes[name] = value and tuple(value)
+    return dataclasses.replace(settings, **changes)
 
 
-def given_twice(argv: list[str]) -> Iterator[str]:
-    """A warning for each flag that a command line gives several values, of which the last counts."""
-    parser = make_parser()
-    flags = parser.flags()
-    values_of: dict[str, list[list[str]]] = {}  # by field, the words of each of its values
-    current = None
-    for word in map(parser.hyphenated, argv):
-        name, _, value = word.partition("=")
-        if name in flags:
-            current = [name if flags[name].nargs == 0 else value]
-            values_of.setdefault(flags[name].dest, []).append(current)
-        elif current is not None:
-            current.append(word)
-    for field, values in values_of.items():
-        texts = [" ".join(filter(None, value)) for value in values]
-        if len(set(texts)) > 1 and field not in ("sample_prompt", "mixture_stage"):
+def leave_out_accelerate(settings: Settings) -> None:
+    """Takes the settings of accelerate launch out of the environment: sharding and precision go by the flags alone.
+    Warns on rank 0 of each that contradicts them."""
+    decided_by = {
+        "ACCELERATE_USE_FSDP": "zero_stage",
+        "ACCELERATE_USE_DEEPSPEED": "zero_stage",
+        "ACCELERATE_MIXED_PRECISION": "precision",
+        "ACCELERATE_DYNAMO_BACKEND": "compile",
+    }
+    for name, field in decided_by.items():
+        value, own = os.environ.pop(name, "").lower(), getattr(settings, field)
+        if field == "precision" and own is None:
+            own = "bf16"  # on a GPU; the header says what it is on a CPU
+        if value not in ("", "no", "false", "0", str(own)) and int(os.environ.get("RANK", 0)) == 0:
             flag = f"--{field.replace('_', '-')}"
-            yield f"{flag}: it stands there {len(texts)} times, {one_line(', '.join(texts))}; the last one counts"
-
-
-def warn(settings: Settings) -> None:
-    """Warns on rank 0 of flags in this process's command line that have no effect."""
-    is_first_rank = int(os.environ.get("RANK", 0)) == 0
-    for warning in (*given_twice(sys.argv[1:]), *without_effect(settings), *not_followed(settings)):
-        if is_first_rank:
-            print(f"train_fsdp.py: warning: {warning}", file=sys.stderr, flush=True)
+            followed = (
+                f"{name}={value} (of accelerate launch or its config) is not followed: this program goes by {flag}"
+            )
+            print(f"train_fsdp.py: warning: {followed}", file=sys.stderr, flush=True)

@@ -1,34 +1,46 @@
 """Settings: every flag with its default, type and help, in one frozen object. What stays open until model, machine and
-checkpoint are known, `resolve` in the script decides."""
+checkpoint are known, `resolve` decides."""
 
 import dataclasses
 import glob
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
-from harness.base import versions
-from harness.base.text import counted, is_url, one_or_more
+from harness import base
 from harness.flags.choices import choices_in, constants_of, modules_in
-from harness.flags.flag_files import Collect
-from harness.flags.flag_types import batch_size, gpu_counts, number, path, text, token_count
-from harness.flags.sources import DatasetWords, Source, sources_of, stage
+from harness.flags.flag_types import (
+    Collect,
+    DatasetWords,
+    batch_size,
+    gpu_counts,
+    number,
+    path,
+    stage,
+    text,
+    token_count,
+)
+from harness.flags.schedules import SCHEDULES
+from harness.flags.sources import Source, sources_of
 
-ROOT = versions.ROOT
-ASSETS = ROOT / "assets"
+ASSETS = base.ROOT / "assets"
 PRESETS = {path.stem: path for path in sorted((ASSETS / "presets").glob("*.json"))}
 PRESETS["demo"] = ASSETS / "demo" / "config.json"
-OPTIMIZERS_FOLDER = ROOT / "harness" / "model" / "optimizers"
+OPTIMIZERS_FOLDER = base.ROOT / "harness" / "model" / "optimizers"
 OPTIMIZERS = choices_in(OPTIMIZERS_FOLDER, first="adamw")
+TRACKERS = choices_in(base.ROOT / "harness" / "report" / "trackers", first="wandb")
+TRACKERS_HELP = "; ".join(f"{name}: {what}" for name, what in TRACKERS.items())
 OPTIMIZERS_HELP = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items()).replace("%", "%%")
-READERS = [constants_of(file) for file in modules_in(ROOT / "harness" / "data" / "readers")]
+READERS = [constants_of(file) for file in modules_in(base.ROOT / "harness" / "data" / "readers")]
 SUFFIXES = list(dict.fromkeys(suffix for reader in READERS for suffix in reader["SUFFIXES"]))
 PLAIN_SUFFIXES = [suffix for reader in READERS if not reader.get("HAS_FIELDS", True) for suffix in reader["SUFFIXES"]]
 FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
-COMPRESSIONS = tuple(constants_of(ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
+COMPRESSIONS = tuple(constants_of(base.ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
 PROFILED_STEPS = 3
+LENGTHS = ("num_steps", "num_tokens")  # of which a run has one
+OF_ONE_RUN = ("run_name", "resume", "export")  # which its config.json does not give to another run
 
 
 def listed(names: Sequence[str]) -> str:
@@ -36,10 +48,43 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def flag(default, help: str, **options):
-    """A field that is a flag. `group` opens a group of --help, `least` and `below` bound a number, which is positive
-    otherwise; all else is argparse's own."""
-    return dataclasses.field(default=default, metadata={"help": help} | options)
+def flag(
+    default,
+    help: str,
+    *,
+    group: str | None = None,
+    least: float | None = None,
+    below: float = math.inf,
+    only_with: str = "",
+    on_resume: Literal["same", "reported", "free"] = "free",
+    from_checkpoint: Literal["", "model", "average", "data", "step"] = "",
+    also: str = "",
+    **options,
+):
+    """A field that is a flag.
+
+    Args:
+        group: opens a group of --help with this flag.
+        least, below: bounds of a number, which is positive where neither is given.
+        only_with: fields of the settings, one of which must be set for this flag to have an effect; `field=value` asks
+            for that value.
+        on_resume: what a resumed run may do with it: nothing (`same`), change it and report that, or change it freely.
+        from_checkpoint: when a run of no step (--num-steps 0, --show-samples) takes it from its checkpoint, see
+            `checkpoints.flags_of_checkpoint`; empty is never.
+        also: what other trainers call it, for the error that names the nearest flag.
+        options: argparse's own.
+    """
+    about: dict[str, Any] = {
+        "least": least,
+        "below": below,
+        "only_with": only_with,
+        "on_resume": on_resume,
+        "also": also,
+    }
+    about |= {"from_checkpoint": from_checkpoint, "options": options | {"help": help}}
+    if group:
+        about["group"] = group
+    return dataclasses.field(default=default, metadata=about)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,89 +95,89 @@ class Settings:
     demo: bool = flag(False, "the embedded model on the embedded stories; any flag given beside it wins", group="all at once")
     config: str | None = flag(None, "TOML, or the config.json of a run, of which all is taken but --run-name, --resume and --export; what stands on the command line wins", metavar="FILE", type=path)
 
-    model: str = flag("smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]", group="model", type=path)
-    init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]")
-    tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path)
+    model: str = flag("smollm3-3b", f"preset ({', '.join(PRESETS)}), local folder with a config.json, or hub id [smollm3-3b]", group="model", type=path, also="model-name-or-path model-name pretrained-model-name-or-path", from_checkpoint="model")
+    init: Literal["random", "pretrained"] = flag("random", "random weights from the config, or the safetensors of the folder or hub id [random]", from_checkpoint="model")
+    tokenizer: str | None = flag(None, "hub id or folder [the model's]", type=path, from_checkpoint="model")
 
-    dataset: str | tuple[str, ...] = flag("roneneldan/TinyStories", f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 by these shares of the tokens, without numbers by size [roneneldan/TinyStories]", group="data", type=path, nargs="+", action=DatasetWords, metavar="DATASET")
-    mixture_stage: tuple[str, ...] | None = flag(None, "from this share of the planned run on the sources have these weights, and those that are not named none; each further one adds a stage [none]", metavar="SHARE:NAME=WEIGHT,...", type=stage, action=Collect)
+    dataset: str | tuple[str, ...] = flag("roneneldan/TinyStories", f"hub id; {listed(SUFFIXES)} file, also {listed(COMPRESSIONS)}, a folder of them or a pattern in quotes; synthetic (random tokens, for throughput runs); demo. Several are mixed: web=a.jsonl:0.7 b.jsonl:0.3 by these shares of the tokens, without numbers by size [roneneldan/TinyStories]", group="data", type=path, nargs="+", action=DatasetWords, metavar="DATASET", also="dataset-name data train-file", from_checkpoint="model")
+    mixture_stage: tuple[str, ...] | None = flag(None, "from this share of the planned run on the sources have these weights, and those that are not named none; each further one adds a stage [none]", metavar="SHARE:NAME=WEIGHT,...", type=stage, action=Collect, from_checkpoint="data")
     max_epochs: float | None = flag(None, "refuse a run in which a source would be repeated more often than this [any number]")
-    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]")
-    text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [input_ids where there are token ids, else text]")
-    dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]")
-    eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none 5 %% of the training documents, one of every 20]")
-    sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]")
-    batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size)
-    gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]")
-    document_mask: bool | None = flag(None, "attention stays inside each document, up to the tokenizer's end-of-text token [off, on for conversations]")
-    packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations]")
-    chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path)
-    chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on [assistant]")
-    streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]")
-    streams: int | None = flag(None, "logical streams that --streaming cuts a corpus into, one for each sequence of a step in turn; what is read is divided among ranks and workers by them [the smallest multiple of a step's sequences that gives each file one]", below=2**20)
-    skip_bad_records: bool = flag(False, "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that are not UTF-8 [the first one is an error]")
+    dataset_config: str | None = flag(None, "subset of a hub data set that has several, such as wikitext's wikitext-103-raw-v1 [its default]", also="dataset-config-name", from_checkpoint="data")
+    text_field: str = flag("text", f"column of the text in {', '.join(FIELD_SUFFIXES)} and hub data [input_ids where there are token ids, else text]", also="text-column text-column-name", from_checkpoint="data")
+    dataset_split: str | None = flag(None, "training split, with an optional slice [train[:5%%]; of local data and with --streaming: train]", from_checkpoint="data")
+    eval_split: str | None = flag(None, "held-out split, with an optional slice [validation; where there is none 5 %% of the training documents, one of every 20]", only_with="eval_interval", from_checkpoint="data")
+    sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]", also="seq-len max-seq-len max-seq-length block-size context-length", on_resume="same", from_checkpoint="model")
+    batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size, also="per-device-train-batch-size device-batch-size micro-batch-size local-batch-size", on_resume="reported", from_checkpoint="data")
+    gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
+    document_mask: bool | None = flag(None, "attention stays inside each document, up to the tokenizer's end-of-text token [off, on for conversations]", on_resume="reported", from_checkpoint="step")
+    packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations]", from_checkpoint="data")
+    chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path, from_checkpoint="data")
+    chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on [assistant]", from_checkpoint="data")
+    streaming: bool = flag(False, "read and tokenize while training: no full download, no cache; whole splits only [off]", on_resume="same", from_checkpoint="data")
+    streams: int | None = flag(None, "logical streams that --streaming cuts a corpus into, one for each sequence of a step in turn; what is read is divided among ranks and workers by them [the smallest multiple of a step's sequences that gives each file one]", below=2**20, only_with="streaming")
+    skip_bad_records: bool = flag(False, "count and leave out records that cannot be read: a text that is null or a number, broken JSON, bytes that are not UTF-8 [the first one is an error]", from_checkpoint="data")
     num_workers: int | None = flag(None, "data loading processes per rank [1; 0 where the CPU computes and the tokens are cached]", least=0, below=1025)
     cache_dir: str | None = flag(None, "where tokenized data is kept [~/.cache/train_fsdp]", type=path)
 
-    zero_stage: Literal[0, 1, 2, 3] = flag(3, "0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded (with one microbatch the same as 2); 2 parameters kept after forward; 3 parameters resharded after forward [3]", group="sharding")
-    dp_replicate_size: int = flag(1, "HSDP: this many replicas of the shard group [1]")
+    zero_stage: Literal[0, 1, 2, 3] = flag(3, "0 replicated, the DDP reference; 1 gradients reduced once per optimizer step, optimizer sharded (with one microbatch the same as 2); 2 parameters kept after forward; 3 parameters resharded after forward [3]", group="sharding", also="fsdp sharding-strategy", on_resume="reported")
+    dp_replicate_size: int = flag(1, "HSDP: this many replicas of the shard group [1]", on_resume="reported")
     defer_grad_sync: bool = flag(False, "reduce-scatter only on the last microbatch (stage 1 implies it)")
     cpu_offload: bool = flag(False, "parameters, gradients and optimizer on the host")
 
-    precision: Literal["bf16", "fp8", "fp32", "bf16-pure"] | None = flag(None, "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16 on a GPU and in a plan for one, fp32 on a CPU; a checkpoint's on a resume]", group="precision and techniques")
-    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = flag(None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]")
-    fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed")
-    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]")
+    precision: Literal["bf16", "fp8", "fp32", "bf16-pure"] | None = flag(None, "bf16: fp32 master weights, bf16 compute and all-gather, fp32 gradient reduction; fp8: bf16 plus torchao float8 linears; bf16-pure: everything bf16 [bf16 on a GPU and in a plan for one, fp32 on a CPU; a checkpoint's on a resume]", group="precision and techniques", also="bf16 fp8 fp16 mixed-precision dtype", on_resume="reported", from_checkpoint="model")
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = flag(None, "float8 scaling; tensorwise all-gathers in float8 too [tensorwise]", on_resume="reported", from_checkpoint="model")
+    fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed", from_checkpoint="model")
+    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]", also="gradient-checkpointing")
     activation_memory_budget: float | None = flag(None, "the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]", least=0, below=1)
     attention: Literal["auto", "sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 
-    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization")
+    num_steps: int = flag(1000, "optimizer steps of the whole run, those before a resume included; 0 trains nothing, it evaluates (--eval-interval 1), writes stories (--sample-prompt) and exports (--export) [1000]", least=0, group="optimization", also="max-steps steps max-iters num-iterations epochs num-epochs num-train-epochs", on_resume="reported")
     num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9; the global batch decides how many steps these are [--num-steps]", type=token_count)
-    optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]")  # type: ignore[valid-type]  # the files of a folder
-    lr: float = flag(3e-4, "peak learning rate [3e-4]")
-    adamw_lr: float | None = flag(None, "peak learning rate of what muon and normuon leave to adamw: embedding, head, norms, biases [--lr]")
-    muon_iteration: Literal["newton-schulz", "polar-express"] = flag("newton-schulz", "polynomials by which muon and normuon orthogonalize, five of either [newton-schulz]")
-    muon_scale: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", "what multiplies the rate of a matrix of m x n: match_rms_adamw 0.2 sqrt(max(m, n)), so that AdamW's --lr and --weight-decay carry over; original sqrt(max(1, m / n)) [match_rms_adamw]")
-    momentum_dtype: Literal["fp32", "bf16"] = flag("fp32", "of muon's and normuon's momentum [fp32]")
-    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"] = flag("cosine", "shape of the learning rate [cosine]")
-    warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0)
-    decay_steps: int | None = flag(None, "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be decayed from a checkpoint [a fifth of --num-steps]", least=0)
-    decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag("cosine", "of warmup_stable_decay's decay [cosine]")
-    weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0)
-    betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]", type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"))
-    max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0)
-    ema: float = flag(0.0, "exponential moving average of the weights with this decay, such as 0.999, in fp32 and sharded: evaluated beside them, saved, exported by --export-weights; 0 keeps none [0]", least=0, below=1)
-    seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63)
+    optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]", also="optim", on_resume="same", from_checkpoint="model")  # type: ignore[valid-type]  # the files of a folder
+    lr: float = flag(3e-4, "peak learning rate [3e-4]", also="learning-rate max-lr", on_resume="reported")
+    adamw_lr: float | None = flag(None, "peak learning rate of what muon and normuon leave to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
+    muon_iteration: Literal["newton-schulz", "polar-express"] = flag("newton-schulz", "polynomials by which muon and normuon orthogonalize, five of either [newton-schulz]", on_resume="reported")
+    muon_scale: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", "what multiplies the rate of a matrix of m x n: match_rms_adamw 0.2 sqrt(max(m, n)), so that AdamW's --lr and --weight-decay carry over; original sqrt(max(1, m / n)) [match_rms_adamw]", on_resume="reported")
+    momentum_dtype: Literal["fp32", "bf16"] = flag("fp32", "of muon's and normuon's momentum [fp32]", on_resume="reported")
+    lr_scheduler: Literal[*SCHEDULES] = flag("cosine", "shape of the learning rate [cosine]", on_resume="reported")  # type: ignore[valid-type]  # the rows of a table
+    warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0, on_resume="reported")
+    decay_steps: int | None = flag(None, "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be decayed from a checkpoint [a fifth of --num-steps]", least=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported")
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] = flag("cosine", "of warmup_stable_decay's decay [cosine]", only_with="lr_scheduler=warmup_stable_decay", on_resume="reported")
+    weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0, on_resume="reported")
+    betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]", type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported")
+    max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0, on_resume="reported")
+    ema: float = flag(0.0, "exponential moving average of the weights with this decay, such as 0.999, in fp32 and sharded: evaluated beside them, saved, exported by --export-weights; 0 keeps none [0]", least=0, below=1, on_resume="reported", from_checkpoint="average")
+    seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63, on_resume="same", from_checkpoint="data")
 
-    eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation")
-    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0)
+    eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation", also="eval-every", from_checkpoint="step")
+    eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
     sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end; each further one is continued too", type=text, action=Collect)
     sample_prompts: str | None = flag(None, "more of them, one a line", metavar="FILE", type=path)
-    sample_tokens: int = flag(128, "length of the continuation [128]")
+    sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt sample_prompts demo")
 
-    checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints")
-    keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]")
-    async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]")
+    checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints", also="save-steps save-interval save-every")
+    keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]", also="save-total-limit")
+    async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]", only_with="checkpoint_interval")
     final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
-    resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path)
+    resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path, also="resume-from-checkpoint")
     export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR", type=path)
-    export_weights: Literal["raw", "ema"] = flag("raw", "of --export: those that the optimizer trains, or their average of --ema [raw]")
+    export_weights: Literal["raw", "ema"] = flag("raw", "of --export: those that the optimizer trains, or their average of --ema [raw]", only_with="export")
 
     timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", least=0.001, below=1e7, group="failures")
 
     max_skipped: int = flag(5, "a step whose gradient norm is NaN or infinite is skipped: it changes no weight; more of them in a row end the run, and so does more than 1 %% of the last 1,000 steps, 10 at least [5]", least=0)
     skip_spikes: float = flag(0.0, "skip a step too whose gradient norm is a spike: its robust z-score over the last 128 steps is above this, such as 6; 0 never [0]", least=0)
 
-    output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path)
+    output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path, also="out-dir output")
     run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]")
-    log_with: Literal["none", "wandb", "tensorboard", "all"] = flag("none", "trackers beside metrics.jsonl [none]")
-    project_name: str = flag("train_fsdp", "project in wandb and tensorboard [train_fsdp]")
-    log_interval: int = flag(10, "steps between log lines [10]")
+    log_with: Literal["none", *TRACKERS, "all"] = flag("none", f"a tracker beside metrics.jsonl. {TRACKERS_HELP} [none]", also="report-to wandb tensorboard")  # type: ignore[valid-type]  # the files of a folder
+    project_name: str = flag("train_fsdp", "project in wandb and tensorboard [train_fsdp]", only_with="log_with")
+    log_interval: int = flag(10, "steps between log lines [10]", also="logging-steps log-every")
     metrics_port: int | None = flag(None, "Prometheus endpoint of rank 0 [none]", least=1, below=65536)
-    metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]")
+    metrics_host: str = flag("127.0.0.1", "address that the endpoint listens on [127.0.0.1]", only_with="metrics_port")
 
     perf_warmup_steps: int = flag(10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]", least=0, group="figures and gates")
     peak_tflops: float | None = flag(None, "dense bf16 peak of one GPU, for one that is not in the table")
@@ -142,21 +187,20 @@ class Settings:
     memory_snapshot: bool = flag(False, "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")
 
     plan: bool = flag(False, "no training: what this configuration will need and give, from one step on fake tensors", group="planning")
-    plan_gpus: tuple[int, ...] | None = flag(None, "world size to plan for; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]")
+    plan_gpus: tuple[int, ...] | None = flag(None, "number of GPUs to plan for, whole nodes where it is more than one; of several the first in full and all in a table [--gpus-per-node]", type=gpu_counts, metavar="N[,N...]", only_with="plan")
     plan_gpu: str | None = flag(None, "kind of GPU to plan for, such as 'H100 SXM' or B200; training prints that plan beside its own figures [this machine's, else H100 SXM]", metavar="NAME")
     gpus_per_node: int = flag(8, "GPUs between which a plan has the fast links of one node [8]")
-    plan_rates: str | None = flag(None, "what --measure wrote, or JSON with rates that replace the table's: matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: nothing measured [what --measure wrote for this GPU, where it did]", metavar="FILE", type=path)
-    plan_seconds: float = flag(30.0, "how long planning takes, from when torch is loaded, the search for the fastest configuration that fits included; a third of it more for each further world size; 0 plans only what is asked for [30]", least=0)
-    gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run", below=1_000_000)
+    plan_rates: str | None = flag(None, "flat JSON of rates in the place of those of the table: what --measure wrote, or matmul_tflops, attention_tflops, memory_gb_per_s, ...; none: the table's alone [what --measure wrote for this GPU, where it did]", metavar="FILE", type=path)
+    plan_seconds: float = flag(30.0, "how long planning takes, from when torch is loaded, to within one configuration; 0 plans only what is asked for [30]", least=0, only_with="plan")
+    gpu_hour_usd: float | None = flag(None, "price of one GPU for an hour; the plan says what a billion tokens cost, and with --num-steps the run", below=1_000_000, only_with="plan")
     json: bool = flag(False, "the plan, or with --num-steps 0 the evaluation, as one JSON object on stdout")
-    html: str | None = flag(None, "the plan as a page with charts too", metavar="FILE", type=path)
-    measure: bool = flag(False, "no training: times this device, under torchrun its links too, with what a step of this configuration runs, for plans; names a slow rank or link")
+    plan_details: bool = flag(False, "the plan with memory, time and traffic of a step, and all that it takes for granted", only_with="plan")
+    measure: bool = flag(False, "no training: times products, attention, memory, launches and, under torchrun, links of this device for plans, in some seconds; names a slow rank or link")
     own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
 
-    given_accumulation: int = 1  # no flag: the accumulation as given; a resume on other ranks may need another
     lacks_disk: bool = False  # no flag: there is no room for the last state, which no flag asked for
     lacks_memory: bool = False  # no flag: a host cannot hold copies of what its ranks save
-    argv: tuple[str, ...] = ()  # no flag: the flags that were given, as words: those of --config, then the command line
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # no flag: the flags that the command line and --config gave
     # fmt: on
 
     def sources(self) -> list[Source]:
@@ -165,7 +209,7 @@ class Settings:
 
     def describe_dataset(self) -> str:
         """--dataset as it was typed."""
-        return one_or_more(self.dataset)
+        return base.one_or_more(self.dataset)
 
     def keeps_last(self) -> bool:
         """Whether the state after the last step is to be saved."""
@@ -201,7 +245,7 @@ class Settings:
     def describe_batch(self, world: int) -> str:
         """The batch in words: `4 ranks x 2 microbatches x 1 sequence x 8,192 = 65,536 tokens a step`."""
         counts = {"rank": world, "microbatch": self.gradient_accumulation_steps, "sequence": self.batch_size}
-        sequences = " x ".join(counted(count, name) for name, count in counts.items())
+        sequences = " x ".join(base.counted(count, name) for name, count in counts.items())
         return f"{sequences} x {self.sequence_length:,} = {self.tokens_per_step(world):,} tokens a step"
 
 
@@ -210,12 +254,46 @@ def default_warmup(lr_scheduler: str, num_steps: int) -> int:
     return 0 if lr_scheduler == "constant" else num_steps // 20
 
 
-def all_local(dataset: str | tuple[str, ...]) -> bool:
-    """Whether each source of --dataset is read from this machine."""
-    return all(is_local(source.dataset) for source in sources_of(dataset))
+def is_flag(field: dataclasses.Field) -> bool:
+    return bool(field.metadata)
+
+
+def flags_where(name: str, value: str) -> list[str]:
+    """The flags whose fields say `value` of `name`, as `flags_where("on_resume", "same")`."""
+    return [field.name for field in dataclasses.fields(Settings) if field.metadata.get(name) == value]
+
+
+def flags_with_condition() -> dict[str, list[str]]:
+    """The flags that have an effect only beside others, with their `only_with`."""
+    conditions = {
+        field.name: field.metadata["only_with"].split() for field in filter(is_flag, dataclasses.fields(Settings))
+    }
+    return {name: condition for name, condition in conditions.items() if condition}
+
+
+def must_match(settings: Settings) -> dict[str, Any]:
+    """What a resumed run must have as its checkpoint has it, but for model and data, which are compared by content."""
+    return {name: getattr(settings, name) for name in flags_where("on_resume", "same")}
+
+
+def reported(settings: Settings) -> dict[str, Any]:
+    """What may change when a run goes on, and is reported then."""
+    return {name: getattr(settings, name) for name in flags_where("on_resume", "reported")}
+
+
+def record_flags(settings: Settings) -> dict[str, dict]:
+    """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
+    gave, with the values that they had there; `flags`, all of them as `settings` has them."""
+    flags = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Settings) if is_flag(field)}
+    return {"given": dict(settings.given), "flags": flags}
+
+
+def names_of(fields: Iterable[str]) -> str:
+    """Fields as flags: `--lr, --num-steps`."""
+    return ", ".join(f"--{field.replace('_', '-')}" for field in fields)
 
 
 def is_local(dataset: str) -> bool:
     """Whether a source is files and no hub id: what exists, a pattern for it, which no hub id can be, or a URL."""
     path = os.path.expanduser(dataset)
-    return dataset == "demo" or is_url(dataset) or os.path.exists(path) or glob.has_magic(path)
+    return dataset == "demo" or base.is_url(dataset) or os.path.exists(path) or glob.has_magic(path)

@@ -1,7 +1,6 @@
 """Sources: what the words of --dataset and --mixture-stage mean: names, places and weights. Independent of what lies at
 a place."""
 
-import argparse
 import glob
 import os
 import re
@@ -120,24 +119,6 @@ def ends_before(last: str, first: str) -> bool:
         numbers.append(number)
     of_one_kind = last.endswith("%") == first.endswith("%") and (numbers[0] < 0) == (numbers[1] < 0)
     return of_one_kind and numbers[0] <= numbers[1]
-
-
-class DatasetWords(argparse.Action):
-    """--dataset: one plain word stays a text; several, or one with a name or a weight, are a tuple."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        name, _, weight = parse_source(values[0])
-        is_plain = len(values) == 1 and not name and weight is None
-        setattr(namespace, self.dest, values[0] if is_plain else tuple(values))
-
-
-def stage(text: str) -> str:
-    """An argparse type: SHARE:NAME=WEIGHT,NAME=WEIGHT, which `parse_stage` reads."""
-    try:
-        parse_stage(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}; such as 0.8:web=0.5,code=0.5") from None
-    return text
 
 
 def parse_stage(text: str) -> Stage:

@@ -9,30 +9,26 @@ import time
 
 from filelock import FileLock, Timeout
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.base.ranks import on_main_rank
-from harness.flags.rules import not_a_folder_name
-from harness.flags.settings import Settings
+from harness import base, flags
 from harness.job import endings, heartbeats
 
 LOCK_PATIENCE = 5.0  # seconds for a run that was just killed to be gone
 
 
-def take_folder(settings: Settings) -> pathlib.Path:
+def take_folder(settings: flags.Settings) -> pathlib.Path:
     """The run's folder, which rank 0 chooses and locks, and in which a stall leaves its traces; every rank calls this.
 
     Raises:
         UserError: as `choose_folder`, on every rank.
     """
-    folder = on_main_rank(lambda: choose_folder(settings))
+    folder = base.on_main_rank(lambda: choose_folder(settings))
     heartbeats.HERE.folder = folder
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # of this torch, and of older ones
         os.environ.setdefault(name, str(folder.resolve() / "nccl_trace_rank_"))
     return folder
 
 
-def choose_folder(settings: Settings) -> pathlib.Path:
+def choose_folder(settings: flags.Settings) -> pathlib.Path:
     """Makes and locks the run's folder, and returns it.
 
     Raises:
@@ -45,9 +41,11 @@ def choose_folder(settings: Settings) -> pathlib.Path:
         folder = resumed
     goes_on = resumed is not None and folder.resolve() == resumed.resolve()
     if not goes_on and folder.resolve().parent != outputs.resolve():
-        raise UserError(f"--run-name {folder.name}: {folder} is a link that leads out of {outputs}; remove it")
+        raise base.UserError(f"--run-name {folder.name}: {folder} is a link that leads out of {outputs}; remove it")
     if (folder / "config.json").exists() and not any((folder / mark).exists() for mark in (".lock", "metrics.jsonl")):
-        raise UserError(f"--run-name {folder.name}: the config.json in {folder} is not a run's; choose another name")
+        raise base.UserError(
+            f"--run-name {folder.name}: the config.json in {folder} is not a run's; choose another name"
+        )
     check_writable(f"--output-dir {settings.output_dir}", folder)
     if settings.export:
         check_writable(f"--export {settings.export}", pathlib.Path(settings.export).expanduser())
@@ -57,7 +55,7 @@ def choose_folder(settings: Settings) -> pathlib.Path:
     return folder
 
 
-def name_of(settings: Settings) -> str:
+def name_of(settings: flags.Settings) -> str:
     """The name of the run's folder: --run-name, else the model's name, for a new run with the time.
 
     Raises:
@@ -69,12 +67,12 @@ def name_of(settings: Settings) -> str:
     name = settings.run_name or pathlib.Path(model).name
     if not settings.run_name and settings.resume == "none":
         name += time.strftime("-%Y%m%d-%H%M%S")
-    if problem := not_a_folder_name(name):
-        raise UserError(f"--run-name: the name {name!r}, from --model, is {problem}; give one")
+    if problem := flags.not_a_folder_name(name):
+        raise base.UserError(f"--run-name: the name {name!r}, from --model, is {problem}; give one")
     return name
 
 
-def folder_of_resumed_run(settings: Settings) -> pathlib.Path | None:
+def folder_of_resumed_run(settings: flags.Settings) -> pathlib.Path | None:
     """The folder of the run that --resume PATH is in, or names; None without a PATH."""
     if settings.resume in ("none", "auto"):
         return None
@@ -91,7 +89,7 @@ def check_writable(flag: str, path: pathlib.Path) -> None:
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise UserError(f"{flag}: cannot be written ({error.strerror})") from error
+        raise base.UserError(f"{flag}: cannot be written ({error.strerror})") from error
 
 
 def make_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
@@ -108,11 +106,11 @@ def make_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
             break
         except FileExistsError:
             if not alone or not folder.is_dir():
-                raise UserError(f"--run-name {folder.name}: {folder} is no folder; remove it") from None
+                raise base.UserError(f"--run-name {folder.name}: {folder} is no folder; remove it") from None
             number += 1
             folder = named.with_name(f"{named.name}-{number}")
         except OSError as error:
-            raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
+            raise base.UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
     lock = lock_folder(folder)
     endings.at_exit(lambda _: discard(new, lock))
     return folder
@@ -130,9 +128,9 @@ def lock_folder(folder: pathlib.Path) -> FileLock:
         lock.acquire()
     except Timeout:
         problem = f"another run is in {folder}, whose processes `fuser {path}` names"
-        raise UserError(f"--run-name {folder.name}: {problem}; end it or choose another name") from None
+        raise base.UserError(f"--run-name {folder.name}: {problem}; end it or choose another name") from None
     except OSError as error:
-        raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})") from error
+        raise base.UserError(f"--output-dir: {path} cannot be written ({error.strerror})") from error
     return lock
 
 
@@ -153,30 +151,32 @@ def refuse_links(folder: pathlib.Path) -> None:
     for path in (*folder.iterdir(), *folder.glob("profile/*")):
         if path.is_symlink() and not pathlib.Path(os.path.realpath(path)).is_relative_to(inside):
             advice = "remove it, or choose another name; for another disk give --output-dir"
-            raise UserError(f"--run-name {folder.name}: {path} is a link that leads out of the run's folder; {advice}")
+            raise base.UserError(
+                f"--run-name {folder.name}: {path} is a link that leads out of the run's folder; {advice}"
+            )
 
 
-def refuse_run(settings: Settings, folder: pathlib.Path, goes_on: bool) -> None:
+def refuse_run(settings: flags.Settings, folder: pathlib.Path, goes_on: bool) -> None:
     """Raises a UserError where `folder` holds a run that would be lost. `goes_on` says that it is the run of --resume
     PATH."""
-    path, newest = pathlib.Path(settings.resume).expanduser(), saved.newest(folder)
+    path, newest = pathlib.Path(settings.resume).expanduser(), base.newest_checkpoint(folder)
     name, metrics = folder.name, folder / "metrics.jsonl"
     if goes_on:
-        if path != folder and newest and saved.step_of(newest) > saved.step_saved(path):
+        if path != folder and newest and base.step_in_name(newest) > base.step_saved(path):
             problem = f"{folder} holds newer checkpoints, which the run would write over"
             advice = "give another --run-name to branch off, or remove them"
-            raise UserError(f"--resume {settings.resume}: {problem}; {advice}")
+            raise base.UserError(f"--resume {settings.resume}: {problem}; {advice}")
     elif metrics.exists() and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"
-        raise UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
-    elif metrics.exists() and not saved.by_name(folder):
+        raise base.UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
+    elif metrics.exists() and not base.named_checkpoints(folder):
         try:
             has_ended = b'"final": true' in metrics.read_bytes()
         except OSError as error:
-            raise UserError(f"--output-dir: {metrics} cannot be read ({error.strerror})", 1) from error
+            raise base.UserError(f"--output-dir: {metrics} cannot be read ({error.strerror})", 1) from error
         if has_ended:
             problem = f"{folder} holds a finished run without checkpoints"
-            raise UserError(f"--run-name {name}: {problem}; choose another name")
+            raise base.UserError(f"--run-name {name}: {problem}; choose another name")
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:

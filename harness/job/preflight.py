@@ -17,20 +17,14 @@ import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.base import saved
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.base.ranks import of_all_ranks, on_main_rank
-from harness.base.text import counted
-from harness.base.versions import versions
-from harness.flags.settings import ROOT, Settings
+from harness import base, flags
 from harness.job import host, terminal
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFETCHED_BATCHES = 2  # that a data worker reads ahead
 PREFETCHED_BATCHES_STREAMING = 16
 BATCHES_IN_USE = 2  # that the training holds beside them
-FOREIGN_MEMORY = GIB  # bytes of a GPU that other processes may hold without a warning
+FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
 MAX_NAMES = 4  # ranks that a line names
 PAGE = 4096  # bytes
 
@@ -55,14 +49,14 @@ class ParameterBytes:
 
 
 def check_machine(
-    settings: Settings,
+    settings: flags.Settings,
     parameters: int,
     each: ParameterBytes,
     mesh: DeviceMesh,
     device: torch.device,
     folder: pathlib.Path,
     step: int,
-) -> Settings:
+) -> flags.Settings:
     """Runs all checks once, before the model is made; every rank calls this, rank 0 judges and warns.
 
     Args:
@@ -79,9 +73,9 @@ def check_machine(
     on_host = device.type == "cpu" or settings.cpu_offload
     if on_host:
         check_memory(settings, parameters, each, shards)
-    described = of_all_ranks(describe(device))
+    described = base.of_all_ranks(describe(device))
 
-    def look() -> Settings:
+    def look() -> flags.Settings:
         warnings = [*check_versions(described), *check_taken(described)]
         check_shared_memory(settings, described)
         decided = settings
@@ -95,7 +89,7 @@ def check_machine(
             terminal.warn(warning)
         return decided
 
-    return on_main_rank(look)
+    return base.on_main_rank(look)
 
 
 # ---- What a rank reports of itself -----------------------------------------------------------------------------------
@@ -106,7 +100,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     about = {
         "node": socket.gethostname(),
         "pid": os.getpid(),
-        "versions": versions() | {"program": checksum()},
+        "versions": base.package_versions() | {"program": checksum()},
         "shared": free_bytes(SHARED_MEMORY),
         "host_memory": host.memory(),
         "resident": psutil.Process().memory_info().rss,
@@ -120,7 +114,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 def checksum() -> str:
     """Checksum of this program's own files, to tell whether all ranks run the same."""
     digest = hashlib.sha256()
-    for path in (ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))):
+    for path in (base.ROOT / "train_fsdp.py", base.ROOT / "utils.py", *sorted((base.ROOT / "harness").rglob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 
@@ -173,15 +167,15 @@ def group(values: Iterable) -> list[tuple[Any, list[int]]]:
     return sorted(ranks.items(), key=lambda item: -len(item[1]))
 
 
-def check_memory(settings: Settings, parameters: int, each: ParameterBytes, shards: int) -> None:
+def check_memory(settings: flags.Settings, parameters: int, each: ParameterBytes, shards: int) -> None:
     """Raises a UserError where the parameters, gradients, optimizer states and averages of the ranks here are more than
     this host can hold: a lower bound of what training takes. `shards` is the number of ranks that share one replica."""
     need, available = parameters * each.at_rest * host.ranks_here() / shards, host.memory()
     if need > available:
         beside = "gradients, optimizer states and average" if each.average else "gradients and optimizer states"
         what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their {beside}"
-        have = f"training on the host takes {need / GIB:,.1f} GiB and more ({what}), it has {available / GIB:,.1f}"
-        raise UserError(f"--model {settings.model}: {have}; try --demo, or look for GPUs that hold it by --plan")
+        have = f"training on the host takes {need / base.GIB:,.1f} GiB and more ({what}), it has {available / base.GIB:,.1f}"
+        raise base.UserError(f"--model {settings.model}: {have}; try --demo, or look for GPUs that hold it by --plan")
 
 
 def check_versions(described: list[dict]) -> Iterator[str]:
@@ -204,18 +198,18 @@ def check_taken(described: list[dict]) -> Iterator[str]:
         taken = sum(size for _, size in holders)
         if taken > FOREIGN_MEMORY:
             pids = ", ".join(str(pid) for pid, _ in holders[:MAX_NAMES])
-            held = f"{taken / GIB:.1f} of {about['memory'] / GIB:.1f} GiB of its GPU are held by others (pid {pids})"
+            held = f"{taken / base.GIB:.1f} of {about['memory'] / base.GIB:.1f} GiB of its GPU are held by others (pid {pids})"
             yield f"{names([rank], described)}: {held}; end them, or leave this GPU out by CUDA_VISIBLE_DEVICES"
 
 
-def batch_bytes(settings: Settings) -> int:
+def batch_bytes(settings: flags.Settings) -> int:
     """Bytes of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
     tensors = 3 if settings.document_mask else 2
     tokens = int(settings.batch_size) * settings.sequence_length
     return tensors * math.ceil(8 * tokens / PAGE) * PAGE
 
 
-def check_shared_memory(settings: Settings, described: list[dict]) -> None:
+def check_shared_memory(settings: flags.Settings, described: list[dict]) -> None:
     """Raises a UserError where the batches that a node's data workers read ahead have no room in its shared memory: the
     workers would die of SIGBUS."""
     workers = settings.num_workers
@@ -228,10 +222,10 @@ def check_shared_memory(settings: Settings, described: list[dict]) -> None:
         if need > free:
             what = f"{amount(free)} free, what {len(ranks) * workers} data workers read ahead takes {amount(need)}"
             advice = "give the container more (docker run --shm-size=1g), or --num-workers 0"
-            raise UserError(f"--num-workers {workers}: {SHARED_MEMORY} of {node}: {what}; {advice}", 1)
+            raise base.UserError(f"--num-workers {workers}: {SHARED_MEMORY} of {node}: {what}; {advice}", 1)
 
 
-def check_staging(settings: Settings, staged: float, at_rest: float, described: list[dict]) -> Iterator[str]:
+def check_staging(settings: flags.Settings, staged: float, at_rest: float, described: list[dict]) -> Iterator[str]:
     """The node that lacks most host memory for the copies from which its ranks save in the background: `staged` bytes a
     rank, beside what the ranks hold now and the `at_rest` bytes that each will hold of model and optimizer. Without
     --checkpoint-interval there is no copy, as the run waits for all other saves."""
@@ -244,13 +238,13 @@ def check_staging(settings: Settings, staged: float, at_rest: float, described: 
         nodes.append((allowed - held - len(ranks) * staged, node, len(ranks), held, allowed))
     missing, node, count, held, allowed = min(nodes)
     if missing < 0:
-        need = f"the copies of {counted(count, 'rank')} on {node} take {amount(count * staged)}"
+        need = f"the copies of {base.counted(count, 'rank')} on {node} take {amount(count * staged)}"
         what = f"{need}, with {amount(held)} for all else there are {amount(allowed)}: the run waits for each save"
         yield f"--async-checkpoint: {what}; give the job more host memory to save beside the training"
 
 
 def check_disk(
-    settings: Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path
+    settings: flags.Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path
 ) -> tuple[list[str], bool]:
     """(warnings, whether the state after the last step has no room): of a disk without room for the checkpoints that
     are kept, for the last state, or for one that a signal asks for.
@@ -259,13 +253,13 @@ def check_disk(
         UserError: a flag asks for checkpoints and not even one has room, or the export has none.
     """
     # what a killed save left is removed before the first save
-    left_over = sum(file.stat().st_size for part in saved.leftovers(folder) for file in part.glob("*"))
+    left_over = sum(file.stat().st_size for part in base.unfinished_checkpoints(folder) for file in part.glob("*"))
     free, checkpoint = free_bytes(folder) + left_over, parameters * each.in_checkpoint
-    missing = max(0, settings.keep_checkpoints + 1 - len(saved.complete(folder)))
+    missing = max(0, settings.keep_checkpoints + 1 - len(base.complete_checkpoints(folder)))
     have = f"a checkpoint takes {amount(checkpoint)} ({parameters:,} parameters), {folder} has {amount(free)} free"
     warnings, lacks_disk = [], False
     if checkpoint > free and (settings.checkpoint_interval or settings.final_checkpoint):
-        raise UserError(f"--output-dir: {have}; name another disk, or make room", 1)
+        raise base.UserError(f"--output-dir: {have}; name another disk, or make room", 1)
     if settings.checkpoint_interval and missing * checkpoint > free:
         what = f"{settings.keep_checkpoints} that are kept and the next one take {amount(missing * checkpoint)}"
         warnings.append(f"--output-dir: {have}: {what}; make room, or give a smaller --keep-checkpoints")
@@ -278,5 +272,5 @@ def check_disk(
         weights, room = parameters * each.weight, free_bytes(pathlib.Path(settings.export))
         if weights > room:
             problem = f"it takes {amount(weights)}, there are {amount(room)} free"
-            raise UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
+            raise base.UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
     return warnings, lacks_disk

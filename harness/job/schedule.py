@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from harness.flags.commands import given
-from harness.flags.settings import PROFILED_STEPS, Settings, default_warmup
+from harness import flags
 
 
-def count_steps(settings: Settings, manifest: dict | None) -> Settings:
+def count_steps(settings: flags.Settings, manifest: dict | None) -> flags.Settings:
     """The settings with the steps that give --num-tokens, and with the warmup where none was given: 5 % of the steps.
     A run that goes on from the checkpoint of `manifest` counts its tokens and keeps its warmup."""
     steps, warmup = settings.num_steps, settings.warmup_steps
@@ -19,8 +18,8 @@ def count_steps(settings: Settings, manifest: dict | None) -> Settings:
         if manifest:
             steps, done = manifest["step"], manifest["samples"] * settings.sequence_length
         steps += settings.steps_for(max(0, settings.num_tokens - done), dist.get_world_size())
-    if "warmup_steps" not in given(settings.argv):
-        warmup = default_warmup(settings.lr_scheduler, steps)
+    if "warmup_steps" not in settings.given:
+        warmup = flags.default_warmup(settings.lr_scheduler, steps)
         if manifest and manifest["flags"]["lr_scheduler"] == settings.lr_scheduler:
             warmup = manifest["flags"]["warmup_steps"]
     return dataclasses.replace(settings, num_steps=steps, warmup_steps=warmup)
@@ -42,7 +41,7 @@ class Due:
     profile_ends: bool  # after this step
 
 
-def due(settings: Settings, step: int, first_step: int = 1) -> Due:
+def due(settings: flags.Settings, step: int, first_step: int = 1) -> Due:
     """What is due at `step` of a run that this start begins, or goes on with, at `first_step`."""
     last = step == settings.num_steps
     evaluate = first_evaluation = False
@@ -54,7 +53,7 @@ def due(settings: Settings, step: int, first_step: int = 1) -> Due:
     if settings.checkpoint_interval:
         save = save or step % settings.checkpoint_interval == 0
     profile_begin = first_step + max(settings.perf_warmup_steps, 1)  # at least the first one is left out: it compiles
-    profile_end = profile_begin + PROFILED_STEPS - 1
+    profile_end = profile_begin + flags.PROFILED_STEPS - 1
     return Due(
         step=step,
         first=step == first_step,

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from harness.flags.settings import Settings
+from harness import flags
 from harness.job import endings, heartbeats, terminal
 
 
@@ -20,7 +20,7 @@ class StopRequest:
     EXIT_CODE = endings.STOPPED
     SAME_REQUEST = 1.0  # seconds; a scheduler's signal reaches a rank directly and through torchrun as well
 
-    def __init__(self, settings: Settings | None = None):
+    def __init__(self, settings: flags.Settings | None = None):
         self.settings = settings
         self.name = ""  # of the signal, or what else asked for the end
         self.can_save = False  # set by the loop, from when a step is done
@@ -94,7 +94,7 @@ class StopRequest:
 LISTENING: list[StopRequest] = []  # the one of this process
 
 
-def listen(settings: Settings) -> StopRequest:
+def listen(settings: flags.Settings) -> StopRequest:
     """The request of this process, which signals reach from the first call on."""
     if not LISTENING:
         LISTENING.append(StopRequest(settings))

@@ -5,27 +5,24 @@ import os
 import sys
 import warnings
 
-from harness.base import versions
-from harness.flags.parser import parse_args, warn
-from harness.flags.settings import Settings
+from harness import base, flags
 
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops", "transformers", "accelerate")
 
 
-def begin() -> Settings:
+def begin() -> flags.Settings:
     """Parses the command line, listens to signals, prepares the threads and the environment, and returns the settings.
 
     A mistake in the flags, or a package that is missing, ends the process with one line.
     """
-    settings = parse_args()
-    versions.refuse_missing_packages()
+    settings = flags.parse_args()
+    base.refuse_missing_packages()
     from harness.job import host, signals, terminal  # they need packages
 
     signals.listen(settings)
     terminal.remember_launcher()
     if not settings.json:  # a plan as JSON is all that stdout has
         terminal.say(f"train_fsdp {describe_command(settings)}; loading torch")
-    warn(settings)
     host.set_threads(settings)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows all warnings
         silence_libraries()
@@ -35,7 +32,7 @@ def begin() -> Settings:
     return settings
 
 
-def describe_command(settings: Settings) -> str:
+def describe_command(settings: flags.Settings) -> str:
     """What this process was started for, for its first line."""
     if settings.plan:
         return f"plan of {settings.model}"

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 import psutil
 from tqdm import tqdm
 
-from harness.base import console, saved
-from harness.flags.commands import flags_of_run, to_paste
-from harness.flags.settings import Settings
+from harness import base
+from harness import flags as flag_rules
 
 PIPED = 120  # columns of a story where there is no terminal
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
@@ -49,7 +48,7 @@ def print_error(text: str) -> None:
     """Writes lines to stderr, from any rank and any thread; a bar on the last line is erased."""
     before = CLEAR if is_terminal(sys.stderr) else ""
     line = f"{before}{text}\n"
-    console.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
+    base.send(2, line.encode(sys.stderr.encoding or "utf-8", "replace"))
 
 
 def warn(text: str) -> None:
@@ -144,27 +143,27 @@ def launcher() -> str:
     return shlex.join(word.removeprefix(folder) for word in [*words, script])
 
 
-def command(settings: Settings, folder: pathlib.Path) -> str:
+def command(settings: flag_rules.Settings, folder: pathlib.Path) -> str:
     """The command, for the shell, that goes on with this run from its newest checkpoint."""
-    flags = flags_of_run(settings, folder)
+    flags = flag_rules.flags_of_run(settings, folder)
     if folder.parent == pathlib.Path(settings.output_dir).expanduser():
-        return to_paste(launcher(), flags, resume="auto", run_name=folder.name)
-    return to_paste(launcher(), flags, resume=folder)
+        return flag_rules.to_paste(launcher(), flags, resume="auto", run_name=folder.name)
+    return flag_rules.to_paste(launcher(), flags, resume=folder)
 
 
-def trains(settings: Settings) -> bool:
+def trains(settings: flag_rules.Settings) -> bool:
     """Whether this process is to train, and neither plans nor only evaluates."""
     return not (settings.plan or settings.measure) and settings.num_steps > 0
 
 
-def describe_interrupt(settings: Settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
+def describe_interrupt(settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
     """The last lines after Ctrl-C: where the run was, what is saved, and the command that goes on."""
     if not trains(settings):
         return "stopped    by Ctrl-C"
     length = f"{settings.num_tokens:,} tokens" if settings.num_tokens else f"{settings.num_steps:,}"
     where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
     lines = [f"stopped    by Ctrl-C {where}"]
-    newest, interval = saved.newest(folder), settings.checkpoint_interval
+    newest, interval = base.newest_checkpoint(folder), settings.checkpoint_interval
     if newest:
         lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
     elif step and not interval:
@@ -178,6 +177,6 @@ def describe_interrupt(settings: Settings, step: int, phase: str, folder: pathli
 
 def describe_stop(name: str, folder: pathlib.Path | None) -> str:
     """The line of a run that `name`, a signal or the loss of its launcher, ends where it cannot save."""
-    newest = saved.newest(folder)
+    newest = base.newest_checkpoint(folder)
     kept = f"; {newest.name} is there, --resume auto goes on from it" if newest else ""
     return f"train_fsdp.py: {name} outside training, nothing to save{kept}"

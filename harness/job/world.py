@@ -12,10 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from harness.base import console
-from harness.base.errors import UserError
-from harness.base.text import first_line, one_line
-from harness.flags.settings import Settings
+from harness import base, flags
 from harness.job import endings, heartbeats, signals, terminal
 
 STORE_PATIENCE = 15  # seconds until a line about a store that does not answer
@@ -35,7 +32,7 @@ class World:
     rank is gone; a bug keeps its traceback. Signals end it by `stop`.
     """
 
-    def __init__(self, settings: Settings, memory_advice: Callable[[], str] = lambda: ""):
+    def __init__(self, settings: flags.Settings, memory_advice: Callable[[], str] = lambda: ""):
         """`memory_advice` says what to try when a device has no memory left; it is asked only then."""
         self.settings, self.memory_advice = settings, memory_advice
         self.exit_code = 0
@@ -69,10 +66,10 @@ class World:
 
     def fail(self, error: Exception) -> NoReturn:
         """Ends this rank; one rank of all prints why."""
-        if isinstance(error, UserError):
-            self.end(f"train_fsdp.py: error: {one_line(str(error))}", error.exit_code)
+        if isinstance(error, base.UserError):
+            self.end(f"train_fsdp.py: error: {base.one_line(str(error))}", error.exit_code)
         if isinstance(error, torch.OutOfMemoryError):
-            self.end(f"train_fsdp.py: error: {first_line(error)} {self.memory_advice()}".rstrip(), 1)
+            self.end(f"train_fsdp.py: error: {base.first_line(error)} {self.memory_advice()}".rstrip(), 1)
         lost_rank = self.watch.explain(error) if self.watch else ""
         if lost_rank:
             self.end(f"train_fsdp.py: error: {lost_rank}", 1, patience=0)
@@ -89,10 +86,10 @@ class World:
         if not terminal.is_first_rank():
             time.sleep(patience)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
         if self.watch is None or self.watch.speaks_first():
-            console.record_error(message, happened)
+            base.record_error(message, happened)
             terminal.print_error(message)
             if self.settings.json:
-                console.tell_json(message)
+                base.tell_json(message)
         endings.end(exit_code, patience=5)
 
 
@@ -120,8 +117,8 @@ def open_store(timeout_minutes: float = 10) -> dist.Store:
         )
     except RuntimeError as error:
         problem = "rank 0 cannot listen there" if is_server else "rank 0's store does not answer"
-        problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: {problem} ({first_line(error)})"
-        raise UserError(f"{problem}; name rank 0's own host and a free port", 1) from None
+        problem = f"MASTER_ADDR {address}, MASTER_PORT {port}: {problem} ({base.first_line(error)})"
+        raise base.UserError(f"{problem}; name rank 0's own host and a free port", 1) from None
     if of_launcher(env) and env["GROUP_WORLD_SIZE"] == "1":
         # torchrun's store outlives a restart and keeps the dead ranks' addresses (pytorch issue 135712). The count
         # tells restarts apart on one node only, see docs/CHECKPOINTS.md
@@ -140,7 +137,7 @@ def check_restarts(env: Mapping[str, str]) -> None:
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if of_launcher(env) and restarts != "0" and env["GROUP_WORLD_SIZE"] != "1":
         needed = "torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
-        raise UserError(f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}")
+        raise base.UserError(f"--max-restarts {restarts}: on several nodes no restart would succeed; {needed}")
 
 
 def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
@@ -159,9 +156,13 @@ def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
         except OSError as error:
             waited, cause = time.monotonic() - began, error.strerror or str(error)
             if terminal.lost_launcher():
-                raise UserError(f"{where}: the launcher is gone, and its store with it; start it again", 1) from None
+                raise base.UserError(
+                    f"{where}: the launcher is gone, and its store with it; start it again", 1
+                ) from None
             if waited > 60 * timeout_minutes or (waited > STORE_PATIENCE and isinstance(error, socket.gaierror)):
-                raise UserError(f"{where}: rank 0's store does not answer ({cause}); name rank 0's host", 1) from None
+                raise base.UserError(
+                    f"{where}: rank 0's store does not answer ({cause}); name rank 0's host", 1
+                ) from None
             if waited > STORE_PATIENCE and not has_warned:
                 terminal.print_error(f"train_fsdp.py: waiting for rank 0 at {where} ({cause})")
                 has_warned = True
@@ -184,7 +185,7 @@ def start_processes(timeout_minutes: float = 10, store: dist.Store | None = None
     if cuda:
         device, gpus = torch.device("cuda", int(env.get("LOCAL_RANK", 0))), torch.cuda.device_count()
         if device.index >= gpus:
-            raise UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
+            raise base.UserError(f"--nproc_per_node: rank {device.index} of this node has no GPU, only {gpus} are seen")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers

@@ -2,28 +2,21 @@
 
 import inspect
 from importlib.util import find_spec
+from unittest import mock
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils, modeling_flash_attention_utils
+from transformers.integrations import sdpa_attention
 
-from harness.base.errors import UserError
-from harness.base.torch_internals import chosen_attention_kernel
-from harness.base.transformers_internals import (
-    attention_of,
-    set_gqa_in_sdpa,
-    set_packing_detection,
-    shares_keys_in_sdpa,
-    supports_flex_attention,
-    supports_sdpa,
-    use_gqa_in_sdpa,
-)
-from harness.flags.settings import Settings
+from harness import base, flags
 
+# private: whether torch's attention is given fewer keys than queries; there is no option for another rule
+use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
 ONE_KERNEL = ("flash", "cudnn")  # choices of --attention that are sdpa with one of its kernels and no other
 
 
-def cudnn_may_give_nan(settings: Settings, config) -> bool:
+def cudnn_may_give_nan(settings: flags.Settings, config) -> bool:
     """Whether cuDNN's attention may give NaN as the gradient of queries: on a Hopper, with a mask that is more than
     causal, where the length is 64 modulo 128 (pytorch issue 196678)."""
     text = config.get_text_config()
@@ -33,20 +26,20 @@ def cudnn_may_give_nan(settings: Settings, config) -> bool:
     return masked and hopper and settings.sequence_length % 128 == 64
 
 
-def choose_attention(settings: Settings, config) -> str:
+def choose_attention(settings: flags.Settings, config) -> str:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
     without_cudnn = cudnn_may_give_nan(settings, config)
     if attention == "cudnn" and not (settings.plan or cuda):
-        raise UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
+        raise base.UserError("--attention cudnn: needs an NVIDIA GPU; use sdpa")
     if attention == "cudnn" and without_cudnn:
         length = settings.sequence_length
         problem = f"on a Hopper its gradients may be NaN with a mask at {length} tokens, which is 64 modulo 128"
-        raise UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {length + 64}")
+        raise base.UserError(f"--attention cudnn: {problem}; use sdpa, or --sequence-length {length + 64}")
     if attention == "flash_attention_2" and not (find_spec("flash_attn") and cuda):
-        raise UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
+        raise base.UserError("--attention flash_attention_2: needs a GPU and the package flash-attn; use sdpa")
     if attention == "flex_attention" and not cuda:
-        raise UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
+        raise base.UserError("--attention flex_attention: torch trains with it on a GPU only; use sdpa")
     for kernel in ("flash", "mem_efficient", "cudnn", "math"):
         allowed = attention not in ONE_KERNEL or kernel == attention
         if kernel == "cudnn" and without_cudnn:
@@ -54,13 +47,15 @@ def choose_attention(settings: Settings, config) -> str:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(allowed)
     # On a GPU no fused kernel takes fp32 and heads that share keys: torch would compute all scores of a layer at once.
     repeats_keys = settings.precision == "fp32" and (cuda or settings.plan)
-    set_gqa_in_sdpa((lambda *_: False) if repeats_keys else use_gqa_in_sdpa)
+    # private: as above
+    sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if repeats_keys else use_gqa_in_sdpa
     if attention != "auto":
         return attention
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if settings.document_mask and cuda and supports_flex_attention(family):
+    # private: in public transformers only raises where a family cannot
+    if settings.document_mask and cuda and family._supports_flex_attn:
         return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
-    return "sdpa" if supports_sdpa(family) else "eager"
+    return "sdpa" if family._supports_sdpa else "eager"  # private: as above
 
 
 def any_attention_kernel():
@@ -72,11 +67,12 @@ def any_attention_kernel():
     )
 
 
-def describe_attention(settings: Settings, config, device: str) -> str:
+def describe_attention(settings: flags.Settings, config, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
     UserError where there is none."""
-    if attention_of(config) != "sdpa":
-        return f"{attention_of(config)} attention"
+    attention = config._attn_implementation  # private: in public it is only an argument of `from_config`
+    if attention != "sdpa":
+        return f"{attention} attention"
     try:
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -94,12 +90,16 @@ def describe_attention(settings: Settings, config, device: str) -> str:
     mask = None
     if settings.document_mask:  # torch looks at its shape and the stride of its last dimension only
         mask = torch.empty(length, dtype=torch.bool, device=device).expand(1, 1, length, length)
-    shared = query.shape != key.shape and shares_keys_in_sdpa(mask, key, key)
+    shared = query.shape != key.shape and sdpa_attention.use_gqa_in_sdpa(mask, key, key)  # private: as above
     if not shared:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    kernel = chosen_attention_kernel(query, key, key, mask, is_causal=mask is None, enable_gqa=shared).name.lower()
+    # private: torch.backends.cuda.can_use_flash_attention and its like say which could run, not which one torch prefers
+    choice = torch._fused_sdp_choice(query, key, key, mask, is_causal=mask is None, enable_gqa=shared)
+    kernel = torch.nn.attention.SDPBackend(choice).name.lower()
     if kernel == "error":
-        raise UserError(f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa")
+        raise base.UserError(
+            f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa"
+        )
     if cudnn_may_give_nan(settings, config):
         kernel += f", as cuDNN's gradients may be NaN with a mask at {length} tokens"
     return f"sdpa attention ({kernel})"
@@ -108,8 +108,16 @@ def describe_attention(settings: Settings, config, device: str) -> str:
 def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> None:
     """Tells transformers where documents begin. By itself it reads positions back from the device: a sync in every
     forward, or in every layer with flash_attention_2. A UserError where a family cannot keep documents apart."""
-    set_packing_detection(lambda ids: (ids == 0).cumsum(-1) if document_mask else None)
+    # private: a function of a mask could be registered in public, but these are called before it
+    masking_utils.find_packed_sequence_indices = lambda ids: (ids == 0).cumsum(-1) if document_mask else None
+    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False  # private: as above
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
-        raise UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
+        raise base.UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
+
+
+def without_packing_detection():
+    """A context in which no row is taken for several documents, for tensors without data."""
+    # private: as in `skip_packing_detection`
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.base.devices import GIB
-from harness.base.package_internals import float8_scale, set_float8_scale, wrapped_weight
-from harness.base.torch_internals import lerp_each
+from harness import base
+from harness.model.float8 import float8_weights
 from harness.model.optimization import local
 
 
@@ -55,7 +54,8 @@ class WeightAverage:
         of_one_dtype = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
         if of_one_dtype:
             weights, averages = zip(*of_one_dtype, strict=True)
-            lerp_each(list(averages), list(weights), share)
+            shares = [share] * len(weights) if isinstance(share, torch.Tensor) else share
+            torch._foreach_lerp_(averages, weights, shares)  # private: torch documents few operators on many tensors
         for weight, average in pairs:
             if weight.dtype != average.dtype:  # one by one: a copy in fp32 of all would be as large as the average
                 average.lerp_(weight.to(average.dtype), share)
@@ -86,23 +86,21 @@ class WeightAverage:
                     else:
                         swap(weight, average)
             for weight, scale in scales:
-                set_float8_scale(weight, scale)
+                weight._precomputed_scale = scale  # private: as below
 
     @torch.no_grad()
     def take_scales(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Each float8 weight with its scale, which it loses: that of other values is computed at the next gather."""
         scales = []
-        for parameter in self.model.parameters():
-            weight = parameter.to_local()
-            if wrapped_weight(weight) is not weight:
-                scales.append((weight, float8_scale(weight)))
-                set_float8_scale(weight, None)
+        for weight in float8_weights(self.model):
+            scales.append((weight, weight._precomputed_scale))  # private: torchao has no public name for it
+            weight._precomputed_scale = None
         return scales
 
     def describe(self) -> str:
         """For the header: `ema 0.999, fp32, 1.43 GiB a rank`."""
         size = sum(average.nbytes for _, average in self.pairs())
-        return f"ema {self.decay:g}, fp32, {size / GIB:.3g} GiB a rank"
+        return f"ema {self.decay:g}, fp32, {size / base.GIB:.3g} GiB a rank"
 
 
 def swap(first: torch.Tensor, second: torch.Tensor) -> None:

@@ -10,16 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from harness.base.torch_internals import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    FSDPParam,
-    fsdp_group,
-    sharded_data,
-    sharded_tensor,
-)
+# private: public are the protocols only (`set_custom_all_gather`), which would have to be implemented anew
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # private: as above
+
 from harness.model.optimization import local
+
+
+def fsdp_group(module: nn.Module):
+    """The parameters that `fully_shard` of a module gathers together; None where it has none of its own, or is not
+    sharded."""
+    if not isinstance(module, FSDPModule):
+        return None
+    return module._get_fsdp_state()._fsdp_param_group  # private: public methods set what it does, none gives it
 
 
 def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -56,17 +61,22 @@ class WholeParameter(FSDPParam):
     that computes. Here what computes is the parameter itself or, in another precision, its cast and nothing between."""
 
     @property
+    def whole(self) -> torch.Tensor:
+        """All of it, flat, as this rank holds it."""
+        return self._sharded_param_data  # private: public are DTensors only, whose storage is padded
+
+    @property
     def computes_itself(self) -> bool:
-        parameter = sharded_data(self)
+        parameter = self.whole
         return self.param_dtype is None and parameter.untyped_storage().nbytes() == parameter.nbytes
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
-        return [sharded_data(self)]  # not cast yet: FSDP2 copies it into the output, which casts
+        return [self.whole]  # not cast yet: FSDP2 copies it into the output, which casts
 
     def init_all_gather_outputs(self, numels, dtypes, world_size, device, **options) -> None:
         if self.computes_itself:
-            self.all_gather_outputs = [sharded_data(self)]  # and copying it onto itself is nothing
+            self.all_gather_outputs = [self.whole]  # and copying it onto itself is nothing
         else:
             super().init_all_gather_outputs(
                 numels, [self.param_dtype or self.orig_dtype], world_size, device, **options
@@ -77,7 +87,10 @@ class WholeParameter(FSDPParam):
             super().free_unsharded_param()
 
 
-all_gather, reduce_scatter = DefaultAllGather(), DefaultReduceScatter()  # FSDP2's own, which is torch's by each name
+def finish_sharding(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
+    """What comes after the last `fully_shard`. `accumulates`: a step has several microbatches."""
+    alias_reduce_scatter_buffers(model, mesh, accumulates)
+    make_replicas_equal(model, mesh)
 
 
 def alias_reduce_scatter_buffers(model: nn.Module, mesh: DeviceMesh, accumulates: bool) -> None:
@@ -89,9 +102,18 @@ def alias_reduce_scatter_buffers(model: nn.Module, mesh: DeviceMesh, accumulates
     for module in sharded_modules(model):
         module.set_custom_reduce_scatter(OneBuffer(accumulates))
         for parameter in fsdp_group(module).fsdp_params:
-            casts_itself = hasattr(sharded_tensor(parameter), "fsdp_pre_all_gather")
+            casts_itself = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")  # private: as above
             if not (parameter.offload_to_cpu or casts_itself):
                 parameter.__class__ = WholeParameter
+
+
+def use_symmetric_memory(model: nn.Module) -> None:
+    """Puts the buffers of all-gathers into symmetric memory, which NCCL's newer kernels read across GPUs, and lets
+    reductions be sums, as these kernels want them, so losses are rounded otherwise. Comes before anything wraps the
+    collectives. Off: no GPU has measured it for this program yet (`benchmarks/switches.py symmetric-memory`)."""
+    for module in sharded_modules(model):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_symm_mem_for_comm()
 
 
 @torch.no_grad()

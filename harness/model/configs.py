@@ -11,49 +11,45 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
 
-from harness.base.errors import UserError
-from harness.base.hub import answer_from_cache_without_network
-from harness.base.saved import MANIFEST
-from harness.base.text import first_line
-from harness.flags.settings import PRESETS, Settings
+from harness import base, flags
 
 MAX_TOKENS = 2**27  # of a microbatch: the labels of so many alone are 1 GiB, on the host before anything else
 
 
 def find_source(model: str) -> tuple[str, str]:
     """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
-    if preset := PRESETS.get(model):
+    if preset := flags.PRESETS.get(model):
         return str(preset), json.loads(preset.read_text()).get("_name_or_path", str(preset.parent))
     path = pathlib.Path(model).expanduser()
     if path.is_dir():
-        if (path / "metrics.jsonl").is_file() or (path / MANIFEST).is_file():
+        if (path / "metrics.jsonl").is_file() or (path / base.MANIFEST).is_file():
             advice = f"--num-steps 0 --resume {model} --export DIR writes its model to a folder for --model"
-            raise UserError(f"--model {model}: a folder of a run, not of a model; {advice}")
+            raise base.UserError(f"--model {model}: a folder of a run, not of a model; {advice}")
         if not (path / "config.json").is_file():
-            raise UserError(f"--model {model}: the folder has no config.json")
+            raise base.UserError(f"--model {model}: the folder has no config.json")
         return str(path), str(path)
     if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise UserError(f"--model {model}: no such folder")
+        raise base.UserError(f"--model {model}: no such folder")
     return model, model
 
 
 def load_config(model: str):
     """The config of a preset, a local folder or a hub id."""
     source, _ = find_source(model)
-    answer_from_cache_without_network(source)
+    base.answer_from_cache_without_network(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--model {model}", error)
-        nowhere = f"not a preset ({', '.join(PRESETS)}), not a local folder, and not to be had from the hub"
+        nowhere = f"not a preset ({', '.join(flags.PRESETS)}), not a local folder, and not to be had from the hub"
         problem = "its config.json cannot be used" if os.path.exists(source) else nowhere
-        raise UserError(f"--model {model}: {problem} ({first_line(error)})") from error
+        raise base.UserError(f"--model {model}: {problem} ({base.first_line(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
+        raise base.UserError(f"--model {model}: {config.model_type} is no causal language model of transformers")
     if why := malformed(config.get_text_config()):
-        raise UserError(f"--model {model}: its config.json cannot be used ({why})")
+        raise base.UserError(f"--model {model}: its config.json cannot be used ({why})")
     if why := untrainable(config):
-        raise UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}")
+        raise base.UserError(f"--model {model}: {config.model_type} cannot be trained here: {why}")
     config.use_cache = False
     return config
 
@@ -71,17 +67,19 @@ def malformed(config) -> str:
     return ""
 
 
-def choose_sequence_length(settings: Settings, config) -> int:
+def choose_sequence_length(settings: flags.Settings, config) -> int:
     """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer and
     something is trained."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     length = settings.sequence_length or min(8192, positions)
     if length > positions and settings.num_steps:
         advice = f"give --sequence-length {positions} or less"
-        raise UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
+        raise base.UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
     if settings.batch_size != "auto" and settings.batch_size * length > MAX_TOKENS:
         problem = f"{settings.batch_size * length:,} tokens in one microbatch are more than any device holds"
-        raise UserError(f"--batch-size {settings.batch_size}: {problem}; give fewer than {MAX_TOKENS // length + 1:,}")
+        raise base.UserError(
+            f"--batch-size {settings.batch_size}: {problem}; give fewer than {MAX_TOKENS // length + 1:,}"
+        )
     return length
 
 
@@ -90,7 +88,7 @@ def refuse_foreign_code(flag: str, error: Exception) -> None:
     to be run."""
     if "trust_remote_code" in str(error):
         reason = "it asks for code of its own (auto_map), which is never run"
-        raise UserError(f"{flag}: {reason}; choose one that transformers knows by itself") from error
+        raise base.UserError(f"{flag}: {reason}; choose one that transformers knows by itself") from error
 
 
 def untrainable(config) -> str:
@@ -115,7 +113,7 @@ def read_generation_config(model: str) -> dict:
         OSError, ValueError: it is not found on the hub; it is no JSON object.
     """
     _, source = find_source(model)
-    answer_from_cache_without_network(source)
+    base.answer_from_cache_without_network(source)
     fields = GenerationConfig().to_dict().keys()
     for name in ("generation_config.json", "config.json"):
         path = pathlib.Path(source, name)

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from harness.base import versions
-from harness.base.errors import UserError
-from harness.base.package_internals import float8_dtype, float8_scale, set_float8_scale, wrapped_weight
-from harness.flags.rules import misfits_float8
-from harness.flags.settings import Settings
+from harness import base, flags
 
 
-def check_float8(settings: Settings) -> None:
+def check_float8(settings: flags.Settings) -> None:
     """Raises a UserError where --precision fp8 cannot run or computes wrong: the GPU has no float8 (Ada, Hopper, CDNA 3
     and newer have it) and this is no emulation and no plan; torchao is missing or old; float8 does not take the number
     of tokens."""
@@ -25,16 +22,20 @@ def check_float8(settings: Settings) -> None:
     has_float8 = cuda and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
     if not (has_float8 or settings.fp8_emulate or settings.plan):
         device = torch.cuda.get_device_name() if cuda else "a CPU"
-        raise UserError(f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {device}; use bf16")
+        raise base.UserError(
+            f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), this is {device}; use bf16"
+        )
     if not find_spec("torchao"):
-        raise UserError("--precision fp8: needs the package torchao (pip install torchao)")
-    version = versions.installed("torchao")
-    if versions.parts(version) < versions.OLDEST_TORCHAO:
+        raise base.UserError("--precision fp8: needs the package torchao (pip install torchao)")
+    version = base.installed("torchao")
+    if base.version_parts(version) < base.OLDEST_TORCHAO:
         problem = "its compiled casts may store NaN"
-        oldest = ".".join(map(str, versions.OLDEST_TORCHAO))
-        raise UserError(f"--precision fp8: this is torchao {version}, {problem}; install torchao {oldest} or newer")
-    if settings.num_steps and (problem := misfits_float8(settings)):
-        raise UserError(problem)
+        oldest = ".".join(map(str, base.OLDEST_TORCHAO))
+        raise base.UserError(
+            f"--precision fp8: this is torchao {version}, {problem}; install torchao {oldest} or newer"
+        )
+    if settings.num_steps and (problem := flags.misfits_float8(settings)):
+        raise base.UserError(problem)
 
 
 def takes_float8(module: nn.Module) -> bool:
@@ -60,13 +61,13 @@ def cast_before_all_gather(compiled: bool) -> None:
 
     def to(weight, *args, **options):
         moved = torch.Tensor.to(weight, *args, **options)
-        scale = float8_scale(weight)
+        scale = weight._precomputed_scale  # private: torchao has no public names for the parts of its weights
         if moved is not weight and scale is not None:
-            set_float8_scale(moved, scale.to(moved.device))
+            moved._precomputed_scale = scale.to(moved.device)  # private: as above
         return moved
 
     def fsdp_pre_all_gather(weight, mesh, outer_size, outer_stride, module, policy):
-        master, scale, dtype = wrapped_weight(weight), float8_scale(weight), float8_dtype(weight)
+        master, scale, dtype = weight._tensor, weight._precomputed_scale, weight._dtype  # private: as above
         if scale is None:
             scale = tensor_to_scale(master, dtype, reduce_amax=True, device_mesh=mesh)
         bits = cast(master, scale, dtype)
@@ -93,7 +94,37 @@ def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Mo
     def convert(layer: nn.Module) -> None:
         if not any(map(takes_float8, layer.modules())):
             problem = "the decoder layers have no nn.Linear with sizes in multiples of 16"
-            raise UserError(f"--precision fp8: {problem}; use bf16")
+            raise base.UserError(f"--precision fp8: {problem}; use bf16")
         convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, path: takes_float8(module))
 
     return convert
+
+
+def float8_weights(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's parts of the weights that are cast before their all-gather, each with its `_precomputed_scale`."""
+    # private: `to_local` makes another object, which takes no scale to the next all-gather
+    shards = [parameter._local_tensor for parameter in model.parameters()]
+    return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]  # private: as in the cast
+
+
+@torch.no_grad()
+def compute_float8_scales(model: nn.Module) -> None:
+    """Finds the scales of all weights that are cast before their next all-gather, after the optimizer moved them: the
+    largest magnitudes by one kernel and one all-reduce, over local tensors. torchao's own function does it over
+    DTensors, which costs the host time for each weight."""
+    weights = float8_weights(model)
+    if not weights:
+        return
+    mesh = next(model.parameters()).device_mesh
+    group = mesh.get_group("shard")
+    largest = torch.zeros(len(weights), device=weights[0].device)
+    held = [number for number, weight in enumerate(weights) if weight.numel()]  # a shard may be empty
+    # private: one kernel for all
+    largest[held] = torch.stack(torch._foreach_norm([weights[number]._tensor for number in held], ord=math.inf))
+    if group.size() > 1:
+        largest = largest.to(mesh.device_type)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    # private: as in the cast. In fp64, as torchao has it, so that a compiled division gives the same.
+    scales = torch.finfo(weights[0]._dtype).max / largest.clamp(min=1e-12).double()
+    for weight, scale in zip(weights, scales.float(), strict=True):
+        weight._precomputed_scale = scale  # private: as in the cast

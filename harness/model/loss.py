@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.base.errors import UserError
+from harness import base, flags
+from harness.model.attention import skip_packing_detection
+from harness.model.routing import watch_routers
 from harness.model.weights import on_meta
 
 # Of logits that exist at one time. Their gradient takes as much again, and without compilation so do two fp32 copies.
@@ -100,6 +102,19 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Ten
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
+def adapt_forward(model: nn.Module, settings: flags.Settings) -> None:
+    """Makes transformers' forward train as this program does: with its loss, by labels that are shifted already and
+    checked to arrive so; documents apart where they are masked; the router loss beside the loss. Comes before whatever
+    wraps or compiles the layers."""
+    skip_packing_detection(model, settings.model, settings.document_mask)
+    if settings.fused_loss:
+        fuse_loss(model, settings.compile)
+    else:
+        model.loss_function = full_loss
+    check_labels(model)
+    watch_routers(model, settings.init)
+
+
 def choose_loss(fused: bool | None, config) -> bool:
     """Whether the head is fused into the loss, for `--fused-loss`; a UserError where it was asked for and cannot be."""
     if fused is False:
@@ -109,7 +124,7 @@ def choose_loss(fused: bool | None, config) -> bool:
     capped = any(value for name, value in fields if re.search("^(?!attn).*logits?_soft_?cap", name))
     linear = isinstance(head, nn.Linear) and not capped
     if fused and not linear:
-        raise UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
+        raise base.UserError("--fused-loss: this model's logits are more than a linear of its hidden states")
     return linear
 
 
@@ -119,7 +134,9 @@ def check_labels(model: nn.Module) -> None:
 
     def checked(logits, labels, *args, **options):
         if labels is None or labels.shape != given["labels"].shape:
-            raise UserError(f"--model: {type(model).__name__} shifts labels, which are shifted already, or cuts them")
+            raise base.UserError(
+                f"--model: {type(model).__name__} shifts labels, which are shifted already, or cuts them"
+            )
         return loss(logits, labels)
 
     model.register_forward_pre_hook(
@@ -162,7 +179,7 @@ def fuse_loss(model: nn.Module, compiled: bool) -> None:
     def loss(logits, labels, *_, **__):  # transformers calls them logits; here they are the hidden states
         hidden = inputs_of_head.pop()
         if logits.requires_grad and not is_multiple(logits, hidden):
-            raise UserError(
+            raise base.UserError(
                 "--fused-loss: this model's logits are more than a linear of its hidden states; leave it out"
             )
         hidden = logits.flatten(0, 1).to(head.weight.dtype)

@@ -1,8 +1,9 @@
-"""Matrices: which weights of a model are matrices that an optimizer may orthogonalize, and where each lies in its
-parameter. A fused projection is several, a stack of experts one or two for each. Called by the optimizers' files."""
+"""Matrices: which weights of a model an optimizer may orthogonalize, and of how many matrices each is made: a fused
+projection of several, a stack of experts of one or two for each. Called by the optimizers' files."""
 
 import dataclasses
 
+import torch
 import transformers
 from torch import nn
 
@@ -15,85 +16,93 @@ MIXED_BY_HEAD = ("codegen", "gpt_bigcode", "minimax")
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
-    """A matrix inside a parameter of two dimensions or, of an expert, three.
+class MatrixWeight:
+    """A parameter of two dimensions, output by input as a linear stores it, or of three with experts first.
 
-    A linear's weight is stored output by input, so a row is a neuron; `is_transposed` is input by output.
+    `outputs` are the outputs of each of its matrices. Where it `is_transposed` it is stored input by output.
     """
 
-    parameter: int  # its place in a list of parameters
-    length: int  # of the parameter's dimension 0, along which it is sharded
-    rows: range  # of the last two dimensions
-    columns: range
-    expert: int | None = None
+    index: int  # of the parameter in its list
+    shape: torch.Size
+    outputs: tuple[range, ...]
     is_transposed: bool = False
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.rows), len(self.columns)
+    def is_of_experts(self) -> bool:
+        return len(self.shape) == 3
 
     @property
-    def outputs_by_inputs(self) -> tuple[int, int]:
-        return self.shape[::-1] if self.is_transposed else self.shape
+    def kind(self) -> tuple:
+        """Weights of one kind can be computed as one batch."""
+        return self.shape, self.outputs, self.is_transposed
 
-    def of_parameter(self, index: int) -> "Matrix":
-        """The same in another list of parameters."""
-        return dataclasses.replace(self, parameter=index)
+    @property
+    def neurons(self) -> torch.Size:
+        """The shape of what holds one number for each neuron."""
+        return torch.Size([*self.shape[:-2], self.shape[-1 if self.is_transposed else -2], 1])
 
-    def per_neuron(self, parameter_shape: tuple[int, ...]) -> "Matrix":
-        """Where its neurons lie in a parameter that holds one number for each neuron (`neuron_shape`)."""
-        neurons = self.columns if self.is_transposed else self.rows
-        length = neuron_shape(parameter_shape, self.is_transposed)[0]
-        return dataclasses.replace(self, length=length, rows=neurons, columns=range(1))
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of each matrix."""
+        inputs = self.shape[-2 if self.is_transposed else -1]
+        return [(len(outputs), inputs) for outputs in self.outputs]
+
+    def count(self) -> int:
+        """How many matrices it is."""
+        return len(self.outputs) * (self.shape[0] if self.is_of_experts else 1)
+
+    def split(self, rows: torch.Tensor, first_row: int = 0) -> list[torch.Tensor]:
+        """A view of each matrix in (..., rows, columns), the rows of such weights from `first_row` on."""
+        views = []
+        for outputs in self.outputs:
+            if self.is_transposed:
+                views.append(rows[..., outputs.start : outputs.stop : outputs.step])
+            else:
+                start, stop = (max(place - first_row, 0) for place in (outputs.start, outputs.stop))
+                views.append(rows[..., start : stop : outputs.step, :])
+        return views
 
 
-def neuron_shape(parameter_shape: tuple[int, ...], is_transposed: bool) -> tuple[int, ...]:
-    """The shape of what holds one number for each neuron of a parameter."""
-    *experts, rows, columns = parameter_shape
-    return (*experts, columns if is_transposed else rows, 1)
-
-
-def matrices_of_model(model: nn.Module) -> dict[str, list[Matrix]]:
-    """The matrices of each parameter that has some, by the parameter's name: weights of two dimensions inside decoder
-    layers, and stacks of experts. Embeddings, biases and convolutions are none."""
-    layers = decoder_layers(model)
+def matrix_weights(model: nn.Module) -> dict[str, MatrixWeight]:
+    """The weights of a model that are matrices, by their names, `index` being the place in this dict: weights of two
+    dimensions inside decoder layers, and stacks of experts. Embeddings, biases and convolutions are none."""
     config = model.config.get_text_config()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, list[Matrix]] = {}
-    for module in layers.modules():
+    found: dict[str, MatrixWeight] = {}
+    for module in decoder_layers(model).modules():
         for own_name, parameter in module.named_parameters(recurse=False):
             name = names[id(parameter)]
-            if name not in found and is_weight_of_matrices(module, own_name, parameter):
-                found[name] = split_weight(config, module, name, own_name, parameter, len(found))
+            if name not in found and is_of_matrices(module, own_name, parameter):
+                is_transposed = is_stored_input_by_output(module, parameter)
+                outputs = parameter.shape[-1 if is_transposed else -2]
+                projection = name.split(".")[-2] if own_name == "weight" else own_name
+                parts = outputs_of_matrices(config, module, projection, outputs)
+                found[name] = MatrixWeight(len(found), parameter.shape, parts, is_transposed)
     return found
 
 
-def is_weight_of_matrices(module: nn.Module, own_name: str, parameter: nn.Parameter) -> bool:
+def is_of_matrices(module: nn.Module, own_name: str, parameter: nn.Parameter) -> bool:
     if parameter.dim() == 3:
         return not isinstance(module, nn.Conv1d) and "bias" not in own_name
     return parameter.dim() == 2 and own_name == "weight" and not isinstance(module, nn.Embedding)
 
 
-def split_weight(config, module: nn.Module, name: str, own_name: str, parameter, index: int) -> list[Matrix]:
-    """The matrices of one parameter."""
-    *_, rows, columns = parameter.shape
-    projection = name.split(".")[-2] if own_name == "weight" else own_name
-    is_transposed = is_stored_input_by_output(module, parameter)
-    outputs = columns if is_transposed else rows
-    parts = [range(outputs)]
-    if projection in FUSED_ATTENTION and config.model_type not in MIXED_BY_HEAD:
-        parts = ranges_of(attention_sizes(config, outputs))
-    elif projection == "gate_up_proj" and not getattr(module, "is_concatenated", True):
-        parts = [range(0, outputs, 2), range(1, outputs, 2)]
-    elif projection == "gate_up_proj":
-        parts = ranges_of([outputs // 2, outputs // 2])
-    experts = range(parameter.shape[0]) if parameter.dim() == 3 else [None]
-    matrices = []
-    for expert in experts:
-        for part in parts:
-            sides = (range(rows), part) if is_transposed else (part, range(columns))
-            matrices.append(Matrix(index, parameter.shape[0], *sides, expert, is_transposed))
-    return matrices
+def outputs_of_matrices(config, module: nn.Module, projection: str, outputs: int) -> tuple[range, ...]:
+    """Which outputs of a projection belong to each of its matrices."""
+    if projection == "gate_up_proj" and not getattr(module, "is_concatenated", True):
+        return range(0, outputs, 2), range(1, outputs, 2)
+    sizes = [outputs]
+    if projection == "gate_up_proj":
+        sizes = [outputs // 2, outputs // 2]
+    elif projection in FUSED_ATTENTION and config.model_type not in MIXED_BY_HEAD:
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        of_attention = [heads * head_dim, key_heads * head_dim, key_heads * head_dim]
+        if sum(of_attention) == outputs:  # otherwise it is not known which are which
+            sizes = of_attention
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 def is_stored_input_by_output(module: nn.Module, parameter: nn.Parameter) -> bool:
@@ -105,22 +114,3 @@ def is_stored_input_by_output(module: nn.Module, parameter: nn.Parameter) -> boo
     if up is None or down is None or up.dim() != 3:
         return getattr(module, "is_transposed", False)
     return up.shape[2] == 2 * down.shape[1]
-
-
-def attention_sizes(config, outputs: int) -> list[int]:
-    """How many outputs are queries, keys and values, by the config; of another number of outputs it is not known, and
-    they stay together."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    sizes = [heads * head_dim, key_heads * head_dim, key_heads * head_dim]
-    return sizes if sum(sizes) == outputs else [outputs]
-
-
-def ranges_of(sizes: list[int]) -> list[range]:
-    """Ranges of these sizes, one after the other."""
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append(range(start, start + size))
-        start += size
-    return ranges

@@ -3,7 +3,7 @@ Independent of where the matrices are from."""
 
 import torch
 
-from harness.base.torch_internals import cpu_multiplies_bf16
+from harness.model.precision import cpu_multiplies_bf16
 
 DTYPE = torch.bfloat16  # of the iteration, and of what ranks send each other for it; tests compute in fp32
 EPS = 1e-7  # torch.optim.Muon's

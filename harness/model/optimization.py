@@ -14,15 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.base.errors import UserError
-from harness.base.package_internals import wrapped_weight
-from harness.base.torch_internals import norm_of_each
-from harness.flags.settings import OPTIMIZERS, Settings
-from harness.job import ParameterBytes
+from harness import base, flags, job
 from harness.model.weights import on_meta
 
 
-def decay_matrices(model: nn.Module, settings: Settings) -> list[dict]:
+def decay_matrices(model: nn.Module, settings: flags.Settings) -> list[dict]:
     """Groups of a model's parameters that are trained: weight decay on those of two dimensions and more only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
@@ -34,25 +30,26 @@ def decay_matrices(model: nn.Module, settings: Settings) -> list[dict]:
 class OptimizerKind:
     """What the rest of the program asks of an optimizer: the value `OPTIMIZER` of its file.
 
-    `build` takes groups of parameters, each with its weight decay, and the settings. If the optimizer it returns has no
-    states yet, `make_states` makes them. If that optimizer has an attribute `grad_scale`, its next step must divide the
-    gradients by it, unless it is None, and then set it to None. If it has an attribute `skip`, its next step must
-    change no weight, no state and no step count where that scalar is 1, whatever the gradients are, and then set it to
-    None; one without it is not called for a step that is skipped, for which the host waits for the device in each step.
+    `build` takes groups of parameters, each with its weight decay, and the settings. The optimizer it returns has made
+    its states already: a checkpoint is loaded into them. If it has an attribute `grad_scale`, its next step must divide
+    the gradients by it, unless it is None, and then set it to None.
     """
 
-    build: Callable[[list[dict], Settings], torch.optim.Optimizer]
+    build: Callable[[list[dict], flags.Settings], torch.optim.Optimizer]
     state_bytes: Callable[[int], int]  # of one parameter's states in memory, by the bytes of its weight
+    # whether the next step changes no weight, no state and no step count where the scalar `optimizer.skip` is 1,
+    # whatever the gradients are, and then sets it to None; else the host waits for the device in each step
+    skips_on_device: bool = False
     saved_state_bytes: Callable[[int], int] | None = None  # the same in a checkpoint, where it differs
     package: str | None = None  # what pip installs for it
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
     before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
-    groups: Callable[[nn.Module, Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
+    groups: Callable[[nn.Module, flags.Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
     # of one parameter's states but for scalars, by name, those of a quantized state by NAME.PART; of the weight's dtype
     # where this is None
-    state_dtypes: Callable[[Settings, DTensor], dict[str, torch.dtype]] | None = None
+    state_dtypes: Callable[[flags.Settings, DTensor], dict[str, torch.dtype]] | None = None
     # bytes of the states of a whole model, where `state_bytes` does not hold for each parameter
-    model_state_bytes: Callable[[nn.Module, Settings], int] | None = None
+    model_state_bytes: Callable[[nn.Module, flags.Settings], int] | None = None
     describe: Callable[[nn.Module], str] | None = None  # for the header: which parameters it updates how
 
     def is_installed(self) -> bool:
@@ -66,79 +63,43 @@ def find_optimizer(name: str) -> OptimizerKind:
 
 def memory_saving_optimizers(name: str) -> list[str]:
     """The installed optimizers that take less memory and may stand in for the named one."""
-    kinds = {other: find_optimizer(other) for other in OPTIMIZERS}
+    kinds = {other: find_optimizer(other) for other in flags.OPTIMIZERS}
     return [other for other, kind in kinds.items() if name in kind.stands_in_for and kind.is_installed()]
 
 
-def weight_dtype(settings: Settings) -> torch.dtype:
+def weight_dtype(settings: flags.Settings) -> torch.dtype:
     """Of the master weights, and of the gradients that the optimizer is given."""
     return torch.bfloat16 if settings.precision == "bf16-pure" else torch.float32
 
 
-def parameter_bytes(settings: Settings, config: Any = None) -> ParameterBytes:
+def parameter_bytes(settings: flags.Settings, config: Any = None) -> job.ParameterBytes:
     """What one parameter takes, with its optimizer and --ema; on average over a config's model where they differ."""
     kind, weight = find_optimizer(settings.optimizer), weight_dtype(settings).itemsize
     average = 4 if settings.ema else 0
     if kind.model_state_bytes and config is not None:
         model = on_meta(config)
         states = kind.model_state_bytes(model, settings) / sum(parameter.numel() for parameter in model.parameters())
-        return ParameterBytes(weight, states, saved_states=states, average=average)
+        return job.ParameterBytes(weight, states, saved_states=states, average=average)
     saved_state_bytes = kind.saved_state_bytes or kind.state_bytes
-    return ParameterBytes(weight, kind.state_bytes(weight), saved_state_bytes(weight), average)
+    return job.ParameterBytes(weight, kind.state_bytes(weight), saved_state_bytes(weight), average)
 
 
-def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters, its states made already."""
+def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the sharded parameters, its states made already; `skips_on_device` is what its file says."""
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
-        raise UserError(f"--optimizer {settings.optimizer}: {needs}")
-    groups = kind.groups(model, settings)
-    optimizer = kind.build([group for group in groups if group["params"]], settings)
-    if not optimizer.state:
-        make_states(optimizer)
+        raise base.UserError(f"--optimizer {settings.optimizer}: {needs}")
+    groups = [group for group in kind.groups(model, settings) if group["params"]]
+    optimizer = kind.build(groups, settings)
+    optimizer.skips_on_device = kind.skips_on_device
     return optimizer
-
-
-def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the states of an optimizer that has none before its first step, so that they can be checked, counted in
-    memory and loaded into.
-
-    It takes a step with zero gradients, without learning rate and weight decay, which changes no parameter, and then
-    sets every state to zero. An optimizer whose states begin with other numbers makes them itself.
-    """
-    options = [
-        (group, name, float(group[name]))
-        for group in optimizer.param_groups
-        for name in ("lr", "weight_decay")
-        if name in group
-    ]
-    for group, name, _ in options:
-        set_option(group, name, 0.0)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        for value in state.values():
-            if torch.is_tensor(value):
-                value.zero_()
-    for group, name, value in options:
-        set_option(group, name, value)
-
-
-def set_option(group: dict, name: str, value: float) -> None:
-    """Sets a number of a group of parameters, which some optimizers keep as a tensor."""
-    if torch.is_tensor(group[name]):
-        group[name].fill_(value)
-    else:
-        group[name] = value
 
 
 def local(tensor: DTensor) -> torch.Tensor:
     """This rank's part; of a float8 weight the master weight that it wraps. Called without gradients."""
-    return wrapped_weight(tensor.to_local())
+    shard = tensor.to_local()
+    return getattr(shard, "_tensor", shard)  # private: torchao's public way to the weight is to cast it, at a copy
 
 
 @torch.no_grad()
@@ -152,7 +113,8 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
         if max_norm:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return largest_of_replicas(norm, mesh)
-    norms = norm_of_each([local(parameter.grad) for parameter in parameters])
+    # private: one kernel, in fp32; `nn.utils.get_total_norm` would compute in the gradients' own dtype
+    norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters], dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     shards = mesh.get_group("shard")
     if shards.size() > 1:

@@ -4,22 +4,26 @@ import dataclasses
 
 import torch
 
-from harness import job
-from harness.base.torch_internals import cpu_multiplies_bf16
-from harness.flags.settings import Settings
+from harness import flags, job
 
 # Tokens/s of `--demo` on two cores without bf16 instructions, lowest and highest of several runs (torch 2.13.0).
 DEMO_WITHOUT_INSTRUCTIONS = {"bf16": "295 to 424", "fp32": "2,800 to 5,300"}
 
 
-def computes_on_gpu(settings: Settings) -> bool:
+def cpu_multiplies_bf16() -> bool:
+    """Whether the CPU has instructions that oneDNN takes for products of bf16."""
+    # private: get_cpu_capability does not say, and torch.cpu's functions do not follow ONEDNN_MAX_CPU_ISA
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def computes_on_gpu(settings: flags.Settings) -> bool:
     """Whether a GPU computes the steps, for --plan those that are planned."""
     if settings.plan:
         return (settings.plan_gpu or "").lower() != "cpu"
     return torch.cuda.is_available()
 
 
-def choose_precision(settings: Settings, manifest: dict | None) -> Settings:
+def choose_precision(settings: flags.Settings, manifest: dict | None) -> flags.Settings:
     """The settings with --precision decided: as given, else as in the checkpoint of `manifest`, else bf16 on a GPU and
     fp32 on a CPU. Warns on rank 0 where a CPU without instructions for bf16 would compute in it."""
     if settings.precision is None and manifest:

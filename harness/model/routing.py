@@ -2,10 +2,8 @@
 these numbers are. Called by the script while it builds a model, and in its step. Independent of ranks."""
 
 import torch
+import transformers
 from torch import nn
-
-from harness.base.torch_internals import keep_attributes_of_forward_only
-from harness.base.transformers_internals import find_routers
 
 
 class Routing:
@@ -76,7 +74,27 @@ def watch_routers(model: nn.Module, init: str) -> None:
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end)
-    keep_attributes_of_forward_only()
+    # A compiled layer that is computed again in the backward pass sets no attribute there; otherwise one that sets any
+    # cannot be compiled.
+    # private: there is no public option
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def find_routers(model: transformers.PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """(module, index of the logits in its output) of each router of a mixture of experts, in the order of the layers;
+    none where a model has none, or of several kinds. In public transformers only returns their logits, by hooks that
+    the compiler cannot trace."""
+    routers = []
+    for path, part in model.named_modules():
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")  # private: see above
+        if not isinstance(part, transformers.PreTrainedModel) or not hasattr(recorded, "target_class"):
+            continue
+        for name, module in part.named_modules(prefix=path):
+            place = (recorded.layer_name or "").strip(".")
+            found = recorded.target_class and isinstance(module, recorded.target_class)
+            if found and (not place or f".{place}." in f".{name}."):
+                routers.append((module, recorded.index))
+    return list(dict.fromkeys(routers))
 
 
 def leave_out_router_loss(model: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:

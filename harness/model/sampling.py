@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness import job
-from harness.flags.settings import Settings
+from harness import flags, job
 
 
 @contextlib.contextmanager
@@ -28,7 +27,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-def sample(settings: Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:
+def sample(settings: flags.Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:
     """`prompt` and, as `text`, it with its continuation; every rank takes part with the same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time

@@ -58,8 +58,8 @@ def decide_skip(norm: torch.Tensor, recent: RecentNorms | None) -> torch.Tensor:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves out a step by a tensor, as `OptimizerKind` says; the host reads it otherwise."""
-    return hasattr(optimizer, "skip")
+    """Whether an optimizer leaves out a step by a tensor, as its file says; the host reads it otherwise."""
+    return getattr(optimizer, "skips_on_device", False)
 
 
 def step_or_skip(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:

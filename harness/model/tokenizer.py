@@ -5,18 +5,16 @@ import pathlib
 
 import transformers
 from transformers import AutoTokenizer
+from transformers.models.auto import tokenization_auto
 
-from harness.base import transformers_internals
-from harness.base.errors import UserError
-from harness.base.hub import answer_from_cache_without_network
-from harness.base.text import first_line
-from harness.flags.settings import ASSETS, PRESETS, Settings
-from harness.model.configs import find_source, refuse_foreign_code
+from harness import base, flags
+from harness.model.configs import find_source, load_config, refuse_foreign_code
 
 # A folder may name any class of transformers as its tokenizer's, and that class would ask on stdin whether to run the
-# folder's code, whatever AutoTokenizer was told.
-transformers_internals.never_ask_to_run_code()
-any_class_from_name = transformers_internals.tokenizer_class_from_name
+# folder's code, whatever AutoTokenizer was told. private: no time to answer means that nobody is asked.
+transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+# private: the class that a folder's tokenizer_config.json names, any class of transformers; AutoTokenizer takes no rule
+any_class_from_name = tokenization_auto.tokenizer_class_from_name
 
 
 def tokenizer_class_from_name(name: str) -> type | None:
@@ -28,14 +26,14 @@ def tokenizer_class_from_name(name: str) -> type | None:
     raise ValueError(f"its tokenizer_class {name} is no tokenizer")
 
 
-def load_tokenizer(settings: Settings, config, needed: bool = True):
+def load_tokenizer(settings: flags.Settings, config, needed: bool = True):
     """The tokenizer, its vocabulary checked against the model's; None where it is not `needed`."""
     if not needed:
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
     can_be_hub_id = source.count("/") <= 1 and not source.startswith(("/", ".", "~"))
-    answer_from_cache_without_network(source)
-    transformers_internals.set_tokenizer_class_from_name(tokenizer_class_from_name)
+    base.answer_from_cache_without_network(source)
+    tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name  # private: as above
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
@@ -43,24 +41,33 @@ def load_tokenizer(settings: Settings, config, needed: bool = True):
         without = "use --dataset synthetic, which needs none"
         if settings.dataset == "synthetic":
             without = "leave out the prompts"
-        advice = f"give --tokenizer a folder ({ASSETS / 'demo'} has one), or {without}"
+        advice = f"give --tokenizer a folder ({flags.ASSETS / 'demo'} has one), or {without}"
         if os.path.isdir(source):
             problem = "the folder has no usable tokenizer"
         elif not can_be_hub_id:
-            raise UserError(f"--tokenizer {source}: no such folder; {advice}") from error
+            raise base.UserError(f"--tokenizer {source}: no such folder; {advice}") from error
         else:
             problem = "not a folder, and not to be had from the hub"
             advice = f"`hf auth login` where {source} is gated, or a network; else {advice}"
-        if settings.tokenizer is None and settings.model in PRESETS:
+        if settings.tokenizer is None and settings.model in flags.PRESETS:
             problem += f"; the preset {settings.model} has its config alone here"
-        raise UserError(f"--tokenizer {source}: {problem} ({first_line(error)}); {advice}") from error
+        raise base.UserError(f"--tokenizer {source}: {problem} ({base.first_line(error)}); {advice}") from error
     size, embeddings = len(tokenizer), config.get_text_config().vocab_size
     if size > embeddings:
-        raise UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {embeddings}")
+        raise base.UserError(f"--tokenizer {source}: its vocabulary of {size} is larger than the model's {embeddings}")
     return tokenizer
 
 
-def read_prompts(settings: Settings, config, tokenizer) -> list[str]:
+def load_files(settings: flags.Settings, needs_tokenizer: bool) -> tuple:
+    """(the model's config, its tokenizer or None where it is not needed, the prompts to write stories from). Rank 0
+    reads first."""
+    config = base.on_main_rank(lambda: load_config(settings.model))
+    tokenizer = base.on_main_rank(lambda: load_tokenizer(settings, config, needs_tokenizer))
+    prompts = base.on_main_rank(lambda: read_prompts(settings, config, tokenizer))
+    return config, tokenizer, prompts
+
+
+def read_prompts(settings: flags.Settings, config, tokenizer) -> list[str]:
     """The texts to be continued: those of --sample-prompt, then those of the file --sample-prompts, one a line."""
     prompts, path = list(settings.sample_prompt or ()), settings.sample_prompts
     if path:
@@ -68,13 +75,13 @@ def read_prompts(settings: Settings, config, tokenizer) -> list[str]:
             lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-            raise UserError(f"--sample-prompts {path}: cannot be read ({reason})") from error
+            raise base.UserError(f"--sample-prompts {path}: cannot be read ({reason})") from error
         prompts += [line.strip() for line in lines if line.strip()]
         if not any(map(str.strip, lines)):
-            raise UserError(f"--sample-prompts {path}: holds no prompt; give a file with one a line")
+            raise base.UserError(f"--sample-prompts {path}: holds no prompt; give a file with one a line")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = max((len(tokenizer(prompt)["input_ids"]) for prompt in prompts), default=0)
     if longest and positions and longest + settings.sample_tokens > positions:
         limit = f"{settings.model}'s {positions} positions"
-        raise UserError(f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}")
+        raise base.UserError(f"--sample-tokens {settings.sample_tokens}: with the prompt more than {limit}")
     return prompts

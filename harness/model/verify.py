@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.base.torch_internals import fsdp_group, reduce_dtype
-from harness.flags.settings import Settings
-from harness.model.collectives import sharded_modules
+from harness import flags
+from harness.model.collectives import fsdp_group, sharded_modules
 from harness.model.optimization import find_optimizer, local, weight_dtype
 
 
@@ -25,7 +24,7 @@ class Held(NamedTuple):
 
 @torch.no_grad()
 def verify_sharding(
-    settings: Settings,
+    settings: flags.Settings,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
@@ -83,11 +82,13 @@ def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     dtypes = {}
     for module in sharded_modules(model):
         for index, parameter in enumerate(fsdp_group(module).fsdp_params):
-            dtypes[f"{names[module]}, parameter {index}"] = reduce_dtype(parameter)
+            policy = parameter.mp_policy
+            dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+            dtypes[f"{names[module]}, parameter {index}"] = dtype
     return dtypes
 
 
-def held_states(settings: Settings, parameters: dict[str, nn.Parameter], optimizer) -> list[Held]:
+def held_states(settings: flags.Settings, parameters: dict[str, nn.Parameter], optimizer) -> list[Held]:
     """The states of one name and dtype, with the dtype that the optimizer's file has for them."""
     declared = find_optimizer(settings.optimizer).state_dtypes
     held: dict[tuple[str, torch.dtype], Held] = {}

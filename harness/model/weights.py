@@ -11,13 +11,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, conversion_mapping, core_model_loading, modeling_utils
 
-from harness.base.errors import UserError
-from harness.base.text import first_line
-from harness.base.torch_internals import was_written
-from harness.base.transformers_internals import checkpoint_rules, initialize, load_tensors, renamed_by, was_loaded
-from harness.job import is_first_rank
+from harness import base, job
 from harness.model.attention import ONE_KERNEL
 
 
@@ -29,10 +25,10 @@ def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.flo
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, ImportError) as error:
-        raise UserError(f"--attention {attention}: {first_line(error)}") from error
+        raise base.UserError(f"--attention {attention}: {base.first_line(error)}") from error
     except Exception as error:  # a negative size, an unknown activation
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"--model: transformers builds no model of its config.json ({reason})") from error
+        reason = f"{type(error).__name__}: {base.first_line(error)}"
+        raise base.UserError(f"--model: transformers builds no model of its config.json ({reason})") from error
 
 
 def count_parameters(config) -> int:
@@ -48,7 +44,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             lists[name] = module
     if not lists:
-        raise UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
+        raise base.UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
     outermost = min(lists, key=lambda name: name.count("."))
     return lists[outermost]
 
@@ -86,14 +82,16 @@ def materialize(model: nn.Module, modules: list[nn.Module], device, weights, lay
         if isinstance(part, transformers.PreTrainedModel):
             owner.update(dict.fromkeys(part.modules(), part))
     for module in reversed(modules):  # children before parents, as nn.Module.apply does; what was loaded stays
-        initialize(owner[module], module)  # a part that is a model has rules of its own
+        # private: in public a whole model gets its random values; a part that is a model has rules of its own
+        owner[module]._init_weights(module)
     made = {id(tensor) for tensor in real.values()}
     for module in modules:
         for name, tensor in own_tensors(module):
-            if id(tensor) in made and tensor.numel() and not was_written(tensor):
+            # private: autograd alone counts the operations in place that wrote into a tensor
+            if id(tensor) in made and tensor.numel() and not tensor._version:
                 tensor_name = f"{type(module).__name__}.{name}"
                 problem = "gets no value, from a checkpoint or when its layer is made by itself"
-                raise UserError(f"--model: {tensor_name} {problem}")
+                raise base.UserError(f"--model: {tensor_name} {problem}")
     for tensor, drawn in real.items():
         drawn.data = drawn.data.to(tensor.dtype)
 
@@ -124,13 +122,14 @@ class PretrainedWeights:
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, source: str, dtype: torch.dtype):
-        downloads_are_shown = is_first_rank() and not are_progress_bars_disabled()
+        downloads_are_shown = job.is_first_rank() and not are_progress_bars_disabled()
         transformers.utils.logging.disable_progress_bar()  # of each layer, but it ends those of downloads too
         if downloads_are_shown:
             enable_progress_bars()
         self.model, self.source, self.dtype = model, source, dtype
-        self.rules = checkpoint_rules(model)
-        model_name = renamed_by(self.rules, model)
+        # private: how names and layouts of a checkpoint become the model's; `from_pretrained` reads whole models only
+        self.rules = conversion_mapping.get_model_conversion_mapping(model)
+        self.names = model.state_dict()
         path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
         try:
@@ -143,20 +142,36 @@ class PretrainedWeights:
                     raise ValueError(f"its index names {file}, which is not in the folder")
                 tensors = safe_open(os.path.join(source, file), framework="pt")
                 for key in tensors.keys():  # noqa: SIM118 - it is no dict
-                    of_layer = re.match(rf"{re.escape(path)}\.(\d+)\.", model_name(key))
+                    of_layer = re.match(rf"{re.escape(path)}\.(\d+)\.", self.name_in_model(key))
                     layer = int(of_layer[1]) if of_layer else None
                     self.slices.setdefault(layer, {})[key] = tensors.get_slice(key)
         except Exception as error:
-            raise UserError(f"--init pretrained: no weights from {source} ({first_line(error)})") from error
+            raise base.UserError(f"--init pretrained: no weights from {source} ({base.first_line(error)})") from error
+
+    def name_in_model(self, key: str) -> str:
+        """The model's name of a tensor of the checkpoint."""
+        # private: as above
+        renamings = [rule for rule in self.rules if isinstance(rule, core_model_loading.WeightRenaming)]
+        converters = [rule for rule in self.rules if isinstance(rule, core_model_loading.WeightConverter)]
+        prefix = self.model.base_model_prefix
+        return core_model_loading.rename_source_key(key, renamings, converters, prefix, self.names)[0]
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
-        load_tensors(self.model, self.slices.get(layer, {}), self.rules, self.dtype, device)
+        options = {"dtype": self.dtype, "weight_mapping": self.rules, "device_map": {"": device}}
+        # private: as above
+        config = modeling_utils.LoadStateDictConfig(**options)
+        core_model_loading.convert_and_load_state_dict_in_model(self.model, self.slices.get(layer, {}), config)
         self.model.tie_weights()
         for path, module in self.model.named_modules():
             if module not in modules:
                 continue
             for name, weight in module.named_parameters(recurse=False):
-                if not was_loaded(weight):
+                if not getattr(weight, "_is_hf_initialized", False):  # private: the mark of what was read
                     missing = f"{path}.{name} of shape {tuple(weight.shape)}"
-                    raise UserError(f"--init pretrained: {self.source} has no {missing}")
+                    raise base.UserError(f"--init pretrained: {self.source} has no {missing}")
+
+
+def as_in_checkpoint(model: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Some tensors of a model by the names and in the layouts of its checkpoints."""
+    return core_model_loading.revert_weight_conversion(model, tensors)  # private: `save_pretrained` takes whole models

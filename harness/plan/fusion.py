@@ -1,7 +1,6 @@
-"""Fusion: what a compiled region allocates and moves: which tensors are materialized, which kernels they form, and what
-is alive at once. Called by `recorder`. Independent of the step that the region belongs to and of any GPU."""
+"""Fusion: what a compiled region allocates and moves: which tensors are materialized and what is alive at once. Called
+by `recorder`. Independent of the step that the region belongs to and of any GPU."""
 
-import dataclasses
 import operator
 import re
 from typing import NamedTuple
@@ -9,32 +8,21 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from harness.base.torch_internals import unsafe_view
 from harness.plan.operators import allocated_bytes, attention_workspace, tensors_in
 
 # Operators with kernels of their own, which the compiler does not fuse with what stands beside them.
 UNFUSED_OPERATORS = re.compile(
     r"mm\b|_mm|attention|convolution|embedding_dense|(?<!slice_)(?<!select_)scatter|index_put|sort|topk|cumsum"
 )
-UNDECLARED_VIEWS = (operator.getitem, unsafe_view)  # views, which their schemas do not say
-ROW_SHARE = 1 / 64  # of a kernel's largest input: a result so small is a row's sum, and stays inside the kernel
+# private: torch makes this view in a matmul over more than two dimensions. Neither schema says that it is one.
+UNDECLARED_VIEWS = (operator.getitem, torch.ops.aten._unsafe_view.default)
 
 
 class RegionMemory(NamedTuple):
-    """What a compiled region takes: the peak bytes of what it allocates, the bytes that its fused kernels read and
-    write, and the number of these kernels."""
+    """What a compiled region takes: the peak bytes of what it allocates, and the bytes that its fused kernels move."""
 
     peak: int
     moved: int
-    kernels: int
-
-
-@dataclasses.dataclass
-class FusedKernel:
-    """A kernel that the compiler writes: the materialized tensors that it reads, and those that it writes."""
-
-    reads: frozenset[Node]
-    writes: list[Node]
 
 
 def is_view(node: Node) -> bool:
@@ -69,15 +57,20 @@ def is_number_of_tensor(node: Node) -> bool:
 
 
 def fused_memory(graph: GraphModule) -> RegionMemory:
-    """What the graph takes when it is compiled."""
+    """What the graph takes when it is compiled.
+
+    Its fused kernels write each materialized tensor once and read each once, however many of them use it. One number of
+    a whole tensor, such as float8's scale, takes a further pass over what it is made of, which it shares with other
+    numbers of the same: nothing can be scaled before all is read.
+    """
     nodes = list(graph.graph.nodes)
     sizes = {node: sum(allocated_bytes(t.nbytes) for t in tensors_in(node.meta.get("val"))) for node in nodes}
     materialized, reads = find_materialized(nodes)
-    kernels = form_kernels(nodes, sizes, materialized, reads)
-    moved = 0
-    for kernel in kernels:
-        moved += sum(sizes[tensor] for tensor in (*kernel.reads, *kernel.writes))
-    return RegionMemory(find_peak(nodes, sizes, materialized, reads), moved, len(kernels))
+    made = [node for node in nodes if node in materialized and node.op == "call_function" and not has_own_kernel(node)]
+    passes = {reads[node] for node in made if is_number_of_tensor(node)}
+    read = {tensor for node in made if not is_number_of_tensor(node) for tensor in reads[node]}
+    moved = sum(sizes[tensor] for tensors in (made, read, *passes) for tensor in tensors)
+    return RegionMemory(find_peak(nodes, sizes, materialized, reads), moved)
 
 
 def find_materialized(nodes: list[Node]) -> tuple[set[Node], dict[Node, frozenset[Node]]]:
@@ -124,16 +117,8 @@ def find_peak(
     """The most bytes that a graph holds at once, beyond what exists when it begins.
 
     A materialized tensor is alive from the node that makes it to the last that reads it, and what the graph returns to
-    the end::
-
-                 mm      mul     mm      return
-        a        ########....                         read for the last time by mul
-        c                ########....
-        d                        ################
-        alive    a       a+c     c+d     d            the peak is the largest of these
-
-    Arguments are there already. The caller keeps those called primals; others (saved activations, gradients) are
-    released after their last use, which lowers what is alive.
+    the end. Arguments are there already. The caller keeps those called primals; others (saved activations, gradients)
+    are released after their last use, which lowers what is alive.
     """
     last_reader = {tensor: node for node in nodes for tensor in reads[node]}
     alive = peak = 0
@@ -146,75 +131,3 @@ def find_peak(
             if last_reader[tensor] is node and "primals" not in tensor.name:
                 alive -= sizes[tensor]
     return peak
-
-
-def form_kernels(
-    nodes: list[Node], sizes: dict[Node, int], materialized: set[Node], reads: dict[Node, frozenset[Node]]
-) -> list[FusedKernel]:
-    """The fused kernels of a graph: what reads the same tensors, or some of them, is one kernel, unless one has to wait
-    for the other::
-
-        a, b -> [silu, mul] -> c    \\
-                                     one kernel: reads a and b once, writes c and e
-        a ----> [cast] ------> e    /
-
-        a ----> [sum of a row] -> r -> [a / r] -> n       one kernel too: r is small and stays inside
-
-        a ----> [largest of all] -> m -> [a / m] -> n     two: all of a is read for m before the first a / m
-
-        c ----> [mm] -> d -> [d + a] -> f                 another: it waits for d, which waits for c
-    """
-    made = {node for node in materialized if node.op == "call_function"}
-    results = [node for node in nodes if node in made and not has_own_kernel(node)]
-    awaited = find_awaited(nodes, made)
-    reads = read_through_rows(nodes, sizes, set(results), reads)
-    kernels: list[FusedKernel] = []
-    for result in sorted(results, key=lambda node: -len(reads[node])):
-        for kernel in kernels:
-            if reads[result] <= kernel.reads and not must_wait(result, kernel, reads, awaited):
-                kernel.writes.append(result)
-                break
-        else:
-            kernels.append(FusedKernel(reads[result], [result]))
-    return kernels
-
-
-def find_awaited(nodes: list[Node], made: set[Node]) -> dict[Node, set[Node]]:
-    """For each node the tensors of `made` that have to be there before it can run."""
-    awaited: dict[Node, set[Node]] = {}
-    for node in nodes:
-        awaited[node] = set()
-        for argument in node.all_input_nodes:
-            awaited[node] |= awaited[argument]
-            if argument in made:
-                awaited[node].add(argument)
-    return awaited
-
-
-def read_through_rows(
-    nodes: list[Node], sizes: dict[Node, int], results: set[Node], reads: dict[Node, frozenset[Node]]
-) -> dict[Node, frozenset[Node]]:
-    """`reads` where a result of a fused kernel as small as a row's sum is replaced by what it was computed from. One
-    number of a whole tensor is left out: `must_wait` keeps its readers apart, and it has no bytes to speak of."""
-    through: dict[Node, frozenset[Node]] = {}
-    for node in nodes:
-        largest = max((sizes[tensor] for tensor in reads[node]), default=0)
-        tensors: set[Node] = set()
-        for tensor in reads[node]:
-            if is_number_of_tensor(tensor):
-                continue
-            if tensor in results and sizes[tensor] <= ROW_SHARE * largest:
-                tensors |= through[tensor]
-            else:
-                tensors.add(tensor)
-        through[node] = frozenset(tensors)
-    return through
-
-
-def must_wait(result: Node, kernel: FusedKernel, reads: dict, awaited: dict[Node, set[Node]]) -> bool:
-    """Whether the kernel has to run before `result` can be computed, or the other way round."""
-    kernel_waits = any(result in awaited[tensor] for tensor in kernel.reads)
-    if is_number_of_tensor(result):
-        kernel_waits = any(result in awaited[tensor] for tensor in (*kernel.reads, *kernel.writes))
-    written_before = set(kernel.writes) - reads[result]
-    return kernel_waits or not awaited[result].isdisjoint(written_before)

@@ -1,29 +1,18 @@
 """Operators: what a single one computes, reads, writes and allocates, by its schema and its arguments. Called by
-`recorder`, `fusion` and `measure`. Independent of the step that it belongs to and of any GPU."""
+`recorder` and `fusion`. Independent of the step that it belongs to and of any GPU."""
 
-import dataclasses
 import re
 
 import torch
+from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry
 
-from harness.base.torch_internals import backward_is_running, schema_of, tree_leaves
-
-# of what a step holds in memory
-KINDS = ("parameters", "gradients", "optimizer", "average", "activations", "communication")
+tree_leaves = _pytree.tree_leaves  # private: the leaves of nested lists and dicts; the public optree is another package
 
 
-@dataclasses.dataclass
-class Layout:
-    """A tensor without its storage."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+def schema_of(op) -> torch.FunctionSchema:
+    """The names of an operator's arguments, and which of them it writes."""
+    return op._schema  # private: a dispatch mode is given the operator alone
 
 
 def tensors_in(tree) -> list[torch.Tensor]:
@@ -62,23 +51,6 @@ def moved_bytes(op, args, kwargs, outputs: list[torch.Tensor]) -> int:
     return read + written
 
 
-def kind_of(name: str, inputs: list[torch.Tensor]) -> str:
-    """The operator's name and its inputs' dtypes: those of one kind take time in proportion to their size."""
-    if "scaled_dot_product" in name:
-        name = "attention " + ("backward" if "backward" in name else "forward")
-    return " ".join([name, *dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)])
-
-
-def shapes(tree) -> str:
-    """The sizes of an operator's arguments; ' marks a tensor that is not laid out row by row."""
-    sizes = []
-    for tensor in tensors_in(tree):
-        size = "x".join(map(str, tensor.shape))
-        sizes.append(size if tensor.is_contiguous() else f"{size}'")
-    numbers = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, int) and not isinstance(leaf, torch.SymInt)]
-    return " ".join([*sizes, *map(str, numbers)])
-
-
 def operator_flops(op, args, kwargs, result) -> int:
     """FLOPs that the operator executes, 0 for one that memory bounds."""
     name = schema_of(op).name.split("::")[1]
@@ -95,10 +67,18 @@ def operator_flops(op, args, kwargs, result) -> int:
         return int(flops)
     if name == "_grouped_mm":
         return 2 * args[0].numel() * args[1].shape[-1]
-    if name == "bmm" and not backward_is_running() and not torch.is_grad_enabled() and args[0].shape[-1] == 1:
-        return 0  # rotary angles, as in flops.FlopCounter
     formula = flop_registry.get(op.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
+
+
+def unit_of(op, flops: int) -> str:
+    """Which rate bounds an operator: memory, matmul, fp8, grouped (matmuls of experts) or attention."""
+    if not flops:
+        return "memory"
+    for unit, pattern in (("attention", "scaled_dot_product"), ("fp8", "scaled_mm"), ("grouped", "_grouped_mm")):
+        if pattern in op.name():
+            return unit
+    return "matmul"
 
 
 def attention_workspace(op, inputs: list[torch.Tensor]) -> int:

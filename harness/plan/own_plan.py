@@ -1,5 +1,5 @@
-"""Own plan: a run's own plan, made by a process beside the training. Called by the script. Independent of how a plan is
-made."""
+"""Own plan: a run's own plan, made by a process beside the training. Called by the script and `resolving`. Independent
+of how a plan is made."""
 
 import contextlib
 import json
@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from harness.base.errors import UserError
-from harness.flags.settings import ROOT, Settings
-from harness.job import say
+from harness import base, job
+from harness import flags as flag_rules
 
 PATIENCE = 60  # seconds that the end of a run waits for its plan
 RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans
@@ -33,11 +32,12 @@ def end_with_run() -> None:
         threading.Thread(target=watch, args=(int(os.environ[RUN]),), daemon=True).start()
 
 
-def start_plan(settings: Settings) -> subprocess.Popen:
+def start_plan(settings: flag_rules.Settings) -> subprocess.Popen:
     """Plans this run in another process, which sees no GPU and gives way to the training."""
     resolved = {
         "--plan-gpus": dist.get_world_size(),
         "--plan-gpu": settings.plan_gpu or torch.cuda.get_device_name(),
+        "--gpus-per-node": os.environ.get("LOCAL_WORLD_SIZE", settings.gpus_per_node),
         "--precision": settings.precision,
         "--batch-size": settings.batch_size,
         "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
@@ -48,7 +48,15 @@ def start_plan(settings: Settings) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if name not in world}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = ["nice", "-n", "19", sys.executable, str(ROOT / "train_fsdp.py"), *settings.argv, *flags]
+    command = [
+        "nice",
+        "-n",
+        "19",
+        sys.executable,
+        str(base.ROOT / "train_fsdp.py"),
+        *flag_rules.as_words(settings.given),
+        *flags,
+    ]
     return subprocess.Popen(command, env=environment, **pipes)
 
 
@@ -59,30 +67,30 @@ def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, 
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return None, f"no plan within {patience:.0f} s"
+        return None, f"no plan within {patience:g} s"
     if process.returncode:
         return None, (errors.strip() or "no plan").splitlines()[-1]
     return json.loads(output), ""
 
 
-def choose_batch_size(settings: Settings) -> int:
+def choose_batch_size(settings: flag_rules.Settings) -> int:
     """--batch-size auto: the largest that fits by a plan of this run, on rank 0."""
     if not (settings.plan_gpu or torch.cuda.is_available()):
-        raise UserError("--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu")
+        raise base.UserError(
+            "--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu"
+        )
     result, problem = read_plan(start_plan(settings), patience=600)
     if not result:
-        raise UserError(f"--batch-size auto: {problem}")
+        raise base.UserError(f"--batch-size auto: {problem}")
     if not result["largest_batch_size"]:
-        advice = ""
-        if result.get("fits_with"):
-            advice = f"; it fits with {result['fits_with']['flags']}"
-        raise UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
-    say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
+        advice = f"; it fits with {result['fits_with']['flags']}" if result["fits_with"] else ""
+        raise base.UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
+    job.say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
     return result["largest_batch_size"]
 
 
 @contextlib.contextmanager
-def planning_in_background(settings: Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
+def planning_in_background(settings: flag_rules.Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
     """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run."""
     if dist.get_rank() or not settings.own_plan or not (settings.plan_gpu or device.type == "cuda"):
         yield None
@@ -97,10 +105,10 @@ def planning_in_background(settings: Settings, device: torch.device) -> Iterator
 def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
     """The figures that a run's own plan adds to the last line of its metrics; none where there is no plan."""
     if process.poll() is None:
-        say(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
+        job.say(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
     predicted, problem = read_plan(process, PATIENCE)
     if not predicted:
-        say(f"planned    nothing: {problem}")
+        job.say(f"planned    nothing: {problem}")
         return {}
     return {
         "predicted_peak_memory_alloc": predicted["memory_gib"]["total"],

@@ -1,116 +1,100 @@
 """Planning: --plan: predicts the configuration as it is, searches for what fits or is faster, and prints both. Called
 by the script, which hands over the functions that a plan drives. Independent of how a prediction is made."""
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
-import pathlib
+import time
 
-from harness.base.errors import UserError
-from harness.base.gpu_table import find_gpu
-from harness.flags.commands import given, without
-from harness.flags.settings import Settings
-from harness.model.configs import load_config
-from harness.model.flops import known_flops
-from harness.model.weights import on_meta
-from harness.plan import search
-from harness.plan.fitting import largest_batch
-from harness.plan.gpus import (
-    PUBLISHED_KINDS,
-    PUBLISHED_MEMORY_SHARE,
-    PUBLISHED_RUNS,
-    PUBLISHED_SHARE,
-    choose_rates,
-    is_published_kind,
-)
+from harness import base, flags
+from harness import model as models
+from harness.plan import own_plan
 from harness.plan.predict import Prediction, Recipe, predict
-from harness.plan.text import assumptions, describe_plan, describe_verdict
-from harness.report import plan_page
+from harness.plan.rates import choose_rates
+from harness.plan.resolving import resolve
+from harness.plan.search import Search
+from harness.plan.text import assumptions, describe_plan, published_share
 
 
-def price_of_run(settings: Settings, result: dict) -> dict:
-    """Hours and, with --gpu-hour-usd, dollars of all the steps of a run."""
-    steps = settings.num_steps
-    if settings.num_tokens:
-        steps = settings.steps_for(settings.num_tokens, result["gpus"])
-    hours = steps * result["step_time_ms"] / 1000 / 3600
-    run = {"steps": steps, "hours": hours}
-    if settings.gpu_hour_usd:
-        run["gpu_hour_usd"] = settings.gpu_hour_usd
-        run["cost"] = hours * result["gpus"] * settings.gpu_hour_usd
-    return run
-
-
-def without_infinities(tree):
-    """JSON has no infinity and no NaN: they become null."""
-    if isinstance(tree, dict):
-        return {key: without_infinities(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [without_infinities(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
-
-
-def plan(settings: Settings, recipe: Recipe) -> None:
+def print_plan(settings: flags.Settings, recipe: Recipe) -> None:
     """--plan: prints what `settings` will need and give, and what else would fit or be faster."""
     if int(os.environ.get("RANK", 0)):
         return
-    clock = search.Clock(settings.plan_seconds)
+    own_plan.end_with_run()
+    settings, result = make_plan(settings, recipe)
+    print(json.dumps(result, indent=2) if settings.json else describe_plan(settings, result))
+
+
+def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings, dict]:
+    """(the settings with all that the flags left open, the JSON object of their plan).
+
+    Raises:
+        UserError: there is no such GPU, or a number of GPUs is no whole number of nodes.
+    """
+    ends = time.monotonic() + settings.plan_seconds if settings.plan_seconds else math.inf
     rates = choose_rates(settings)
-    if settings.precision == "fp8" and not (rates.assumed.get("fp8_tflops", 1) or settings.fp8_emulate):
+    if settings.precision == "fp8" and not (rates.values.get("fp8_tflops", 1) or settings.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
-        raise UserError(f"--precision fp8: {why}; use bf16")
-    config = load_config(settings.model)
+        raise base.UserError(f"--precision fp8: {why}; use bf16")
     worlds = settings.plan_gpus or (settings.gpus_per_node,)
-    settings = recipe.resolve(settings, config)
-    model = on_meta(config, settings.attention)
-    flops, counted = known_flops(model, settings.sequence_length, recipe.flops_per_token)
-    timed = clock.timed(predict)
-    predicted = functools.cache(lambda settings, world: timed(settings, recipe, config, world, rates, flops))
+    check_nodes(worlds, settings.gpus_per_node)
+    config = models.load_config(settings.model)
+    settings = resolve(settings, config)
+    model = models.on_meta(config, settings.attention)
+    flops, counted = models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
+    plan = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
 
-    def planned(world: int = worlds[0], **changed) -> Prediction:  # of `settings` as they are when it is called
-        return predicted(dataclasses.replace(settings, **changed), world)
+    began = time.monotonic()
+    search = Search(settings, config, worlds, plan, rates.memory_gib, ends)
+    search.plan_asked()
+    if settings.plan_seconds or (search.is_auto and not search.row()["fits"]):
+        search.run()
+    settings = dataclasses.replace(settings, **search.asked)
+    result = {"model": settings.model, "gpu": rates.device, "flops": counted}
+    result |= plan(settings, worlds[0]).to_json() | search.result()
+    result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
+    if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
+        result["run"] = price_of_run(settings, next(row for row in result["configurations"] if row["asked"]))
+    result["rates"] = {name: {"value": value, "source": rates.sources[name]} for name, value in rates.values.items()}
+    result["published_share"] = published_share(rates, config)
+    result["assumptions"] = assumptions(settings, config, rates)
+    return settings, result
 
-    seconds = settings.plan_seconds
-    is_auto = settings.batch_size == "auto"
-    step = settings.batch_step()
-    largest = None
-    if is_auto:
-        largest = largest_batch(planned, rates.memory_gib, step)
-        batch_size = largest or step
-        argv = (*without(settings.argv, "batch_size"), "--batch-size", str(batch_size))
-        settings = dataclasses.replace(settings, batch_size=batch_size, argv=argv)
-    result = {"model": settings.model, "gpu": rates.device, "flops": counted} | planned().to_json()
-    finished = None
-    if seconds or (is_auto and not result["fits"]):
-        plan_of_first = functools.partial(planned, worlds[0])
-        finished = search.search(settings, config, plan_of_first, worlds[0], clock, is_auto)
-        result |= finished.result()
-    if seconds and not is_auto:
-        with contextlib.suppress(TimeoutError):
-            largest = largest_batch(planned, rates.memory_gib, step, clock.check)
-    if largest is not None:
-        result["largest_batch_size"] = largest
-    if len(worlds) > 1:
-        result["scaling"] = search.scaling(settings, config, planned, worlds, finished if seconds else None, clock)
-    if finished:
-        result["search"] |= {
-            "seconds": clock.elapsed(),
-            "seconds_allowed": seconds * (1 + (len(worlds) - 1) / 3),
-            "plan_seconds": seconds,
-        }
-    if result["fits"] and settings.num_steps and given(settings.argv) & {"num_steps", "num_tokens"}:
-        result["run"] = price_of_run(settings, result)
-    assumed = not rates.sections and find_gpu(rates.device)
-    is_known = is_published_kind(rates.device, config)
-    result["published_share"] = PUBLISHED_SHARE if assumed and is_known else None
-    result["published_runs"] = f"{PUBLISHED_RUNS} ({PUBLISHED_KINDS})" if assumed and is_known else None
-    result["published_memory_share"] = PUBLISHED_MEMORY_SHARE if is_known else None
-    result["rates_assumed"] = bool(assumed)
-    result["verdict_text"] = describe_verdict(settings, result)
-    result["assumptions"] = assumptions(settings, config, rates, result["time_sources"])
-    if settings.html:
-        plan_page.write_plan(pathlib.Path(settings.html).expanduser(), result)
-    print(json.dumps(without_infinities(result), indent=2) if settings.json else describe_plan(settings, result))
+
+def predict_run(settings: flags.Settings, recipe: Recipe, world: int, **given: float) -> Prediction:
+    """What a run needs and gives on `world` GPUs as it is; rates in `given` replace those that it would have."""
+    config = models.load_config(settings.model)
+    settings = resolve(settings, config)
+    rates = choose_rates(settings)
+    rates.values |= given
+    flops, _ = models.known_flops(
+        models.on_meta(config, settings.attention), settings.sequence_length, recipe.flops_per_token
+    )
+    return predict(settings, recipe, config, world, rates, flops)
+
+
+def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
+    """Raises a UserError where GPUs fill no whole number of nodes: some nodes would be fuller than others, and a run
+    would not be started like that."""
+    for world in worlds:
+        if world > per_node and world % per_node:
+            nodes = f"{world / per_node:.3g} nodes of {per_node} GPUs"
+            whole = -(-world // per_node) * per_node
+            advice = (
+                f"plan whole nodes, such as --plan-gpus {whole}, or give --gpus-per-node {math.gcd(world, per_node)}"
+            )
+            raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
+
+
+def price_of_run(settings: flags.Settings, row: dict) -> dict:
+    """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run in a configuration."""
+    steps = settings.num_steps
+    if settings.num_tokens:
+        steps = math.ceil(settings.num_tokens / row["tokens_per_step"])
+    hours = steps * row["step_time_ms"] / 1000 / 3600
+    run = {"steps": steps, "tokens": steps * row["tokens_per_step"], "hours": hours}
+    if settings.gpu_hour_usd:
+        run["cost"] = hours * row["gpus"] * settings.gpu_hour_usd
+    return run

@@ -1,5 +1,5 @@
 """Predict: the memory, traffic, time and cost of one configuration, from recorded steps and a GPU's rates. Called by
-`planning`. Independent of how a step is recorded (`recorder`) and where the rates are from (`gpus`)."""
+`planning`. Independent of how a step is recorded (`fake_step`) and where the rates are from (`rates`)."""
 
 import collections
 import dataclasses
@@ -7,24 +7,25 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from torch._subclasses import fake_tensor
 
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.base.gpu_table import CONTEXT_GIB, NCCL_GIB
-from harness.base.text import first_line
-from harness.base.torch_internals import ERRORS_WITHOUT_DATA
-from harness.flags.settings import Settings
-from harness.model.weights import layer_period
-from harness.plan.gpus import FRAGMENTATION, verdict_of
-from harness.plan.operators import KINDS
-from harness.plan.rates import PHASES, Operator, Rates, predict_time
+from harness import base, flags
+from harness import model as models
+from harness.plan.rates import HOST_LINK, HOST_MEMORY, PHASES, Rates, price_step
+from harness.plan.recorder import KINDS
+
+# What fake tensors raise where a model reads its data. private: these have no other name
+ERRORS_WITHOUT_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
+# What published runs took of their plans' memory, the least, the median and the most:
+# `published_memory_share` of benchmarks/results/plan_published.json.
+PUBLISHED_MEMORY_RUNS, PUBLISHED_MEMORY_SHARE = "13 published runs", (1.00, 1.06, 1.19)
+TIGHT = 1 / PUBLISHED_MEMORY_SHARE[-1]  # of what the card gives a process; a plan above it may take more than there is
 
 Peaks = dict[tuple, np.ndarray]  # (microbatch, phase, and in a pass the layer): bytes by kind, in the order of KINDS
 
 # The pair's own functions, which a plan drives.
-Recipe = collections.namedtuple(
-    "Recipe", "resolve build_mesh build_model build_optimizer train_step make_tracker estimate_mfu flops_per_token"
-)
+Recipe = collections.namedtuple("Recipe", "build_mesh build_model train_step make_tracker estimate_mfu flops_per_token")
 
 
 @dataclasses.dataclass
@@ -42,13 +43,12 @@ class Prediction:
     peaks_gib: dict[str, dict[str, float]]  # of each phase each kind, at the moment of the phase that holds most
     capacity_gib: float
     fits: bool
-    verdict: str
+    verdict: str  # fits, tight or does not fit
     communication_gib_per_step: float
     collectives: list[dict]
     flops_executed: float
     step_time_ms: float
     time_ms: dict[str, float]
-    time_sources: dict[str, float]  # the shares of the time that are measured, scaled and assumed
     exposed_communication_percent: float
     tokens_per_sec: float
     tokens_per_sec_per_gpu: float
@@ -69,101 +69,83 @@ class Step:
 
     peaks: Peaks
     stream_peaks: list[Peaks]  # of what was allocated in each CUDA stream, the default one first
-    counts: dict[tuple, float]
-    operators: dict[tuple[str, Operator], float]  # (phase, operator): how often it runs
-    parts: dict[Operator, collections.Counter]  # of a compiled region
+    counts: dict[tuple, float]  # of a StepRecorder
 
 
-@dataclasses.dataclass
-class Memory:
-    """GiB of the fullest GPU; of dicts by kind see the fields of `Prediction`."""
-
-    kinds: dict[str, float]
-    at_peak: dict[str, float]
-    peak_at: str
-    phases: dict[str, dict[str, float]]
-    total: float
-    streams: list[float]
-    beside_tensors: dict[str, float]
-    reserved: float
-
-
-def predict(settings: Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> Prediction:
+def predict(settings: flags.Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> Prediction:
     """What this configuration needs and gives on `world` GPUs; `flops` are those of a token, 0 where they are not
     known.
 
     Raises:
-        UserError: the model reads its data to decide what it computes, or a collective was not measured.
+        UserError: the model reads its data to decide what it computes, or a link was not measured.
     """
-    model, period = layer_period(config)
-    step = record_whole_step(settings, recipe, config, world, period, rates.on_gpu)
+    model, period = models.layer_period(config)
+    step = record_whole_step(settings, recipe, config, world, period, rates)
     host = move_states_to_host(step, settings) if settings.cpu_offload else np.zeros(len(KINDS))
     collectives = list_collectives(step.counts)
-    memory = find_memory(step, collectives)
-    rates_of_node = rates.with_ranks(min(world, settings.gpus_per_node))
-    seconds = predict_time(step.counts, step.operators, step.parts, rates_of_node)
-    tokens = settings.tokens_per_step(world)
-    speed = recipe.estimate_mfu(flops, tokens, seconds["step"], world, rates.peak_tflops or 0)
+    seconds = price_step(step.counts, rates)
+    speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops or 0)
     hours = 1e9 / speed["tokens_per_sec"] / 3600
-    cost = hours * world * settings.gpu_hour_usd if settings.gpu_hour_usd else None
+    memory = find_memory(step, collectives)
+    memory["memory_gib"]["host"] = float(host.sum()) / base.GIB
+    reserved = memory["memory_gib"]["reserved"]
     return Prediction(
         gpus=world,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops_per_token=flops or None,
-        memory_gib=memory.kinds | {"total": memory.total, "reserved": memory.reserved, "host": float(host.sum()) / GIB},
-        held_by_streams_gib=memory.streams,
-        beside_tensors_gib=memory.beside_tensors,
-        at_peak_gib=memory.at_peak,
-        peak_at=memory.peak_at,
-        peaks_gib=memory.phases,
+        **memory,
         capacity_gib=rates.memory_gib,
-        fits=memory.reserved <= rates.memory_gib,
-        verdict=verdict_of(memory.reserved, rates.memory_gib),
+        fits=reserved <= rates.memory_gib,
+        verdict=verdict_of(reserved, rates.memory_gib),
         communication_gib_per_step=sum(entry["gib"] for entry in collectives),
         collectives=collectives,
-        flops_executed=sum(operator.flops * times for (_, operator), times in step.operators.items()),
+        flops_executed=sum(count for (name, *_), count in step.counts.items() if name == "flops"),
         step_time_ms=1000 * seconds["step"],
-        time_ms={name: 1000 * value for name, value in seconds.items() if name not in ("step", "sources")},
-        time_sources=seconds["sources"],
+        time_ms={name: 1000 * value for name, value in seconds.items() if name != "step"},
         exposed_communication_percent=100 * seconds["exposed"] / seconds["step"],
         tokens_per_sec=speed["tokens_per_sec"],
         tokens_per_sec_per_gpu=speed["tokens_per_sec"] / world,
         mfu_percent=speed.get("mfu_percent") if flops else None,
         hours_per_billion_tokens=hours,
-        cost_per_billion_tokens=cost,
+        cost_per_billion_tokens=hours * world * settings.gpu_hour_usd if settings.gpu_hour_usd else None,
     )
 
 
-def record_whole_step(settings: Settings, recipe: Recipe, config, world: int, period: int, on_gpu: bool = True) -> Step:
+def verdict_of(reserved: float, capacity: float) -> str:
+    """Whether a plan that reserves so many GiB fits into what the card gives a process."""
+    if reserved > capacity:
+        return "does not fit"
+    return "tight" if reserved > TIGHT * capacity else "fits"
+
+
+def record_whole_step(settings: flags.Settings, recipe: Recipe, config, world: int, period: int, rates: Rates) -> Step:
     """A step at the full depth. Two shallow models, one `period` of layers apart, are recorded and extrapolated, which
     is exact where layers are alike: memory and counts are linear in depth, and a maximum over layers lies at the first
-    or the last of a kind. A model that is not deeper than these is recorded as it is."""
-    from harness.plan.recorder import record_step  # loads what only a plan needs
+    or the last of a kind. A model that is not deeper than these is recorded as it is. The step of an optimizer that
+    multiplies matrices, which ranks divide among them, is recorded of the whole model."""
+    from harness.plan import fake_step  # loads what only a plan needs
 
     layers = config.get_text_config().num_hidden_layers
     edge = max(period, 2)  # layers at each end whose peaks are kept apart
     shallow = 2 * edge + (layers - 2 * edge) % period
     depths = [shallow, shallow + period] if shallow + period < layers else [layers]
     try:
-        records = [record_step(settings, recipe, config, world, depth, edge, on_gpu) for depth in depths]
+        records = [fake_step.record_step(settings, recipe, config, world, depth, edge, rates) for depth in depths]
     except ERRORS_WITHOUT_DATA as error:
         why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
-        raise UserError(f"--plan: {why} ({first_line(error)})") from error
+        raise base.UserError(f"--plan: {why} ({base.first_line(error)})") from error
     few, many = records[0], records[-1]
     periods = (layers - depths[-1]) / period if len(depths) == 2 else 0
-
-    operators = extrapolate(few.operators, many.operators, periods)
-    for key, times in many.operators.items():
-        if key not in few.operators:  # its shape depends on the depth, so it runs once
-            operators[key] = times
-    streams = range(max(many.pools) + 1)
-    return Step(
+    step = Step(
         peaks=extrapolate(few.peaks(), many.peaks(), periods),
-        stream_peaks=[extrapolate(few.peaks(stream), many.peaks(stream), periods) for stream in streams],
+        stream_peaks=[
+            extrapolate(few.peaks(stream), many.peaks(stream), periods) for stream in range(max(many.pools) + 1)
+        ],
         counts=extrapolate(few.counts, many.counts, periods),
-        operators=operators,
-        parts=many.parts,
     )
+    if periods and many.counts["flops", "update", "matmul"]:
+        replace_update(step, fake_step.record_update(settings, recipe, config, world, rates))
+    return step
 
 
 def extrapolate(few: dict, many: dict, periods: float) -> dict:
@@ -171,7 +153,18 @@ def extrapolate(few: dict, many: dict, periods: float) -> dict:
     return {key: value + periods * (value - few[key]) for key, value in many.items() if key in few}
 
 
-def move_states_to_host(step: Step, settings: Settings) -> np.ndarray:
+def replace_update(step: Step, whole) -> None:
+    """Puts the record of a whole model's update in the place of the extrapolated one."""
+    step.counts = {key: count for key, count in step.counts.items() if key[1] != "update"}
+    step.counts |= {key: count for key, count in whole.counts.items() if key[1] == "update"}
+    (key,) = (key for key in step.peaks if key[1] == "optimizer")
+    (key_of_whole,) = (key for key in whole.peaks() if key[1] == "optimizer")
+    step.peaks[key] = whole.peaks()[key_of_whole]
+    for stream, peaks in enumerate(step.stream_peaks):
+        peaks[key] = whole.peaks(stream)[key_of_whole]
+
+
+def move_states_to_host(step: Step, settings: flags.Settings) -> np.ndarray:
     """--cpu-offload: parameters, gradients and states leave the GPU's peaks of `step`, the optimizer runs in the host's
     memory, and copies cross the link between both. Returns the most bytes that the host holds, by kind."""
     is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])
@@ -179,30 +172,33 @@ def move_states_to_host(step: Step, settings: Settings) -> np.ndarray:
     for peaks in (step.peaks, *step.stream_peaks):
         for key in peaks:
             peaks[key] = peaks[key] * is_on_gpu
-    shards = host[KINDS.index("parameters")]
+    counts = step.counts
+    shards = float(host[KINDS.index("parameters")])
     copies = 3 if settings.zero_stage == 3 else 2  # the gathers of a microbatch's passes, and its gradients back
-    step.counts["host_link_bytes", "backward"] = shards * copies * settings.gradient_accumulation_steps
-    step.counts["host_link_bytes", "optimizer"] = step.counts.get(("shard_bytes", "optimizer"), 0)
-
-    moved = 0.0
-    for phase, operator in list(step.operators):
-        if phase == "optimizer" and not operator.flops:  # matrix products stay on the GPU
-            moved += step.operators.pop((phase, operator)) * operator.nbytes
-    moved += sum(size for key, size in step.counts.items() if key[:2] == ("list_bytes", "optimizer"))
-    step.counts["host_bytes", "optimizer"] = moved
+    copied = shards * copies * settings.gradient_accumulation_steps
+    in_memory = 0.0
+    for phase in ("optimizer", "update"):  # matrix products stay on the GPU
+        counts.pop(("seconds", phase, "memory"), None)
+        in_memory += counts.get(("bytes", phase, "memory"), 0)
+    backward = "seconds", "backward", "memory"
+    counts[backward] = counts.get(backward, 0) + copied / HOST_LINK / 1e9
+    counts["seconds", "optimizer", "memory"] = in_memory / HOST_MEMORY / 1e9
+    if counts.get(("flops", "update", "matmul")):  # what it multiplies, in bf16: half of fp32 shards there, and back
+        counts["seconds", "update", "memory"] = shards / HOST_LINK / 1e9
     return host
 
 
-def find_memory(step: Step, collectives: list[dict]) -> Memory:
-    """GiB of a GPU. A stream's memory serves no other stream, so each keeps what it held at its own peak."""
+def find_memory(step: Step, collectives: list[dict]) -> dict[str, Any]:
+    """The fields of a `Prediction` that say GiB of the fullest GPU. A stream's memory serves no other stream, so each
+    keeps what it held at its own peak."""
     key, peak = max(step.peaks.items(), key=lambda item: item[1].sum())
-    total = float(peak.sum()) / GIB
-    streams = [float(largest(peaks.values()).sum()) / GIB for peaks in step.stream_peaks]
-    communicators = len({(entry["ranks"], entry["per_node"]) for entry in collectives})
+    total = float(peak.sum()) / base.GIB
+    streams = [float(largest(peaks.values()).sum()) / base.GIB for peaks in step.stream_peaks]
+    communicators = len({(entry["ranks"], entry["nodes"]) for entry in collectives})
     beside_tensors = {
         "other streams": sum(streams) - total,
         "fragmentation": sum(streams) * FRAGMENTATION,
-        "CUDA and NCCL": CONTEXT_GIB + communicators * NCCL_GIB,
+        "CUDA and NCCL": base.CONTEXT_GIB + communicators * base.NCCL_GIB,
     }
     phases = {}
     for phase in ("build", "forward", "head", "backward", "optimizer"):
@@ -210,16 +206,15 @@ def find_memory(step: Step, collectives: list[dict]) -> Memory:
         if peaks:
             phases[phase] = by_kind(largest(peaks))
     after_build = [of_phase for (_, name, *_), of_phase in step.peaks.items() if name != "build"]
-    return Memory(
-        kinds=by_kind(np.max(after_build, axis=0)),
-        at_peak=by_kind(peak),
-        peak_at=key[1],
-        phases=phases,
-        total=total,
-        streams=streams,
-        beside_tensors=beside_tensors,
-        reserved=sum(streams) * (1 + FRAGMENTATION) + CONTEXT_GIB + communicators * NCCL_GIB,
-    )
+    reserved = total + sum(beside_tensors.values())
+    return {
+        "memory_gib": by_kind(np.max(after_build, axis=0)) | {"total": total, "reserved": reserved},
+        "held_by_streams_gib": streams,
+        "beside_tensors_gib": beside_tensors,
+        "at_peak_gib": by_kind(peak),
+        "peak_at": key[1],
+        "peaks_gib": phases,
+    }
 
 
 def largest(peaks: Iterable[np.ndarray]) -> np.ndarray:
@@ -229,33 +224,24 @@ def largest(peaks: Iterable[np.ndarray]) -> np.ndarray:
 
 def by_kind(peak: np.ndarray) -> dict[str, float]:
     """GiB of a peak's kinds; the average is among them with --ema only."""
-    gib = dict(zip(KINDS, (peak / GIB).tolist(), strict=True))
+    gib = dict(zip(KINDS, (peak / base.GIB).tolist(), strict=True))
     if not gib["average"]:
         del gib["average"]
     return gib
 
 
 def list_collectives(counts: dict[tuple, float]) -> list[dict]:
-    """Of each kind of collective, number of ranks and number of those on a node: how often it runs in a step, and the
-    GiB that a GPU sends, in all and between nodes."""
+    """Of each kind of collective among so many ranks and nodes: how often it runs in a step, and the GiB that a GPU
+    sends, in all and between nodes."""
     collectives = []
-    groups = {key[2:] for key in counts if key[0] == "calls"}  # ("calls", phase, kind, ranks, per_node)
-    for kind, ranks, per_node in sorted(groups):
+    groups = {tuple(group) for name, _, *group in counts if name == "calls"}  # (kind, ranks, nodes, of_node)
+    for kind, ranks, nodes, of_node in sorted(groups):
         if ranks == 1:
             continue
-        calls = sum(counts.get(("calls", phase, kind, ranks, per_node), 0) for phase in PHASES)
-        sent = sum(counts.get(("sent_bytes", phase, kind, ranks, per_node), 0) for phase in PHASES) / GIB
-        between_nodes = 0.0
-        if per_node < ranks:  # of a ring's hops one in per_node leaves the node
-            between_nodes = sent / per_node
-        collectives.append(
-            {
-                "collective": kind,
-                "ranks": ranks,
-                "per_node": per_node,
-                "calls": round(calls),
-                "gib": sent,
-                "gib_between_nodes": between_nodes,
-            }
-        )
+        key = kind, ranks, nodes, of_node
+        calls = sum(counts.get(("calls", phase, *key), 0) for phase in (*PHASES, "update"))
+        sent = sum(counts.get(("sent_bytes", phase, *key), 0) for phase in (*PHASES, "update")) / base.GIB
+        between_nodes = sent * nodes / ranks if nodes > 1 else 0.0  # of a ring's hops one for each node leaves it
+        entry = {"collective": kind, "ranks": ranks, "nodes": nodes, "calls": round(calls), "gib": sent}
+        collectives.append(entry | {"gib_between_nodes": between_nodes})
     return collectives

@@ -1,133 +1,99 @@
-"""Figures of all ranks, and the gates that they must pass."""
+"""Figures: the table of all that a line of metrics.jsonl holds, those that all ranks measure together, and the gates
+that they must pass."""
 
-import dataclasses
 import math
+import statistics
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from harness.base.devices import GIB
-from harness.base.errors import UserError
-from harness.flags.settings import Settings
-from harness.report.slow_ranks import SlowRanks
-from harness.state.train_state import TrainState
+from harness import base, flags, job
+from harness import state as states
+
+# ---- The table -------------------------------------------------------------------------------------------------------
+
+# A row is a figure: its key in metrics.jsonl | its name in wandb and tensorboard | its unit | its chart on the page |
+# its format on the page's tiles | what it is. A key in /SOURCE is there once for each source of the data.
+TABLE = """
+loss|train/loss|nats per token|Loss|.4f|mean cross-entropy over every trained token of the global batch
+eval_loss|eval/loss|nats per token|Loss|.4f|mean loss over the held-out tokens, at evaluations
+eval_loss_ema|eval/loss_ema|nats per token|Loss|.4f|eval_loss of the averaged weights (`--ema`)
+eval_loss/SOURCE|eval/loss/SOURCE|nats per token|Held-out loss by source||eval_loss of one source
+eval_loss_ema/SOURCE|eval/loss_ema/SOURCE|nats per token|||eval_loss_ema of one source
+step||steps||,|optimizer steps so far, counted from the run's first start
+tokens_seen|data/tokens_seen|tokens||,|tokens that were trained on so far, on all ranks
+tokens_per_sec|perf/tokens_per_sec|tokens/s|Throughput|,.0f|tokens of the window over its seconds, on all ranks
+tokens_per_sec_per_gpu|perf/tokens_per_sec_per_gpu|tokens/s|||tokens_per_sec over the number of ranks
+steps_per_sec|perf/steps_per_sec|steps/s|||optimizer steps of the window over its seconds
+mfu_percent|perf/mfu_percent|%|MFU|.1f|100 x actual_tflops_per_sec / theoretical_tflops_total
+actual_tflops_per_sec|perf/actual_tflops_per_sec|TFLOPS|||tokens_per_sec x FLOPs per token, on all ranks
+theoretical_tflops_total|perf/theoretical_tflops_total|TFLOPS|||dense bf16 peak of one GPU x number of ranks
+step_time_ms|perf/step_time_ms|ms|Step time|,.1f|mean time of a step in the window, on rank 0
+slowest_rank_ms|perf/slowest_rank_ms|ms|Step time||time of a step that the busiest rank was outside collectives
+slowest_rank|perf/slowest_rank|rank|||the rank of slowest_rank_ms, with more than one rank
+peak_memory_reserved|memory/peak_reserved_gib|GiB|Memory|.1f|what torch's allocator held of the fullest GPU, at most
+peak_memory_alloc|memory/peak_alloc_gib|GiB|Memory||what tensors were given on the fullest GPU, at most
+peak_memory_active|memory/peak_active_gib|GiB|||what was in use or awaited by a stream on the fullest GPU, at most
+grad_norm|train/grad_norm||Gradient norm||norm of the gradients before clipping
+learning_rate|train/learning_rate||Learning rate||learning rate of the step
+skipped_steps|train/skipped_steps|steps|||steps so far that were skipped, for a norm that is not finite or a spike
+data_wait_percent|data/wait_percent|%|Waiting for data|.1f|time that the host waited for batches, on the worst rank
+goodput_percent|perf/goodput_percent|%||.1f|100 x trained_seconds / elapsed_seconds, at most 100
+trained_seconds|perf/trained_seconds|s|||time of all steps at their usual speed, that of the median window
+elapsed_seconds|perf/elapsed_seconds|s|||time since the run's first process started
+router_loss|train/router_loss||Router loss||router loss of a mixture of experts before its coefficient
+expert_load_max|train/expert_load_max||Fullest expert||tokens of the fullest expert over an even share; 1 is even
+padding_percent|data/padding_percent|%|||share of padding in the windows since the last line
+share/SOURCE|data/share/SOURCE||Shares of the sources||share of a source in the tokens, as asked for, 0 to 1
+epochs/SOURCE|data/epochs/SOURCE|epochs|||passes over a source so far
+predicted_peak_memory_alloc|plan/peak_alloc_gib|GiB|||peak_memory_alloc by the run's own plan, on the last line
+predicted_peak_memory_reserved|plan/peak_reserved_gib|GiB|||peak_memory_reserved by the run's own plan
+predicted_step_time_ms|plan/step_time_ms|ms|||step_time_ms by the run's own plan, on the last line
+"""
+NOTES = ("final", "samples", "changed", "skipped")  # keys of a line that are no figures
 
 
-def check_that_figures_will_exist(settings: Settings, device: torch.device, peak_tflops: float | None) -> None:
-    """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is the
-    device's, None where it is not known."""
-    if settings.min_mfu and not peak_tflops:
-        raise UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
-    memory_flags = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
-    for flag, value in memory_flags.items():
-        if value and device.type != "cuda":
-            raise UserError(f"{flag}: memory is measured on a GPU only; leave it out")
+class Figure(NamedTuple):
+    key: str
+    name: str
+    unit: str
+    chart: str  # figures of the same chart share it, in the order of the table; empty: none
+    tile: str  # a format; empty: no tile
+    words: str
 
 
-def check_gates(settings: Settings, metrics: dict) -> None:
-    """Raises UserError with exit code 3 when a figure missed its gate."""
-    missed = []
-    reserved = metrics.get("peak_memory_reserved", 0.0)
-    mfu = metrics.get("mfu_percent", 0.0)  # a resumed run may end within its warmup
-    if settings.min_mfu and mfu < settings.min_mfu:
-        missed.append(f"--min-mfu {settings.min_mfu:g}: the MFU was {mfu:.2f} %")
-    if settings.max_memory_gib and reserved > settings.max_memory_gib:
-        missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
-    if missed:
-        raise UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)
+FIGURES = {figure.key: figure for figure in (Figure(*row.split("|")) for row in TABLE.strip().splitlines())}
 
 
-ABSENT = -math.inf  # a figure that a rank did not measure: less than any other in a maximum
+def find(key: str) -> Figure | None:
+    """The row of a key of metrics.jsonl, of any source of the data too; None where it has none."""
+    key, _, source = key.partition("/")
+    return FIGURES.get(f"{key}/SOURCE" if source else key)
 
 
-@dataclasses.dataclass(frozen=True)
-class RankFigures:
-    """What one rank measured for a log line. All are numbers: a row of the tensor in which they are gathered."""
-
-    peak_memory_active: float = ABSENT  # GiB, as `memory_figures` has it
-    peak_memory_alloc: float = ABSENT
-    peak_memory_reserved: float = ABSENT
-    step_time_ms: float = ABSENT
-    data_wait_percent: float = ABSENT
-    waited_ms: float = ABSENT  # of a step, inside collectives
-    squared_lengths: float = ABSENT  # of the documents of the window, the sum of their lengths' squares
-
-    @property
-    def worked_ms(self) -> float:
-        """Milliseconds of a step outside collectives. Below zero on a GPU whose collectives, which run beside the work,
-        took longer than a step: only differences between ranks mean something."""
-        return self.step_time_ms - self.waited_ms
+def named(metrics: dict) -> dict[str, float]:
+    """The figures of a line under their names in wandb and tensorboard, without notes and the step. A key without a row
+    is in the group `other`."""
+    row = {}
+    for key, value in metrics.items():
+        if key == "step" or key in NOTES:
+            continue
+        figure = find(key)
+        row[figure.name.replace("SOURCE", key.partition("/")[2]) if figure else f"other/{key}"] = value
+    return row
 
 
-def figures_of_all_ranks(
-    speed: dict[str, float],
-    state: TrainState,
-    device: torch.device,
-    waited_ms: float | None = None,
-    slow_ranks: SlowRanks | None = None,
-) -> dict[str, float]:
-    """Speed as this rank saw it, the figures of `worst_of_ranks`, MFU by the documents of all ranks where `speed` has
-    the `squared_lengths` of this one's, and goodput; in warmup memory alone.
+# ---- Of all ranks ----------------------------------------------------------------------------------------------------
 
-    `waited_ms` is how long this rank was inside collectives in a step, None where that was not timed; by it
-    `slow_ranks` names a rank that the others wait for. Either all ranks call this with speed or none does.
-    """
-    own = memory_figures(device)
-    speed = dict(speed)
-    if "squared_lengths" in speed:
-        own["squared_lengths"] = speed.pop("squared_lengths")
-    timed = "step_time_ms" in speed
-    if timed:
-        own |= {"step_time_ms": speed["step_time_ms"], "data_wait_percent": speed["data_wait_percent"]}
-        if waited_ms is not None:
-            own["waited_ms"] = waited_ms
-    if not own:  # the same on every rank, so none waits in a collective
-        return {}
-    ranks = gather(RankFigures(**own), device)
-    worst = worst_of_ranks(ranks)
-    if not timed:
-        return worst
-    if slow_ranks and waited_ms is not None:
-        slow_ranks.judge([rank.worked_ms for rank in ranks], worst["slowest_rank_ms"])
-    # the rest of the time since the run began is start-up, compilation, evaluation, pauses, and after a resume what was
-    # lost and the time between
-    trained, elapsed = state.productive_seconds(), state.elapsed
-    figures = speed | worst
-    squared_lengths = [rank.squared_lengths for rank in ranks]
-    if ABSENT not in squared_lengths:
-        figures |= state.tracker.count_documents(sum(squared_lengths))
-    figures["trained_seconds"] = trained
-    figures["elapsed_seconds"] = elapsed
-    figures["goodput_percent"] = min(100.0, 100 * trained / elapsed)
-    return figures
-
-
-def gather(own: RankFigures, device: torch.device) -> list[RankFigures]:
-    """The figures of every rank, in the order of the ranks, by one all-reduce: each rank fills its row of a table, and
-    the largest of a figure and `ABSENT` is the figure."""
-    row = dataclasses.astuple(own)
-    table = torch.full((dist.get_world_size(), len(row)), ABSENT, dtype=torch.float64)
-    table[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
-    table = table.to(device)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return [RankFigures(*values) for values in table.tolist()]
-
-
-def worst_of_ranks(ranks: list[RankFigures]) -> dict[str, float]:
-    """The fullest rank's memory, and after warmup the slowest rank's step time and data wait.
-
-    With more than one rank also `slowest_rank`, the one that worked longest outside collectives, where ranks wait for
-    slower ones. Of equal ranks it is the first.
-    """
-    worst = {}
-    for name in ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved"):
-        worst[name] = max(getattr(rank, name) for rank in ranks)
-    worst["slowest_rank_ms"] = max(rank.step_time_ms for rank in ranks)
-    worst["data_wait_percent"] = max(rank.data_wait_percent for rank in ranks)
-    if len(ranks) > 1 and all(rank.waited_ms != ABSENT for rank in ranks):
-        worked_ms = [rank.worked_ms for rank in ranks]
-        worst["slowest_rank"] = worked_ms.index(max(worked_ms))
-    return {key: value for key, value in worst.items() if value != ABSENT}
+# What each rank measures. Of `worked_ms`, its time of a step outside collectives, all values are looked at; of the
+# others the largest.
+WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")
+ABSENT = -math.inf  # of a rank that did not measure
+# Share of a step for which the others wait until a rank is named as slow. GPUs of one kind differ by 8 % on average,
+# outliers take up to 1.5 times the median (Sinha et al., Not All GPUs Are Created Equal, SC 2022); a CPU has others on
+# its cores.
+SLOW = {"cuda": 0.15, "cpu": 0.35}
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:
@@ -140,4 +106,70 @@ def memory_figures(device: torch.device) -> dict[str, float]:
         return {}
     stats = torch.cuda.memory_stats(device)
     names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}
+    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / base.GIB for name, key in names.items()}
+
+
+def of_all_ranks(
+    speed: dict[str, float], state: states.TrainState, device: torch.device, worked_ms: float | None = None
+) -> tuple[dict[str, float], str]:
+    """(the figures of a log line that all ranks measure, a sentence about a rank for which the others wait).
+
+    `speed` is what this rank's tracker measured, without `step_time_ms` in warmup: then there is memory alone.
+    `worked_ms` is this rank's time of a step outside collectives. Either all ranks call this with speed or none does.
+    """
+    own = speed | memory_figures(device)
+    if worked_ms is not None:
+        own["worked_ms"] = worked_ms
+    row = torch.tensor([own.get(name, ABSENT) for name in (*WORST, "worked_ms")], dtype=torch.float64, device=device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    *worst, worked = torch.stack(rows).T.tolist()
+    figures = {name: max(values) for name, values in zip(WORST, worst, strict=True) if max(values) != ABSENT}
+    if "step_time_ms" not in speed:
+        return figures, ""
+    figures, slow = speed | figures, ""
+    if ABSENT not in worked:
+        slowest = worked.index(max(worked))
+        # collectives of a GPU run beside its work, and may together take longer than a step
+        figures["slowest_rank_ms"] = max(0.0, worked[slowest])
+        if len(worked) > 1:
+            figures["slowest_rank"] = slowest
+            slow = describe_slow(slowest, worked[slowest] - statistics.median_low(worked), speed, device)
+    trained, elapsed = state.productive_seconds(), state.elapsed
+    figures |= {"trained_seconds": trained, "elapsed_seconds": elapsed}
+    figures["goodput_percent"] = min(100.0, 100 * trained / elapsed)
+    return figures, slow
+
+
+def describe_slow(rank: int, awaited_ms: float, speed: dict[str, float], device: torch.device) -> str:
+    """For how long the others wait for this rank in a step; empty where that is not worth a word."""
+    if awaited_ms < SLOW[device.type] * speed["step_time_ms"]:
+        return ""
+    return f"the others wait {awaited_ms:,.0f} ms for {job.rank_name(rank)}"
+
+
+# ---- Gates -----------------------------------------------------------------------------------------------------------
+
+
+def check_measurable(settings: flags.Settings, device: torch.device, peak_tflops: float | None) -> None:
+    """Raises UserError for a gate or a record of something that this machine does not measure. `peak_tflops` is the
+    device's, None where it is not known."""
+    if settings.min_mfu and not peak_tflops:
+        raise base.UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
+    memory_flags = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
+    for flag, value in memory_flags.items():
+        if value and device.type != "cuda":
+            raise base.UserError(f"{flag}: memory is measured on a GPU only; leave it out")
+
+
+def check_gates(settings: flags.Settings, metrics: dict) -> None:
+    """Raises UserError with exit code 3 when a figure of the last line missed its gate."""
+    missed = []
+    reserved = metrics.get("peak_memory_reserved", 0.0)
+    mfu = metrics.get("mfu_percent", 0.0)  # a resumed run may end within its warmup
+    if settings.min_mfu and mfu < settings.min_mfu:
+        missed.append(f"--min-mfu {settings.min_mfu:g}: the MFU was {mfu:.2f} %")
+    if settings.max_memory_gib and reserved > settings.max_memory_gib:
+        missed.append(f"--max-memory-gib {settings.max_memory_gib:g}: peak_memory_reserved was {reserved:.2f} GiB")
+    if missed:
+        raise base.UserError("acceptance gate missed: " + "; ".join(missed), exit_code=3)

@@ -5,14 +5,9 @@ import pathlib
 import torch
 import torch.distributed as dist
 
-from harness.base.text import counted
-from harness.flags.commands import given
-from harness.flags.settings import Settings
-from harness.job import columns
-from harness.model.attention import describe_attention
-from harness.model.optimization import find_optimizer
-from harness.model.routing import describe_routing
-from harness.model.skipping import skips_on_device
+from harness import base, flags, job
+from harness import model as models
+from harness import state as states
 
 
 def describe_setup(
@@ -54,32 +49,32 @@ def describe_setup(
     lines["sharding"] = sharding
     lines["verified"] = verified
     why = f"the default on a {'GPU' if mesh.device_type == 'cuda' else 'CPU'}"
-    if "precision" in given(settings.argv):
+    if "precision" in settings.given:
         why = "by --precision"
     elif manifest:
         why = "as in the checkpoint"
     lines["precision"] = f"{describe_precision(settings)}; {why}"
     lines["technique"] = ", ".join(techniques(settings, model, mesh.device_type))
-    kind = find_optimizer(settings.optimizer)
+    kind = models.find_optimizer(settings.optimizer)
     if kind.describe:
         lines["optimizer"] = f"{settings.optimizer} on {kind.describe(model)}"
-    routing = describe_routing(model)
+    routing = models.describe_routing(model)
     if routing:
         lines["experts"] = routing
     padded = " with padding" if train_set.has_padding else ""
     if average:
         lines["average"] = average.describe()
-    if not skips_on_device(optimizer):
+    if not models.skips_on_device(optimizer):
         lines["skipping"] = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
     lines |= train_set.header
-    return columns(lines, wrap=True)
+    return job.columns(lines, wrap=True)
 
 
 def device_name(device_type: str) -> str:
     if device_type == "cuda":
         return torch.cuda.get_device_name()
-    return f"CPU with {counted(torch.get_num_threads(), 'thread')}"
+    return f"CPU with {base.counted(torch.get_num_threads(), 'thread')}"
 
 
 def describe_peak(peak: float | None, device_type: str) -> str:
@@ -92,7 +87,7 @@ def describe_peak(peak: float | None, device_type: str) -> str:
     return "no MFU on a CPU"
 
 
-def describe_precision(settings: Settings) -> str:
+def describe_precision(settings: flags.Settings) -> str:
     master = "fp32 master weights and gradient reduction"
     if settings.precision == "bf16":
         return f"bf16 compute and all-gather, {master}"
@@ -104,9 +99,9 @@ def describe_precision(settings: Settings) -> str:
     return "bf16 throughout, optimizer included"
 
 
-def techniques(settings: Settings, model, device_type: str) -> list[str]:
+def techniques(settings: flags.Settings, model, device_type: str) -> list[str]:
     mode = "compiled" if settings.compile else "eager"
-    attention = describe_attention(settings, model.config, device_type)
+    attention = models.describe_attention(settings, model.config, device_type)
     if settings.document_mask:
         attention += " inside documents (FLOPs counted as if across them)"
     loss = f"fused loss ({mode} chunks)" if settings.fused_loss else "loss from full logits"
@@ -122,11 +117,14 @@ def significant(figure: float) -> str:
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
-def watching(settings: Settings, folder: pathlib.Path) -> dict[str, str]:
-    """Where to watch a run while it goes on: by command, address or file, what there is of each."""
-    places = {}
-    if settings.metrics_port:
-        places["metrics"] = f"http://{settings.metrics_host}:{settings.metrics_port}/metrics"
-    if settings.profile:
-        places["profile"] = str(folder / "profile" / "rank-0.json")
-    return places
+def describe_start(state: states.TrainState, checkpoint: pathlib.Path | None, changed: str) -> str:
+    """Where a run goes on from, and which flags are not those of its checkpoint; empty for a fresh one."""
+    lines = {}
+    if checkpoint:
+        lines["resumed"] = f"{checkpoint} at step {state.step:,}"
+    if changed:
+        lines["changed"] = changed
+    if state.branched_from:
+        origin = state.branched_from
+        lines["branched"] = f"from {origin['folder']} at step {origin['step']:,}"
+    return job.columns(lines)

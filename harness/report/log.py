@@ -1,239 +1,372 @@
-"""The log of a run: config.json, metrics.jsonl, the trackers and the console's lines."""
+"""The log of a run: what every step, log line and ending leaves in config.json, metrics.jsonl, the trackers, on the
+console and on the page.
+
+    with report.Log(ready) as log:
+        with log.step(due):
+            ...                                 # the optimizer step, counted in the state
+            log.count(result)
+        metrics, problem = log.metrics()        # where a log line or a save is due
+        log.write(metrics, stories)
+        log.finish(stories)
+
+All ranks call these methods, which gather what all ranks measure; rank 0 alone writes.
+"""
 
 import contextlib
-import json
-import os
+import gc
+import importlib
 import pathlib
+import statistics
 import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness import job
-from harness.base.errors import UserError
-from harness.base.saved import place_of
-from harness.base.text import first_line
-from harness.data import DataRecord
-from harness.flags.settings import Settings
-from harness.job import columns, say
+from harness import base, flags, job
+from harness import state as states
 from harness.report import page
-from harness.report.header import watching
-from harness.report.metrics_file import MetricsFile
-from harness.report.prometheus import Endpoint
-from harness.report.run_record import describe_identity, describe_run, describe_starts, keep_config
-from harness.report.skipped_steps import SkippedStep, as_notes, describe_skipped
-from harness.report.summary import (
-    describe_held_out,
-    describe_held_out_average,
-    describe_held_out_sources,
-    describe_unsaved,
+from harness.report.figures import NOTES, of_all_ranks
+from harness.report.files import MetricsFile, describe_run, write_config
+from harness.report.health import (
+    NotFinite,
+    Skipped,
+    StepResult,
+    broken_update,
+    count_skipped,
+    first_not_finite,
+    read_results,
+    read_routing,
 )
-from harness.report.trackers import Trackers
-from harness.state.train_state import TrainState
+from harness.report.profiling import dump_memory, profiling
+from harness.report.prometheus import Prometheus
+from harness.report.summary import describe_held_out, describe_skipped, describe_stories, summarize
+from harness.report.trackers import Tracker
+from harness.report.waits import Waits
 
-NO_BREAK_SPACE = "\u00a0"
 
+def open_trackers(settings: flags.Settings, folder: pathlib.Path) -> list[Tracker]:
+    """The trackers of a run and its Prometheus endpoint, on rank 0; empty on the others. Every rank calls this, before
+    anything is loaded, as a tracker that cannot work is an error now and not at the first log line.
 
-class Report:
-    """The log of a run, which rank 0 writes: config.json, metrics.jsonl, the trackers, the console."""
+    Raises:
+        UserError: as a tracker's `__init__` says.
+    """
+    opened: list[Tracker] = []
 
-    def __init__(
-        self,
-        settings: Settings,
-        endpoint: Endpoint,
-        folder: pathlib.Path,
-        state: TrainState,
-        data: DataRecord,
-        changed: str = "",  # which flags are not those of the checkpoint that it resumes from, in words
-    ):
-        self.settings, self.num_steps = settings, settings.num_steps
-        self.endpoint = endpoint
-        self.excluded = state.tracker.excluded
-        self.file: MetricsFile | None = None  # on rank 0 only
-        self.failed = False  # whether lines of metrics.jsonl wait for the disk
-        self.advised = False  # whether the advice on saving was given, if any
-        self.closing, self.closed = threading.Lock(), False
-        if dist.get_rank() == 0:
+    def open_each() -> None:
+        names = {"none": [], "all": list(flags.TRACKERS)}.get(settings.log_with, [settings.log_with])
+        for name in names:
+            kind = importlib.import_module(f"harness.report.trackers.{name.replace('-', '_')}").TRACKER
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                starts = describe_starts(folder, state, changed)
-                starts[-1]["mixture"] = data.describe_history()
-                self.file = MetricsFile(folder / "metrics.jsonl", state.step)
-                run = describe_run(settings) | describe_identity(folder, state) | {"starts": starts}
-                run["data"] = data.record()
-                keep_config(folder, run)
-                endpoint.identify(run)
-            except OSError as error:
-                raise UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
-        self.folder, self.place = folder, place_of(folder)
-        self.moved = False  # whether the folder is elsewhere now
+                opened.append(kind(settings, folder))
+            except ImportError as error:
+                advice = f"pip install {error.name}, or --log-with none"
+                raise base.UserError(f"--log-with {name}: needs the package {error.name}; {advice}") from error
+        if settings.metrics_port:
+            opened.append(Prometheus(settings, folder))
+
+    base.on_main_rank(open_each)
+    return opened
+
+
+class Ready(Protocol):
+    """What the log takes of a run that is ready for its first step."""
+
+    settings: flags.Settings  # resolved
+    device: torch.device
+    folder: pathlib.Path
+    trackers: list[Tracker]  # open, on rank 0
+    data: Any  # a `TrainingData`
+    state: states.TrainState
+    flops_per_token: int  # 0 where they are not known
+    changed: str  # which flags are not those of the checkpoint that it goes on from, in words
+
+
+class Log(contextlib.AbstractContextManager):
+    """The log of one start of a run. Inside it garbage is collected at log lines only: in the middle of a step one rank
+    stops and all wait for it."""
+
+    def __init__(self, ready: Ready):
+        self.settings, self.state, self.data, self.device = ready.settings, ready.state, ready.data, ready.device
+        self.folder, self.trackers, self.flops_per_token = ready.folder, ready.trackers, ready.flops_per_token
+        self.changed = ready.changed
+        self.first_step = self.state.step + 1
+        self.first_loss: float | None = None  # of the run
+        self.results: list[StepResult] = []  # of the steps since the last `metrics`
+        self.skipped: list[Skipped] = []  # since the last line
+        self.logs = False  # whether there is a log line after the step that was just taken
+        self.speed: dict[str, float] = {}  # of the window that this step closed
+        self.worked_ms: list[float] = []  # of a step outside collectives, at each line after warmup
+        self.slow = ""  # about a rank for which the others wait
+        self.learning_rate = 0.0
+        self.evaluated = False
+        self.last: dict = {}  # the figures of the last line
+        self.waits, self.profile = Waits(self.state.model), contextlib.ExitStack()
+        self.file: MetricsFile | None = None  # on rank 0
+        self.failed = False  # whether lines of metrics.jsonl wait for the disk
+        self.page_tried = False
         self.page: pathlib.Path | None = None  # once it is written
-        self.step = state.step  # of the last line
-        self.changed = changed
-        self.data = data
-        self.skipped: list[SkippedStep] = []  # since the last line
-        places = {"run": str(folder)}
-        if self.file:
-            self.trackers = Trackers(settings, folder, state, json.loads(json.dumps(run)))
-            places |= self.trackers.places() | watching(settings, folder)
-            job.at_exit(self.interrupt)
-        say(columns(places) + "\n")
+        if dist.get_rank() == 0:
+            self._open()
         shown = self.file is not None and job.is_terminal(sys.stderr)
-        self.bar = job.step_bar(self.num_steps, state.step, shown=shown)
+        self.bar = job.step_bar(self.settings.num_steps, self.state.step, shown=shown)
+        self.began = time.monotonic()
 
-        self.compiles_since = time.perf_counter() if settings.compile else None
-        if self.compiles_since:
-            say("compile    the layers, within the first step; of a large model that takes minutes")
+    def _open(self) -> None:
+        """Opens the run's files and its trackers, on rank 0."""
+        try:
+            self.run = describe_run(self.settings, self.folder, self.state, self.data.record, self.changed)
+            self.file = MetricsFile(self.folder / "metrics.jsonl", self.state.step)
+            write_config(self.folder, self.run)
+        except OSError as error:
+            raise base.UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
+        if self.file.lines:
+            self.last = self.file.lines[-1]
+            self.first_loss = self.file.lines[0].get("loss")
+        places = {"run": str(self.folder)}
+        for tracker in self.trackers:
+            try:
+                places[tracker.name] = tracker.start(self.run, self.state)
+            except Exception as error:
+                what = f"--log-with {self.settings.log_with}: {tracker.name} does not start ({reason_of(error)})"
+                raise base.UserError(f"{what}; --log-with none leaves it out", 1) from error
+        if self.settings.profile:
+            places["profile"] = str(self.folder / "profile" / "rank-0.json")
+        job.say(job.columns(places) + "\n")
+        job.at_exit(self.end)
 
-    def count_step(self) -> None:
-        """Counts a finished step; after the first one of a compiled model it says how long compiling took."""
+    def __enter__(self) -> "Log":
+        keep_objects()
+        gc.disable()
+        if self.settings.compile:
+            job.say("compile    the layers, within the first step; of a large model that takes minutes")
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        gc.enable()
+        if error is None:  # else another rank may be gone, for which a profile would wait
+            self.profile.close()  # of a run that was stopped within it
+        self.bar.close()
+        if not self.page_tried:
+            self.write_page()
+
+    # ---- A step ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, due: job.Due) -> Iterator[None]:
+        """An optimizer step with the counting of it: it is timed, and profiled where that is due."""
+        began, tokens, self.logs = time.perf_counter(), self.state.tokens, due.log
+        self.learning_rate = float(self.state.scheduler.get_last_lr()[0])
+        if due.profile_begins:
+            self.profile.enter_context(profiling(self.folder, self.state))
+        with self.waits.step(due.log):
+            yield
+        if due.profile_ends:
+            self.profile.close()
         self.bar.update()
-        self.endpoint.steps += 1
-        if self.compiles_since:
-            say(f"compiled   in {time.perf_counter() - self.compiles_since:,.0f} s, the first step included")
-            self.compiles_since = None
+        if due.first:
+            with self.state.tracker.excluded():
+                keep_objects()  # the compiler has made more than there was before
+            if self.settings.compile:
+                job.say(f"compiled   in {time.perf_counter() - began:,.0f} s, the first step included")
+        self.speed = {}
+        if not due.profiled:
+            tokens = self.state.tokens - tokens
+            self.speed = self.state.tracker.step(tokens, self.flops_per_token, synchronize=due.log)
 
-    def log(self, metrics: dict, speed: str, stories: list[dict[str, str]] | None = None) -> None:
-        if not self.file:
-            return
-        step = metrics["step"]
-        notes = {}
+    def count(self, result: StepResult) -> None:
+        """Takes what a step gave; its numbers stay on the device until `metrics` reads them."""
+        self.results.append(result)
+
+    # ---- A line ------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> tuple[dict, NotFinite | None]:
+        """(the figures of a log line after the step that was just taken, what ends the run: NaN or infinity in a loss
+        since the last call or in this step's gradient norm or update, too many skipped steps). A skipped step has no
+        loss and no gradient norm."""
+        state, routing, steps = self.state, read_routing(self.results[-1]), read_results(self.results)
+        self.results.clear()
+        skipped, too_many = count_skipped(state, steps, self.settings.max_skipped)
+        self.skipped += skipped
+        if skipped:
+            job.say(describe_skipped(skipped, self.data.record, self.folder))
+        metrics: dict[str, Any] = {"step": state.step}
+        if not steps[-1].skipped:
+            metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | routing  # of this step alone
+        metrics |= {"learning_rate": self.learning_rate, "tokens_seen": state.tokens}
+        metrics["skipped_steps"] = state.skipped_steps
+        problem = first_not_finite(metrics, [None if step.skipped else step.loss for step in steps])
+        if too_many and not problem:
+            problem = broken_update(state) or too_many
+        worked_ms = None
+        if self.logs:
+            waited_ms = self.waits.take()
+            if "step_time_ms" in self.speed:
+                worked_ms = self.speed["step_time_ms"] - waited_ms
+                self.worked_ms.append(worked_ms)
+        figures, self.slow = of_all_ranks(self.speed, state, self.device, worked_ms)
+        return metrics | figures | self.data.figures(state.samples, state.tokens), problem
+
+    def write(self, metrics: dict, stories: list[dict[str, str]] | None = None) -> None:
+        """A log line: metrics.jsonl, the trackers, the console. `stories` are what the model wrote now."""
+        job.enter_phase("log")
+        stories, self.last = stories or [], metrics
+        if self.first_loss is None:
+            self.first_loss = metrics.get("loss")
+        with self.state.tracker.excluded() if stories else contextlib.nullcontext():
+            gc.collect()
+            if "eval_loss" in metrics and not self.evaluated:
+                self.evaluated = True
+                keep_objects()  # the compiler has run again, for passes without gradients
+            if self.file is None:
+                return
+            self._write_line(metrics, stories)
+            self._tell(lambda tracker: tracker.log(metrics, stories), f", from step {metrics['step']} on")
+        self._say_line(metrics)
+        if stories:
+            job.say_story(describe_stories(stories))
+
+    def _write_line(self, metrics: dict, stories: list[dict[str, str]], **notes: Any) -> None:
+        """A line of metrics.jsonl with its notes. Says once that this fails, and when it works again."""
         if stories:
             notes["samples"] = stories
         if self.changed:  # at the first line of this start
-            notes["changed"] = self.changed
-            self.changed = ""
+            notes["changed"], self.changed = self.changed, ""
         if self.skipped:
-            notes["skipped"] = as_notes(self.skipped, self.data)
+            notes["skipped"] = []
+            for step, reason in self.skipped:
+                samples = self.data.record.samples_of_step(step)
+                notes["skipped"].append({"step": step, "reason": reason, "samples": [samples.start, samples.stop - 1]})
             self.skipped = []
-        self.write(metrics, **notes)
-        takes_seconds = stories or self.trackers.failed
-        with self.excluded() if takes_seconds else contextlib.nullcontext():
-            self.trackers.log(metrics, stories or [])
-            if not (self.failed or self.moved):
-                self.trackers.mend()
-        self.show(metrics, speed)
-        if "step_time_ms" in metrics and not self.advised:
-            self.advised = True
-            warning = describe_unsaved(self.settings, self.num_steps - step, metrics["step_time_ms"])
-            if warning:
-                job.print_error(f"train_fsdp.py: warning: {warning}")
+        try:
+            self.file.write(metrics | notes)
+        except OSError as error:
+            if not self.failed:
+                reason = f"metrics.jsonl, from step {metrics['step']} on: {error.strerror}"
+                job.say(f"failed     {reason}; its lines wait in memory, the run goes on")
+            self.failed = True
+            return
+        if self.failed:
+            job.say(f"recovered  metrics.jsonl: it has every line up to step {metrics['step']}")
+        self.failed = False
 
-    def note_skipped(self, skipped: list[SkippedStep]) -> None:
-        """Says which steps were skipped; the next line of metrics.jsonl lists them."""
-        if skipped:
-            say(describe_skipped(skipped, self.data, self.folder))
-            self.skipped += skipped
+    def _tell(self, call: Callable[[Tracker], None], where: str = "") -> None:
+        """Calls each tracker; one that fails is left out from now on."""
+        for tracker in list(self.trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever it is, the run has its own files
+                self.trackers.remove(tracker)
+                job.say(f"failed     {tracker.name}{where}: {reason_of(error)}; the run goes on without it")
 
-    def show(self, metrics: dict, speed: str) -> None:
+    def _say_line(self, metrics: dict) -> None:
         """The line of the console, and the figures in the bar."""
-        step, losses = metrics["step"], ["skipped"]
+        step, num_steps = metrics["step"], self.settings.num_steps
+        parts = ["skipped"]
         if "loss" in metrics:
-            losses = [f"loss {metrics['loss']:.4f}", f"grad {metrics['grad_norm']:.2f}"]
-        speeds = [figure for figure in speed.split("  ") if figure]
-        mfu = [figure for figure in speeds if figure.startswith("MFU")]
-        self.bar.set_postfix_str(", ".join([losses[0], *(mfu or speeds[:1])]), refresh=False)
-        parts = [*losses, f"lr {metrics['learning_rate']:.1e}", *speeds]
+            parts = [f"loss {metrics['loss']:.4f}", f"grad {metrics['grad_norm']:.2f}"]
+        shown = parts[:1]
+        parts.append(f"lr {metrics['learning_rate']:.1e}")
         if "step_time_ms" in metrics:
-            parts.append(f"eta {tqdm.format_interval((self.num_steps - step) * metrics['step_time_ms'] / 1000)}")
-        held_out = describe_held_out(metrics)
-        if held_out:
-            parts += [held_out, *describe_held_out_average(metrics), *describe_held_out_sources(metrics)]
-        name = f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  "
-        line = name + "  ".join(part.replace(" ", NO_BREAK_SPACE) for part in parts)  # to break between parts only
-        say(job.wrap_lines(line, indent=len(name)).replace(NO_BREAK_SPACE, " "))
+            parts.append(self.state.tracker.get_print_message(metrics))
+            parts.append(f"eta {tqdm.format_interval((num_steps - step) * metrics['step_time_ms'] / 1000)}")
+            speed = f"{metrics['tokens_per_sec']:,.0f} tok/s"
+            if "mfu_percent" in metrics:
+                speed = f"MFU {metrics['mfu_percent']:.1f} %"
+            shown.append(speed)
+        self.bar.set_postfix_str(", ".join(shown), refresh=False)
+        parts += [words for words in (describe_held_out(metrics), self.slow) if words]
+        name = f"step {step:>{len(str(num_steps))}}/{num_steps}"
+        job.say(job.wrap_lines("  ".join([name, *parts]), indent=len(name) + 2))
 
     def sync(self) -> None:
-        """Makes all lines so far durable, those included that could not be written at their time.
+        """Makes all lines so far durable, on rank 0, before a checkpoint is published.
 
         Raises:
             OSError: they are not.
         """
         self.file.sync()
 
-    def write(self, metrics: dict, **notes) -> None:
-        """A line of metrics.jsonl, with `notes` in it, and the figures to the Prometheus endpoint."""
-        self.endpoint.show(metrics)
-        self.step = metrics["step"]
-        self.file.add(metrics | notes)
-        self.write_waiting(durable=bool(notes))
-        moved = place_of(self.folder) != self.place
-        if moved and not self.moved:
-            say(f"failed     {self.folder} was moved away; move it back: nothing is lost, checkpoints wait for it")
-        self.moved = moved
+    # ---- The end -----------------------------------------------------------------------------------------------------
 
-    def write_waiting(self, durable: bool = False) -> None:
-        """Writes the lines so far; says once that this fails, and when it works again."""
-        try:
-            self.file.write()
-            if durable:
-                os.fsync(self.file.file.fileno())
-        except OSError as error:
-            if not self.failed:
-                reason = f"metrics.jsonl, from step {self.step} on: {error.strerror}"
-                say(f"failed     {reason}; its lines wait in memory, the run goes on")
-            self.failed = True
-            return
-        if self.failed:
-            say(f"recovered  metrics.jsonl: it has every line up to step {self.step}")
-        self.failed = False
+    def finish(self, stories: list[dict[str, str]], planned: dict[str, float] | None = None) -> dict:
+        """The last line, the page and the summary of a run that has taken all its steps; returns the line's figures.
 
-    def end(self, metrics: dict | None, stories: list[dict[str, str]] | None = None) -> None:
-        """Writes the run's last line, unless it was stopped before its end."""
-        if self.file and metrics:
-            notes = {"final": True}
-            if stories:
-                notes["samples"] = stories
-            self.write(metrics, **notes)
-            self.settle()
-            self.trackers.summarize(metrics)
-        self.close()
+        `planned` are the figures of the run's own plan. A run that had taken all its steps before keeps its last line.
+        """
+        metrics = dict(self.last)
+        took_steps = self.took_steps()
+        if took_steps:
+            speed = self.state.tracker.summary()
+            worked_ms = statistics.fmean(self.worked_ms) if self.worked_ms else None
+            figures, _ = of_all_ranks(speed, self.state, self.device, worked_ms)
+            metrics |= figures | (planned or {})
+        elif self.file:
+            metrics |= self.state.tracker.summary() | (self.file.final or {})
+        metrics = {key: value for key, value in metrics.items() if key not in NOTES}
+        if self.settings.memory_snapshot and took_steps:
+            dump_memory(self.folder)
+        if not self.file:
+            return metrics
+        if metrics:
+            self._write_line(metrics, stories, final=True)
+            self._tell(lambda tracker: tracker.finish(metrics, stories))
+        self.write_page()
+        self.bar.close()
+        if took_steps:
+            job.say(summarize(metrics, self.folder, self.state, time.monotonic() - self.began, self.first_loss))
+        else:
+            job.say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
+        if stories:
+            job.say_story("\n" + describe_stories(stories))
+        return metrics
+
+    def took_steps(self) -> bool:
+        """Whether this start of the run has trained."""
+        return self.state.step >= self.first_step
 
     def check_written(self) -> None:
-        """A UserError where metrics.jsonl lacks lines at the end of the run."""
-        if not (self.failed or self.moved):
+        """Raises UserError where metrics.jsonl lacks lines at the end of the run."""
+        if not self.failed:
             return
-        waiting = len(self.file.waiting)
-        lost = f"{waiting} lines are lost" if waiting else "see above"
-        raise UserError(f"--output-dir: {self.folder / 'metrics.jsonl'} could not be written, {lost}", 1)
+        try:
+            self.file.write()
+        except OSError as error:
+            problem = f"{self.folder / 'metrics.jsonl'} could not be written ({error.strerror})"
+            raise base.UserError(f"--output-dir: {problem}; its last lines are lost", 1) from error
 
-    def settle(self) -> None:
-        """Tries once more to write what waits for a disk."""
-        if self.failed:
-            self.write_waiting()
-        if not (self.failed or self.moved):
-            self.trackers.settle()
+    def write_page(self) -> None:
+        """Makes report.html of the run's files, on rank 0. Where that fails a line says so: the run has its result."""
+        if not self.file:
+            return
+        self.page_tried = True
+        try:
+            self.page = page.write_report(self.folder)
+        except Exception as error:
+            job.say(job.columns({"report": f"not written: {reason_of(error)}"}))
 
-    def close(self, interrupted: bool = False) -> None:
-        """Removes the bar, closes the file and writes the page, however the run ended. With `interrupted` the loop runs
-        on in another thread until the process is gone: the bar and the file stay open."""
-        with self.closing:
-            if self.closed:
-                return
-            self.closed = True
-            if not interrupted:
-                self.bar.close()
-            if not self.file:
-                return
-            if not interrupted:
-                self.write_waiting(durable=True)
-                self.settle()
-                self.file.close()
-            self.page = write_page(self.folder)
-
-    def interrupt(self, exit_code: int) -> None:
-        """Writes the page where the process ends before the loop."""
-        self.close(interrupted=True)
-        if exit_code == job.INTERRUPTED and self.page:
-            job.print_error(columns({"report": str(self.page)}))
+    def end(self, exit_code: int) -> None:
+        """What is left to do where the process ends, however that came; in a thread of its own on rank 0."""
+        with contextlib.suppress(OSError):
+            self.file.sync()
+        with contextlib.suppress(OSError):
+            write_config(self.folder, self.run, exit_code=exit_code)
+        if not self.page_tried:
+            self.write_page()
+        for tracker in self.trackers:
+            with contextlib.suppress(Exception):
+                tracker.close(exit_code)
 
 
-def write_page(folder: pathlib.Path) -> pathlib.Path | None:
-    """Makes report.html of the run's files. Where that fails a line says so, and the run succeeds all the same."""
-    try:
-        return page.write_report([folder], folder / "report.html")
-    except Exception as error:  # whatever it is, the run has its result
-        say(columns({"report": f"not written: {getattr(error, 'strerror', None) or first_line(error)}"}))
-        return None
+def keep_objects() -> None:
+    """Lets later garbage collections skip all objects that exist now."""
+    gc.collect()
+    gc.freeze()
+
+
+def reason_of(error: Exception) -> str:
+    return getattr(error, "strerror", None) or base.first_line(error)

@@ -1,505 +1,368 @@
-"""Page: report.html of one run or of several, made from metrics.jsonl and config.json alone. Called by `report` when a
-run ends, and as a program: python -m harness.report.page RUN [RUN...]. Independent of how a figure is computed, and of
-how the page looks, which is assets/page.html."""
+"""Page: report.html of a run, drawn from its metrics.jsonl and config.json alone: charts in SVG, no script, one file.
 
-import argparse
-import dataclasses
-import datetime
+A run writes it where it ends; `python -m harness.report.page OUTPUT_DIR/RUN_NAME` writes that of a run that was killed.
+"""
+
+import html
 import json
 import math
 import pathlib
+import re
 import sys
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from harness.base import console
-from harness.base.errors import UserError
-from harness.base.text import first_line, one_or_more
-from harness.flags.settings import Settings
-from harness.report import page_parts as parts
-from harness.report.figure_list import (
-    BY_KEY,
-    FIGURES,
-    GRAD_NORM,
-    LOSS,
-    Chart,
-    Figure,
-    figures_by_chart,
-    find_figure,
-    sources_in,
-    split_source,
-)
-from harness.report.run_files import Run, is_number, read_run
+from harness import base, job
+from harness import flags as flag_rules
+from harness.report.figures import FIGURES, find
+from harness.report.files import read_metrics
 
-MAX_STRETCHES = 1000  # of a line in a chart; each has at most two points
-MAX_SOURCES_OF_HALF = 4  # of the data, in a chart of half the page's width
-MAX_STORIES = 6  # of a prompt, that are not folded away
+SIZE = 1000  # width and height of a chart's drawing, which CSS stretches
+BUCKETS = 150  # points of a line; more are drawn as their means and a band from the least to the greatest
+MAX_DOTS = 60  # evaluations that are marked one by one
+MAX_ROWS = 12  # of a table
+MAX_STORIES, MAX_STORY = 6, 900  # how many stories, of how many characters
+LOGARITHMIC = ("Loss", "Held-out loss by source", "Gradient norm")
 
 
-def write_report(folders: list[pathlib.Path], output: pathlib.Path) -> pathlib.Path:
-    """The page of one run, or of several side by side; its path.
+class Line(NamedTuple):
+    name: str
+    points: list[tuple[float, float]]  # (step, value)
+    dots: bool  # whether each point is marked
+
+
+class Axis(NamedTuple):
+    low: float
+    high: float
+    logarithmic: bool = False
+
+    def place(self, value: float) -> int:
+        """Where a value is on the axis, from 0 to SIZE."""
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return round(SIZE * (value - low) / (high - low))
+
+    def ticks(self) -> list[float]:
+        """At most 6 round numbers on it."""
+        if self.logarithmic and self.high >= 5 * self.low:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
+            for digits in ((1, 2, 5), (1,)):
+                numbers = [digit * 10.0**decade for decade in decades for digit in digits]
+                numbers = [number for number in numbers if self.low <= number <= self.high]
+                if len(numbers) <= 6:
+                    return numbers
+            return numbers[:: math.ceil(len(numbers) / 6)]
+        size = 10 ** math.floor(math.log10((self.high - self.low) / 5))
+        step = next(size * factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (size * factor) <= 5)
+        first = math.ceil(self.low / step - 1e-9)
+        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+# ---- The page --------------------------------------------------------------------------------------------------------
+
+
+def write_report(folder: pathlib.Path) -> pathlib.Path:
+    """Writes report.html into a run's folder; its path.
 
     Raises:
-        UserError: a folder holds no run, or plotly is not installed.
-        OSError: `output` cannot be written; nothing is left of it.
+        OSError: it cannot be written; nothing is left of it.
     """
-    runs = [read_run(folder) for folder in folders]
-    if len({run.name for run in runs}) < len(runs):
-        runs = [dataclasses.replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
-    if len(runs) == 1:
-        title, summary = runs[0].name, summary_of(runs[0])
-        sections = sections_of_one(runs[0])
-    else:
-        title, summary = f"{len(runs)} runs side by side", ""
-        sections = sections_of_several(runs)
-    footer = "made from metrics.jsonl and config.json by python -m harness.report.page"
-    unreadable = sum(run.unreadable for run in runs)
-    if unreadable:
-        footer += f"; {unreadable} lines of metrics.jsonl could not be read"
-    return parts.write_page(output, title, summary, sections, footer)
+    lines = read_metrics(folder / "metrics.jsonl")
+    path, template = folder / "report.html", (flag_rules.ASSETS / "page.html").read_text(encoding="utf-8")
+    values = {"title": text(folder.resolve().name), "body": body(folder, lines, base.read_config(folder))}
+    # in one pass: a placeholder in a run's text stays text
+    job.replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template))
+    return path
 
 
-def sections_of_one(run: Run) -> list[dict]:
-    sections = [parts.section("", parts.tiles(final_figures(run)))]
-    sections += figure_sections([run])
-    written = stories(run)
-    if written:
-        sections.append(parts.section("Stories", written))
-    planned = plan_beside_actual(run)
-    if planned:
-        sections.append(parts.section("Plan beside actual", planned))
-    skipped = skipped_steps(run)
-    if skipped:
-        sections.append(parts.section("Skipped steps", skipped_table(skipped)))
-    sections += start_sections(run)
-    sections += configuration_sections(run)
-    return sections
+def body(folder: pathlib.Path, lines: list[dict], config: dict) -> str:
+    logged = [line for line in lines if "final" not in line]
+    final = lines[-1] if lines else {}
+    parts = [f"<h1>{text(folder.resolve().name)}</h1><p class=muted>{text(summary(lines, config))}</p>"]
+    parts += [tiles(final), charts(logged)]
+    sections = {
+        "Stories": stories(lines),
+        "Plan and reality": plan_and_reality(final),
+        "Skipped steps": skipped_steps(logged),
+        "Starts": starts(config),
+        "Configuration": configuration(config),
+    }
+    parts += [f"<h2>{heading}</h2>\n{content}" for heading, content in sections.items() if content]
+    parts.append("<footer>drawn from metrics.jsonl and config.json of the run's folder</footer>")
+    return "\n".join(part for part in parts if part)
 
 
-def sections_of_several(runs: list[Run]) -> list[dict]:
-    sections = [parts.section("", side_by_side(runs))]
-    sections += figure_sections(runs)
-    sections.append(parts.section("What differs", differences(runs)))
-    of_runs = []
-    for run in runs:
-        written = stories(run)
-        if written:
-            of_runs += [{"kind": "subheading", "text": run.name}, written]
-    if of_runs:
-        sections.append(parts.section("Stories", *of_runs))
-    return sections
+def text(words: object) -> str:
+    return html.escape(str(words))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How far a run came
+def is_number(value: object) -> bool:
+    """Whether a value of a line is a finite number; metrics.jsonl has null for NaN and infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def summary_of(run: Run) -> str:
+def table(rows: Iterable[Iterable[object]], head: Iterable[str] = (), look: str = "") -> str:
+    """A table, of which the first cell of a row is its name."""
+    parts = [f'<div class="card scroll"><table class="{look}">']
+    if head:
+        parts.append("<thead><tr>" + "".join(f"<th>{text(name)}</th>" for name in head) + "</tr></thead>")
+    for name, *cells in rows:
+        parts.append(f"<tr><th>{text(name)}</th>" + "".join(f"<td>{text(cell)}</td>" for cell in cells) + "</tr>")
+    return "".join([*parts, "</table></div>"])
+
+
+# ---- Words -----------------------------------------------------------------------------------------------------------
+
+
+def summary(lines: list[dict], config: dict) -> str:
     """What was trained on what, and how far it came."""
-    flags, world_size = run.flags(), run.config.get("world_size")
-    words = []
+    flags, words = config.get("flags", {}), []
     if flags:
-        words.append(f"{flags.get('model', '')} on {one_or_more(flags.get('dataset', ''))}")
-    if world_size:
-        words.append(f"{world_size} x {run.config.get('gpu') or 'CPU'}")
-    words += [origin_of(run), state_of(run), times_of(run)]
-    return " · ".join(word for word in words if word)
+        words.append(f"{flags.get('model', '')} on {base.one_or_more(flags.get('dataset', ''))}")
+    if "world_size" in config:
+        words.append(f"{config['world_size']} x {config.get('gpu') or 'CPU'}")
+    if config.get("branched_from"):
+        origin = config["branched_from"]
+        words.append(f"branched from {pathlib.Path(origin['folder']).name} at step {origin['step']}")
+    words.append(how_far(lines, flags))
+    final = lines[-1] if lines else {}
+    if is_number(final.get("elapsed_seconds")):
+        seconds = round(final["elapsed_seconds"])
+        words.append(f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} since the first start")
+    return " · ".join(words)
 
 
-def origin_of(run: Run) -> str:
-    """The run and step that this one branched from; empty for any other."""
-    origin = run.config.get("branched_from")
-    if not isinstance(origin, dict):  # none, or an edited config.json
-        return ""
-    return f"branched from {pathlib.Path(str(origin.get('folder'))).name} at step {origin.get('step')}"
-
-
-def state_of(run: Run) -> str:
-    """How far the run came."""
-    for line in run.lines:
+def how_far(lines: list[dict], flags: dict) -> str:
+    for line in lines:
         for key in ("loss", "grad_norm", "eval_loss", "eval_loss_ema"):
             if key in line and not is_number(line[key]):
-                return f"{key.replace('_', ' ')} was no number at step {line['step']:,}"
-    if run.complete:
-        return "complete"
-    if not run.lines:
+                return f"{key.replace('_', ' ')} was not finite at step {line['step']:,}"
+    if not lines:
         return "no step was logged"
-    state = f"ended at step {run.final['step']:,}"
-    num_steps = run.flags().get("num_steps")
-    if is_number(num_steps):
-        state += f" of {num_steps:,}"
-    return state
+    if "final" in lines[-1]:
+        return "complete"
+    of_all = f" of {flags['num_steps']:,}" if is_number(flags.get("num_steps")) else ""
+    return f"ended at step {lines[-1]['step']:,}{of_all}"
 
 
-def times_of(run: Run) -> str:
-    """How long it trained, and how much time passed since its first start; empty where that was not measured."""
-    trained, elapsed = run.final.get("trained_seconds"), run.final.get("elapsed_seconds")
-    if not (is_number(trained) and is_number(elapsed)):
-        return ""
-    return f"{as_duration(trained)} of training, {as_duration(elapsed)} since the first start"
-
-
-def as_duration(seconds: float) -> str:
-    """Hours, minutes and seconds, such as 1:02:03."""
-    return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def format_figure(metrics: dict, figure: Figure) -> str:
-    """A figure as a person reads it; empty where there is none."""
-    value = metrics.get(figure.key)
-    return figure.written.format(value) if is_number(value) else ""
-
-
-def final_figures(run: Run) -> dict[str, str]:
-    return {figure.title: format_figure(run.final, figure) for figure in FIGURES if figure.written}
-
-
-def side_by_side(runs: list[Run]) -> dict:
-    """A row for each run, with the figures that any of them has."""
-    shown = []
-    for figure in FIGURES:
-        if figure.written and any(format_figure(run.final, figure) for run in runs):
-            shown.append(figure)
-    rows = []
-    for run in runs:
-        figures = [format_figure(run.final, figure) for figure in shown]
-        rows.append([run.name, *figures, state_of(run)])
-    return parts.table(rows, ["run", *(figure.title for figure in shown), "state"], look="runs")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Charts
-
-
-def figure_sections(runs: list[Run]) -> list[dict]:
-    """The section of charts, with the titles of those that were not logged; none where nothing was."""
-    drawn = charts_of(runs)
-    if not drawn:
-        return []
-    figures = parts.section("Figures", parts.charts(drawn), switches=True)
-    absent = absent_charts(runs)
-    if absent:
-        figures["parts"].append(parts.note(f"not logged: {', '.join(absent)}"))
-    return [figures]
-
-
-def charts_on_page() -> dict[Chart, list[Figure]]:
-    return {chart: figures for chart, figures in figures_by_chart().items() if chart.on_page}
-
-
-def keys_logged(runs: list[Run]) -> set[str]:
-    keys: set[str] = set()
-    for run in runs:
-        for line in run.lines:
-            keys |= line.keys()
-    return keys
-
-
-def absent_charts(runs: list[Run]) -> list[str]:
-    logged = keys_logged(runs)
-    absent = []
-    for chart, figures in charts_on_page().items():
-        if chart.expected and not any(figure.key in logged for figure in figures):
-            absent.append(chart.title)
-    return absent
-
-
-def charts_of(runs: list[Run]) -> list[dict]:
-    """The charts for which there are figures: of one run a line for each figure, of several a line for each run."""
-    logged = keys_logged(runs)
-    sources: dict[str, None] = {}  # of all runs, each once
-    for run in runs:
-        sources |= dict.fromkeys(sources_in(run.lines))
+def tiles(final: dict) -> str:
+    """The last figures, in large."""
     drawn = []
-    for chart, figures in charts_on_page().items():
-        keys = keys_in_chart(figures, list(sources))
-        if len(runs) == 1:
-            drawn.append(draw(chart, chart.title, [(runs[0], key, name) for key, name in keys.items()]))
-            continue
-        shown = {key: name for key, name in keys.items() if key in logged}
-        for key, name in shown.items():
-            title = chart.title
-            if len(shown) > 1:
-                title += f", {name}"
-            drawn.append(draw(chart, title, [(run, key, run.name) for run in runs]))
-    return [chart for chart in drawn if chart["traces"]]
+    for key, figure in FIGURES.items():
+        if figure.tile and is_number(final.get(key)):
+            value = short(final[key]) if final[key] >= 1e6 else format(final[key], figure.tile)
+            unit = f" {figure.unit}" if figure.unit in ("%", "GiB", "ms") else ""
+            drawn.append(f"<div class=tile><small>{in_words(key)}</small><b>{value}{unit}</b></div>")
+    return f"<div class=tiles>{''.join(drawn)}</div>"
 
 
-def keys_in_chart(figures: list[Figure], sources: list[str]) -> dict[str, str]:
-    """The keys of the lines of a chart, with their names."""
-    keys = {}
-    for figure in figures:
-        if figure.by_source:
-            key, _ = split_source(figure.key)
-            keys |= {f"{key}/{source}": source for source in sources}
-        else:
-            keys[figure.key] = figure.line_name
-    return keys
-
-
-def draw(chart: Chart, title: str, lines: list[tuple[Run, str, str]]) -> dict:
-    """What the template draws of a chart with these lines: (run, key, name)."""
-    traces = []
-    for color, (run, key, name) in enumerate(lines):
-        trace = trace_of(run, key, name, color)
-        if trace:
-            traces.append(trace)
-    of_sources = any(name == split_source(key)[1] for _, key, name in lines)
-    unit, marks = chart.unit, []
-    if chart in (LOSS, GRAD_NORM) and len({run.name for run, _, _ in lines}) == 1:
-        marks = [entry["step"] for entry in skipped_steps(lines[0][0])]
-    if marks:
-        unit = ", ".join(words for words in (unit, "skipped steps dotted") if words)
-    return {
-        "title": title,
-        "unit": unit,
-        "marks": marks,
-        "traces": traces,
-        "loss_axis": chart.loss_axis,
-        "from_zero": chart.from_zero,
-        "stepped": chart.stepped,
-        "legend": len(traces) > 1 or of_sources,  # the title does not say which source a single line is of
-        "wide": of_sources and len(traces) > MAX_SOURCES_OF_HALF,
-    }
-
-
-def trace_of(run: Run, key: str, name: str, color: int) -> dict | None:
-    """A line of a chart, over steps and over tokens; None where nothing was logged."""
-    points = []
-    for line in run.lines:
-        value = line.get(key)
-        if is_number(value) and is_number(line["step"]):
-            points.append((line["step"], line.get("tokens_seen"), value))
-    if not points:
-        return None
-    steps, tokens, values = zip(*thin(points), strict=True)
-    return {
-        "name": name,
-        "color": color,
-        "x": steps,
-        "tokens": tokens if all(map(is_number, tokens)) else None,
-        "y": values,
-        "points": find_figure(key).group == "eval",  # evaluations are few: marked one by one
-    }
-
-
-def thin(points: list[tuple]) -> list[tuple]:
-    """Points (step, tokens, value) of a long run, thinned out: the least and the greatest value of each stretch."""
-    length = math.ceil(len(points) / MAX_STRETCHES)
-    if length <= 2:
-        return points
-    kept = []
-    for start in range(0, len(points), length):
-        stretch = points[start : start + length]
-        least = min(stretch, key=lambda point: point[2])
-        greatest = max(stretch, key=lambda point: point[2])
-        kept += sorted({least, greatest})
-    return kept
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Skipped steps
-
-
-def skipped_steps(run: Run) -> list[dict]:
-    """The skipped steps that the lines of a run list, each {"step": 41, "reason": "...", "samples": [first, last]}."""
-    listed = []
-    for line in run.lines:
-        entries = line.get("skipped")
-        if isinstance(entries, list):
-            listed += [entry for entry in entries if isinstance(entry, dict) and is_number(entry.get("step"))]
-    return listed
-
-
-def skipped_table(skipped: list[dict]) -> dict:
-    rows = []
-    for entry in skipped:
-        samples = ""
-        if isinstance(entry.get("samples"), list):
-            samples = " to ".join(format_count(sample) for sample in entry["samples"])
-        rows.append([format_count(entry["step"]), str(entry.get("reason", "")), samples])
-    return parts.table(rows, ["step", "why", "global samples"])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Stories, plan, starts, configuration
-
-
-def stories(run: Run) -> dict | None:
-    """What the model wrote, prompt by prompt in the order of steps; None where it wrote nothing."""
-    lines = [*run.lines, run.final] if run.complete else run.lines
-    of_prompt: dict[str, list[dict]] = {}
+def stories(lines: list[dict]) -> str:
+    """What the model wrote, at most MAX_STORIES from the first to the last."""
+    written = []
     for line in lines:
-        samples = line.get("samples")
-        if not isinstance(samples, list):
-            continue
-        for sample in samples:
-            story = story_of(line, sample)
-            if story:
-                of_prompt.setdefault(sample["prompt"], []).append(story)
-    if not of_prompt:
-        return None
-    prompts = [{"stories": written, "shown": evenly_spaced(len(written))} for written in of_prompt.values()]
-    return {"kind": "stories", "prompts": prompts}
-
-
-def story_of(line: dict, sample) -> dict | None:
-    """One story with the step and the loss at which it was written; None for an entry that is none."""
-    if not isinstance(sample, dict):
-        return None
-    prompt, text = sample.get("prompt"), sample.get("text")
-    if not (isinstance(prompt, str) and isinstance(text, str)):
-        return None
-    caption = [f"step {line['step']:,}"]
-    loss = format_figure(line, BY_KEY["eval_loss"])
-    if loss:
-        caption.append(f"held-out loss {loss}")
-    if text.startswith(prompt):
-        return {"caption": caption, "prompt": prompt, "text": text[len(prompt) :]}
-    return {"caption": caption, "prompt": "", "text": text}
-
-
-def evenly_spaced(count: int) -> list[int]:
-    """At most MAX_STORIES of the numbers below `count`, from the first to the last."""
-    last = count - 1
-    return sorted({round(place * last / (MAX_STORIES - 1)) for place in range(MAX_STORIES)})
-
-
-def plan_beside_actual(run: Run) -> dict | None:
-    """The run's own plan beside its figures; None where it was not planned, as on a CPU."""
-    compared = (
-        ("memory allocated", "peak_memory_alloc", "GiB"),
-        ("memory reserved", "peak_memory_reserved", "GiB"),
-        ("time of a step", "step_time_ms", "ms"),
-    )
-    rows = []
-    for name, key, unit in compared:
-        planned, actual = run.final.get(f"predicted_{key}"), run.final.get(key)
-        if is_number(planned) and is_number(actual) and planned > 0:
-            change = 100 * (actual / planned - 1)
-            rows.append([name, f"{planned:,.2f} {unit}", f"{actual:,.2f} {unit}", f"{change:+.1f} %"])
-    if not rows:
-        return None
-    return parts.table(rows, ["", "planned", "actual", "actual over planned"])
-
-
-def start_sections(run: Run) -> list[dict]:
-    """When the run started and resumed, and how many steps it repeated; none where config.json does not list it."""
-    listed = run.config.get("starts")
-    if not isinstance(listed, list):
-        return []
-    starts = [start for start in listed if isinstance(start, dict)]
-    if not starts:
-        return []
-    rows, lost_steps = [], 0
-    for start in starts:
-        rows.append([str(start.get(key, "")) for key in ("time", "step", "lost_steps", "world_size", "changed")])
-        if is_number(start.get("lost_steps")):
-            lost_steps += start["lost_steps"]
-    words = "one start, nothing lost"
-    if len(starts) > 1:
-        words = f"{len(starts)} starts, {lost_steps:,} logged steps done again"
-    listing = parts.table(rows, ["time", "from step", "steps lost", "ranks", "changed"])
-    sections = [parts.section("Starts", parts.text(words), listing)]
-    mixture = mixture_table(starts)
-    if mixture:
-        sections.append(parts.section("Mixture", mixture))
-    return sections
-
-
-def mixture_table(starts: list[dict]) -> dict | None:
-    """The shares of the sources, a row for each change, as the latest start has them; None for a single source.
-
-    A start's `mixture` is a list of {"from_sample": 0, "from_step": 0 or None, "weights": {"web": 0.7}}.
-    """
-    changes = []
-    for start in starts:
-        if isinstance(start.get("mixture"), list):
-            changes = [change for change in start["mixture"] if isinstance(change, dict)]
-    changes = [change for change in changes if isinstance(change.get("weights"), dict)]
-    sources: dict[str, None] = {}  # each once
-    for change in changes:
-        sources |= dict.fromkeys(change["weights"])
-    if len(sources) < 2:
-        return None
-    rows = []
-    for change in changes:
-        shares = [format_share(change["weights"].get(source)) for source in sources]
-        rows.append([format_count(change.get("from_step")), format_count(change.get("from_sample")), *shares])
-    return parts.table(rows, ["from step", "from sample", *sources])
-
-
-def format_share(share) -> str:
-    return f"{100 * share:.4g} %" if is_number(share) else ""
-
-
-def format_count(count) -> str:
-    return f"{count:,}" if is_number(count) else ""
-
-
-def configuration_sections(run: Run) -> list[dict]:
-    """The flags that are not at their defaults, commit, GPU and versions, then all other flags; none without any."""
-    flags, defaults = as_text(run.flags()), as_text(dataclasses.asdict(Settings()))
-    changed, at_default = {}, {}
-    for key, value in flags.items():
-        if value == defaults.get(key):
-            at_default[key] = value
+        written += [(line["step"], story) for story in line.get("samples", [])]
+    last = len(written) - 1
+    chosen = sorted({round(place * last / (MAX_STORIES - 1)) for place in range(MAX_STORIES)}) if written else []
+    drawn = []
+    for step, story in (written[number] for number in chosen):
+        prompt, words = story["prompt"], story["text"]
+        if words.startswith(prompt):
+            words = words.removeprefix(prompt)
         else:
-            changed[key] = value
-    machine = as_text({key: run.config[key] for key in ("commit", "gpu", "world_size") if key in run.config})
-    if not (flags or machine):
-        return []
-    shown = changed | machine | as_text(run.config.get("versions"))
-    rest = parts.folded("flags at their defaults", parts.table(at_default.items(), look="flags"))
-    return [parts.section("Configuration", parts.table(shown.items(), look="flags"), rest)]
+            prompt = ""
+        if len(words) > MAX_STORY:
+            words = words[:MAX_STORY] + " …"
+        drawn.append(f"<div class=story><small>step {step:,}</small><p><em>{text(prompt)}</em>{text(words)}</p></div>")
+    return f"<div class=card>{''.join(drawn)}</div>" if drawn else ""
 
 
-def differences(runs: list[Run]) -> dict:
-    """The flags, versions and commits in which the runs differ."""
-    configurations = []
-    for run in runs:
-        machine = {key: run.config.get(key) for key in ("commit", "world_size", "gpu")}
-        configurations.append(as_text(run.flags()) | as_text(run.config.get("versions")) | as_text(machine))
-    keys: dict[str, None] = {}  # in their order, each once
-    for configuration in configurations:
-        keys |= dict.fromkeys(configuration)
+def plan_and_reality(final: dict) -> str:
+    """The run's own plan beside its figures; empty where it was not planned, as on a CPU."""
     rows = []
-    for key in keys:
-        values = [configuration.get(key) for configuration in configurations]
-        if key != "run_name" and len(set(values)) > 1:
-            rows.append([key, *(value or "" for value in values)])
-    if not rows:
-        return parts.text("nothing")
-    return parts.table(rows, ["", *(run.name for run in runs)], look="flags")
+    for key in ("peak_memory_alloc", "peak_memory_reserved", "step_time_ms"):
+        planned, measured = final.get(f"predicted_{key}"), final.get(key)
+        if is_number(planned) and is_number(measured) and planned > 0:
+            unit, change = FIGURES[key].unit, 100 * (measured / planned - 1)
+            name = key.removesuffix("_ms").replace("_", " ")
+            rows.append([name, f"{planned:,.2f} {unit}", f"{measured:,.2f} {unit}", f"{change:+.1f} %"])
+    return table(rows, ["", "planned", "measured", "measured over planned"]) if rows else ""
 
 
-def as_text(values) -> dict[str, str]:
-    """The values of a dictionary as text, JSON for those that are no text; nothing of what is no dictionary."""
-    if not isinstance(values, dict):
-        return {}
-    return {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+def skipped_in(lines: list[dict]) -> list[dict]:
+    """The skipped steps of the lines, each {"step": 41, "reason": "...", "samples": [first, last]}."""
+    return [entry for line in lines for entry in line.get("skipped", [])]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.report.page", description="Makes report.html of finished, stopped or killed runs."
+def skipped_steps(lines: list[dict]) -> str:
+    skipped = skipped_in(lines)
+    rows = []
+    for entry in skipped[-MAX_ROWS:]:
+        first, last = entry["samples"]
+        rows.append([f"{entry['step']:,}", entry["reason"], f"{first:,} to {last:,}"])
+    return f"<p>{len(skipped):,} in all</p>{table(rows, ['step', 'why', 'global samples'])}" if rows else ""
+
+
+def starts(config: dict) -> str:
+    """When the run started and resumed, and how many steps it repeated."""
+    listed = config.get("starts", [])
+    if len(listed) < 2 and not any(start.get("changed") for start in listed):
+        return ""
+    keys = {
+        "time": "time",
+        "step": "from step",
+        "lost_steps": "steps lost",
+        "world_size": "ranks",
+        "changed": "changed",
+    }
+    rows = [[start.get(key, "") for key in keys] for start in listed[-MAX_ROWS:]]
+    lost = sum(start.get("lost_steps", 0) for start in listed)
+    return f"<p>{len(listed)} starts, {lost:,} logged steps done again</p>{table(rows, keys.values())}"
+
+
+def configuration(config: dict) -> str:
+    """The flags that were given, machine and versions."""
+    shown = {f"--{name.replace('_', '-')}": value for name, value in config.get("given", {}).items()}
+    shown |= {key: config[key] for key in ("gpu", "world_size", "commit") if config.get(key)} | config.get(
+        "versions", {}
     )
-    parser.add_argument(
-        "run", nargs="+", metavar="RUN", type=pathlib.Path, help="a run's folder; several: side by side"
+    rows = []
+    for name, value in shown.items():
+        if isinstance(value, list):
+            value = base.one_or_more(value)
+        rows.append([name, value if isinstance(value, str) else json.dumps(value)])
+    return table(rows, look="flags") if rows else ""
+
+
+def in_words(key: str) -> str:
+    """A key of metrics.jsonl as a person says it, such as "memory reserved"."""
+    words = key.removeprefix("peak_").removesuffix("_percent").removesuffix("_ms").replace("_", " ")
+    for short_word, word in (
+        ("mfu", "MFU"),
+        ("eval loss", "held-out loss"),
+        ("ema", "of the average"),
+        ("per sec", "a second"),
+    ):
+        words = words.replace(short_word, word)
+    return words
+
+
+# ---- Charts ----------------------------------------------------------------------------------------------------------
+
+
+def charts(lines: list[dict]) -> str:
+    """A chart for each title in the table of figures for which there are numbers."""
+    of_titles: dict[str, list[Line]] = {}
+    for key in dict.fromkeys(key for line in lines for key in line):
+        figure = find(key)
+        points = [(line["step"], line[key]) for line in lines if figure and is_number(line.get(key))]
+        if points and figure.chart:
+            name = key.partition("/")[2] or ("training" if key == "loss" else in_words(key))
+            dots = len(points) == 1 or (figure.name.startswith("eval/") and len(points) <= MAX_DOTS)
+            of_titles.setdefault(figure.chart, []).append(Line(name, points, dots))
+    if not of_titles:
+        return ""
+    marks = [entry["step"] for entry in skipped_in(lines)]
+    order = dict.fromkeys(figure.chart for figure in FIGURES.values() if figure.chart in of_titles)
+    drawn = [chart(title, of_titles[title], marks if title in ("Loss", "Gradient norm") else []) for title in order]
+    return f"<div class=charts>{''.join(drawn)}</div>"
+
+
+def chart(title: str, lines: list[Line], marks: list[int]) -> str:
+    """A chart of lines over steps; `marks` are the steps of marks at its foot."""
+    across = Axis(min(line.points[0][0] for line in lines), max(line.points[-1][0] for line in lines))
+    if across.low == across.high:
+        across = Axis(across.low - 1, across.high + 1)
+    upward = choose_axis(title, lines)
+    paths, legend = [], []
+    grid = "".join(f"M0 {SIZE - upward.place(tick)}h{SIZE}" for tick in upward.ticks())
+    paths.append(f'<path class=grid d="{grid}"/>')
+    for number, line in enumerate(lines):
+        color = f"var(--c{number % 8})"
+        paths += draw(line, across, upward, color)
+        last = f"<b>{short(line.points[-1][1])}</b>"
+        if len(lines) > 1 or "source" in title:  # else the title says what it is
+            last = f"<span class=dot style=background:{color}></span>{text(line.name)} {last}"
+        legend.append(f"<span>{last}</span>")
+    if marks:
+        places = sorted({across.place(step) for step in marks})
+        feet = "".join(f"M{place} {SIZE}v-40" for place in places)
+        paths.append(f'<path class=marks d="{feet}"/>')
+    labels = [f"<i class=y style=bottom:{upward.place(tick) / 10:g}%>{short(tick)}</i>" for tick in upward.ticks()]
+    steps = [tick for tick in across.ticks() if tick == int(tick)]
+    labels += [f"<i class=x style=left:{across.place(tick) / 10:g}%>{short(tick)}</i>" for tick in steps]
+    notes = [next(figure.unit for figure in FIGURES.values() if figure.chart == title)]
+    if marks:
+        notes.append("skipped steps at the foot")
+    note = ", ".join(words for words in notes if words)
+    drawing = f"<svg viewBox='0 0 {SIZE} {SIZE}' preserveAspectRatio=none role=img aria-label='{title} over steps'>"
+    return (
+        f"<div class=card><div class=legend><h3>{title} <span>{note}</span></h3><div>{''.join(legend)}</div></div>"
+        f"<div class=chart>{drawing}{''.join(paths)}</svg>{''.join(labels)}</div></div>\n"
     )
-    parser.add_argument(
-        "--output", type=pathlib.Path, metavar="FILE", help="[RUN/report.html; of several report.html here]"
-    )
-    args = parser.parse_args(arguments)
-    output = args.output
-    if output is None:
-        output = args.run[0] / "report.html" if len(args.run) == 1 else pathlib.Path("report.html")
-    try:
-        print(write_report(args.run, output))
-    except OSError as error:
-        sys.exit(f"harness.report.page: error: {output}: cannot be written ({error.strerror})")
-    except UserError as error:
-        sys.exit(f"harness.report.page: error: {first_line(error)}")
+
+
+def choose_axis(title: str, lines: list[Line]) -> Axis:
+    """The vertical axis: from zero or, for losses and norms, logarithmic and fitted to what comes after the first
+    twentieth of a long run, which begins far above the rest."""
+    values = []
+    for line in lines:
+        begin = len(line.points) // 20 if len(line.points) > BUCKETS else 0
+        values += [value for _, value in line.points[begin:]]
+    low, high = min(values), max(values)
+    if title in LOGARITHMIC and low > 0:
+        return Axis(low / 1.03, high * 1.03, logarithmic=True)
+    return Axis(min(low, 0.0), 1.06 * high if high > 0 else max(1.0, high), False)
+
+
+def draw(line: Line, across: Axis, upward: Axis, color: str) -> list[str]:
+    """The paths of a line: its points or, of many, their means and the band in which they lie."""
+    points = [(across.place(step), value) for step, value in line.points if not upward.logarithmic or value > 0]
+    paths = []
+    if len(points) > 2 * BUCKETS:
+        buckets: dict[int, list[float]] = {}
+        for place, value in points:
+            buckets.setdefault(place * BUCKETS // (SIZE + 1), []).append(value)
+        centers = {number: round((number + 0.5) * SIZE / BUCKETS) for number in buckets}
+        edge = [(centers[number], max(values)) for number, values in buckets.items()]
+        edge += [(centers[number], min(values)) for number, values in reversed(buckets.items())]
+        paths.append(f'<path class=band style=fill:{color} d="{path_of(edge, upward)}z"/>')
+        points = [(centers[number], math.fsum(values) / len(values)) for number, values in buckets.items()]
+    paths.append(f'<path style=stroke:{color} d="{path_of(points, upward)}"/>')
+    if line.dots:
+        dots = "".join(f"M{place} {SIZE - upward.place(value)}h0" for place, value in points)
+        paths.append(f'<path class=dots style=stroke:{color} d="{dots}"/>')
+    return paths
+
+
+def path_of(points: list[tuple[int, float]], upward: Axis) -> str:
+    """The `d` of a path through points (place, value), relative and without those on a straight level."""
+    corners = [(place, SIZE - upward.place(value)) for place, value in points]
+    kept = [
+        corner
+        for before, corner, after in zip([None, *corners], corners, [*corners[1:], None], strict=False)
+        if before is None or after is None or not before[1] == corner[1] == after[1]
+    ]
+    (x, y), steps = kept[0], []
+    for next_x, next_y in kept[1:]:
+        steps.append(f"{next_x - x} {next_y - y}".replace(" -", "-"))
+        x, y = next_x, next_y
+    return f"M{kept[0][0]} {kept[0][1]}" + (f"l{' '.join(steps)}" if steps else "")
+
+
+def short(value: float) -> str:
+    """A number of an axis or a legend, such as 12,500 or 52 K, 0.0003 or 3e-6."""
+    size = abs(value)
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if size >= 10 * factor or (factor > 1e3 and size >= factor):
+            return f"{value / factor:.4g} {unit}"
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}".replace("e-0", "e-")
 
 
 if __name__ == "__main__":
-    console.never_fail()
-    main()
+    try:
+        print(write_report(pathlib.Path(sys.argv[1])))
+    except (IndexError, OSError) as problem:
+        sys.exit(f"usage: python -m harness.report.page OUTPUT_DIR/RUN_NAME ({problem})")

@@ -9,44 +9,22 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from harness.base import torch_internals
-from harness.base.devices import wait_for_device
-from harness.job import Due, columns, say
-from harness.state.train_state import TrainState
+from harness import base, job
+from harness import state as states
 
 MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the latest
 
 
-class Profiler:
-    """Profiles the steps of a run for which that is due."""
-
-    def __init__(self, folder: pathlib.Path, state: TrainState):
-        self.folder, self.state, self.trace = folder, state, contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def step(self, due: Due) -> Iterator[None]:
-        """A training step, with the counting of it."""
-        if due.profile_begins:
-            self.trace.enter_context(profiling(self.folder, self.state))
-        yield
-        if due.profile_ends:
-            self.finish()
-
-    def finish(self) -> None:
-        """Ends a profile that is under way, of a run that was stopped within it too."""
-        self.trace.close()
-
-
 @contextlib.contextmanager
-def profiling(folder: pathlib.Path, state: TrainState):
+def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
     """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
     with state.tracker.excluded():
         profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
         with profiler as profile:
-            wait_for_device()  # the clock starts after the profiler: CUPTI takes seconds
+            base.wait_for_device()  # the clock starts after the profiler: CUPTI takes seconds
             first_step, start = state.step, time.perf_counter()
             yield
-            wait_for_device()
+            base.wait_for_device()
             seconds = time.perf_counter() - start
         if profile:
             (folder / "profile").mkdir(exist_ok=True)
@@ -54,19 +32,23 @@ def profiling(folder: pathlib.Path, state: TrainState):
             steps = state.step - first_step
             shares = time_shares(profile.events(), seconds)
             table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
-            say(columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
+            job.say(job.columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
         dist.barrier()  # until rank 0 has written: the clocks of the other ranks must not count that either
 
 
 def record_memory(folder: pathlib.Path) -> None:
     """Records allocations from now on, and dumps them when memory runs out."""
-    torch_internals.record_memory_history(max_entries=MAX_MEMORY_EVENTS)
-    torch_internals.call_when_out_of_memory(lambda *_: dump_memory(folder))
+    # private: the names that torch's guide to CUDA memory documents
+    torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+    # private: no public name calls back before the error is raised, while what fills the memory is still there
+    torch._C._cuda_attach_out_of_memory_observer(lambda *_: dump_memory(folder))  # type: ignore[attr-defined]
 
 
 def dump_memory(folder: pathlib.Path) -> None:
+    """Writes memory-rank-N.pickle, which https://docs.pytorch.org/memory_viz shows."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch_internals.dump_memory_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
+    # private: as in `record_memory`
+    torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{dist.get_rank()}.pickle"))
 
 
 def time_shares(events, seconds: float) -> dict[str, float]:

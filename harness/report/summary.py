@@ -1,65 +1,32 @@
-"""The summary: the last lines of a run, and what can be done with what it left."""
+"""The summary: what a run says of its evaluations, its skipped steps and its end, and what can be done with what it
+left."""
 
 import contextlib
-import json
 import math
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from tqdm import tqdm
 
-from harness import job
-from harness.base.errors import UserError
-from harness.base.saved import newest, read_config
-from harness.base.text import counted
-from harness.flags.commands import flags_of_run, to_paste
-from harness.flags.parser import LENGTHS
-from harness.flags.settings import Settings
-from harness.job import columns, replace_file, say
-from harness.report.figure_list import figures_in, of_each_source
+from harness import base, flags, job
+from harness import state as states
+from harness.report.files import as_json
 from harness.report.header import significant
-from harness.report.metrics_file import as_json, metrics_text
-from harness.report.run_files import read_metrics
-from harness.report.trackers import Trackers
-from harness.state.train_state import TrainState
+from harness.report.health import Skipped, first_not_finite
 
-SAVE_MINUTES = 15  # between two checkpoints, as advised to a run that saves none
 MAX_EXPONENT = 709  # the exponential of more overflows a float
 
 
-@contextlib.contextmanager
-def only_json_on_stdout(settings: Settings):
-    """With --json every other line goes to stderr; yields the real stdout."""
-    stdout = sys.stdout
-    if not settings.json:
-        yield stdout
-        return
-    with contextlib.redirect_stdout(sys.stderr):
-        yield stdout
+# ---- Losses and stories ----------------------------------------------------------------------------------------------
 
 
-def say_evaluation(
-    settings: Settings, held_out: dict, losses: dict[str, float], tokens: int, step: int | None, stdout
-) -> None:
-    """The line of an evaluation without training, and with --json its object on stdout. `held_out` are the windows of
-    each source, `tokens` how many tokens the losses are over."""
-    weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
-    size = f"{tokens:,} tokens"
-    if settings.chat_loss == "assistant" and any(windows.is_chat for windows in held_out.values()):
-        size += ", of conversations the assistant's alone"
-    values = [describe_held_out(losses), *describe_held_out_average(losses), *describe_held_out_sources(losses)]
-    result = ", ".join([*values, size])
-    say(columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {result}"}))
-    if settings.json and dist.get_rank() == 0:
-        figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}
-        figures |= losses | {"perplexity": perplexity(losses["eval_loss"])}
-        print(json.dumps(as_json(figures), allow_nan=False), file=stdout, flush=True)
-
-
-def describe_stories(stories: list[dict[str, str]]) -> str:
-    return "\n\n".join(story["text"] for story in stories)
+def of_sources(metrics: dict, key: str) -> dict[str, float]:
+    """A figure of a line by the sources of the data: `eval_loss/web` and its like under "web"."""
+    return {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith(f"{key}/")}
 
 
 def perplexity(loss: float) -> float:
@@ -67,115 +34,126 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < MAX_EXPONENT else math.inf
 
 
-def describe_perplexity(loss: float) -> str:
+def with_perplexity(loss: float) -> str:
     value = perplexity(loss)
-    return f"perplexity {value:,.2f}" if value < 1e9 else f"perplexity {value:.2g}"
+    return f"{loss:.4f} (perplexity {value:,.2f})" if value < 1e9 else f"{loss:.4f} (perplexity {value:.2g})"
 
 
 def describe_held_out(metrics: dict) -> str:
-    """The held-out loss of a log line; empty where it has none."""
-    loss = metrics.get("eval_loss")
-    if loss is None:
+    """The held-out losses of a line: of all tokens, of the averaged weights, of each of several sources; empty where it
+    has none."""
+    if metrics.get("eval_loss") is None:
         return ""
-    return f"held-out loss {loss:.4f} ({describe_perplexity(loss)})"
+    parts = [f"held-out loss {with_perplexity(metrics['eval_loss'])}"]
+    if metrics.get("eval_loss_ema") is not None:
+        parts.append(f"of the average {with_perplexity(metrics['eval_loss_ema'])}")
+    losses = of_sources(metrics, "eval_loss")
+    if len(losses) > 1:
+        parts += [f"{source} {loss:.4f}" for source, loss in losses.items()]
+    return ", ".join(parts)
 
 
-def describe_held_out_average(metrics: dict) -> list[str]:
-    """The held-out loss of the averaged weights in a log line; none without --ema."""
-    if metrics.get("eval_loss_ema") is None:
-        return []
-    loss = metrics["eval_loss_ema"]
-    return [f"of the average {loss:.4f} ({describe_perplexity(loss)})"]
+def describe_stories(stories: list[dict[str, str]]) -> str:
+    return "\n\n".join(story["text"] for story in stories)
 
 
-def describe_held_out_sources(metrics: dict) -> list[str]:
-    """The held-out loss of each source in a log line, `web 2.0104`; none where there is one source."""
-    losses = of_each_source(metrics, "eval_loss")
-    if len(losses) < 2:
-        return []
-    return [f"{source} {loss:.4f}" for source, loss in losses.items()]
+@contextlib.contextmanager
+def only_json_on_stdout(settings: flags.Settings) -> Iterator[TextIO]:
+    """With --json every other line goes to stderr; yields the real stdout."""
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr) if settings.json else contextlib.nullcontext():
+        yield stdout
 
 
-def finish_metrics(settings: Settings, folder: pathlib.Path, state: TrainState) -> dict:
-    """The last line of a run that took all its steps. Where a kill came between the last checkpoint and that line, it
-    is written now, to the trackers too.
+def say_evaluation(run: Any, losses: dict[str, float], tokens: int, stdout: TextIO) -> None:
+    """The line of an evaluation without training, and with --json its object on stdout. `tokens` is how many the losses
+    are over.
 
     Raises:
-        UserError: metrics.jsonl cannot be written.
+        UserError: a loss is NaN or infinite.
     """
-    path = folder / "metrics.jsonl"
-    try:
-        lines = read_metrics(path)
-        if lines and "final" not in lines[-1]:
-            lines.append(lines[-1] | state.tracker.summary() | {"final": True})
-            replace_file(path, metrics_text(lines))
-            Trackers(settings, folder, state, read_config(folder)).summarize(figures_in(lines[-1]))
-    except OSError as error:
-        raise UserError(f"--output-dir: {path} cannot be written ({error.strerror})", 1) from error
-    return lines[-1] if lines else {}
+    settings = run.settings
+    step = run.manifest["step"] if run.manifest else None
+    problem = first_not_finite({"step": step or 0} | losses, [])
+    if problem:
+        raise base.UserError(f"--eval-interval: the {problem.words} by {run.checkpoint or settings.model}", exit_code=1)
+    weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
+    size = f"{tokens:,} tokens"
+    if settings.chat_loss == "assistant" and any(windows.is_chat for windows in run.data.held_out.values()):
+        size += ", of conversations the assistant's alone"
+    job.say(
+        job.columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {describe_held_out(losses)}, {size}"})
+    )
+    if settings.json and dist.get_rank() == 0:
+        figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}
+        figures |= losses | {"perplexity": perplexity(losses["eval_loss"])}
+        print(as_json(figures), file=stdout, flush=True)
 
 
-def summarize(metrics: dict, folder: pathlib.Path, state: TrainState) -> str:
-    """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them."""
-    lines = {"done": describe_training(metrics, state)}
-    worse = describe_worse_end(folder)
-    if worse:
-        lines["worse"] = worse
+# ---- Skipped steps ---------------------------------------------------------------------------------------------------
+
+
+def describe_skipped(skipped: list[Skipped], data, folder: pathlib.Path) -> str:
+    """Which steps were skipped and why, with the command that shows what the first one trained on. `data` is the record
+    of the run's data."""
+    first, count = skipped[0], len(skipped)
+    steps = base.shortened([f"{step:,}" for step, _ in skipped])
+    reasons = base.shortened(list(dict.fromkeys(reason for _, reason in skipped)), 3)
+    samples = data.samples_of_step(first.step)
+    command = flags.to_paste(job.launcher(), config=folder / "config.json", show_samples=first.step)
+    whose = "which" if count == 1 else "the first of which"
+    text = f"{'step' if count == 1 else 'steps'} {steps}: {reasons}; {whose} had samples {samples.start:,} to "
+    return job.columns({"skipped": f"{text}{samples.stop - 1:,}, shown by: {command}"})
+
+
+# ---- The end ---------------------------------------------------------------------------------------------------------
+
+
+def summarize(
+    metrics: dict, folder: pathlib.Path, state: states.TrainState, seconds: float, first_loss: float | None
+) -> str:
+    """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them. `seconds`
+    is how long this start trained, `first_loss` the run's first."""
+    lines = {"done": describe_training(metrics, state, seconds)}
+    loss = metrics.get("loss")
+    if loss is not None and first_loss is not None and loss > first_loss:
+        words = f"the loss ended at {loss:,.4f}, above its first, {first_loss:,.4f}"
+        lines["worse"] = f"{words}: a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
     lines["speed"] = describe_speed(metrics)
-    sources = describe_sources(metrics)
-    if sources:
-        lines["sources"] = sources
-    prefix = "peak_memory_"
-    memory = [f"{key.removeprefix(prefix)} {gib:.2f} GiB" for key, gib in metrics.items() if key.startswith(prefix)]
-    if memory:
-        lines["memory"] = ", ".join(memory)
+    epochs = [f"{source} {passes:.1f}" for source, passes in of_sources(metrics, "epochs").items()]
+    if epochs:
+        lines["sources"] = "epochs of " + ", ".join(epochs)
+    kinds = [kind for kind in ("alloc", "reserved") if f"peak_memory_{kind}" in metrics]
+    if kinds:
+        lines["memory"] = ", ".join(f"{kind} {metrics[f'peak_memory_{kind}']:.2f} GiB" for kind in kinds)
     if "predicted_step_time_ms" in metrics:
         alloc, reserved = (metrics[f"predicted_peak_memory_{kind}"] for kind in ("alloc", "reserved"))
         milliseconds = metrics["predicted_step_time_ms"]
         lines["planned"] = f"alloc {alloc:.2f} GiB, reserved {reserved:.2f} GiB, {milliseconds:,.1f} ms a step"
-    return "\n" + columns(lines, wrap=True) + "\n" + columns({"files": str(folder)})
+    lines["files"] = str(folder)
+    return "\n" + job.columns(lines, wrap=True)
 
 
-def describe_training(metrics: dict, state: TrainState) -> str:
+def describe_training(metrics: dict, state: states.TrainState, seconds: float) -> str:
     """Steps, tokens, time and losses; of a run that branched from another without the other's steps and tokens."""
     steps, tokens = metrics["step"], metrics["tokens_seen"]
     if state.branched_from:
         steps -= state.branched_from["step"]
         tokens -= state.branched_from["tokens"]
     skipped = f" ({metrics['skipped_steps']:,} skipped)" if metrics.get("skipped_steps") else ""
-    words = f"{counted(steps, 'step')}{skipped}, {tokens:,} tokens in "
-    elapsed = tqdm.format_interval(state.elapsed)
-    if state.elapsed_before and "trained_seconds" in metrics:
-        words += f"{tqdm.format_interval(metrics['trained_seconds'])} of training, {elapsed} since the first start"
-    else:
-        words += elapsed
+    words = f"{base.counted(steps, 'step')}{skipped}, {tokens:,} tokens in "
+    if state.elapsed_before:  # of the starts before, only the time of their steps is known
+        seconds = metrics.get("trained_seconds", seconds)
+    first = "first " if state.elapsed_before else ""
+    words += (
+        f"{tqdm.format_interval(seconds)} of training, {tqdm.format_interval(state.elapsed)} since the {first}start"
+    )
     if state.branched_from:
         words += f" after step {state.branched_from['step']:,} of {pathlib.Path(state.branched_from['folder']).name}"
     if "loss" in metrics:  # the last step was not skipped
         words += f", loss {metrics['loss']:.4f}"
     held_out = describe_held_out(metrics)
-    if held_out:
-        words = ", ".join([words, held_out, *describe_held_out_average(metrics), *describe_held_out_sources(metrics)])
-    return words
-
-
-def describe_worse_end(folder: pathlib.Path) -> str:
-    """A warning where the last loss of a run is above its first one; empty where it is not. As long as metrics.jsonl is
-    there, which rank 0 writes."""
-    losses = [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line.get("loss") is not None]
-    if not losses or losses[-1] <= losses[0]:
-        return ""
-    words = f"the loss ended at {losses[-1]:,.4f}, above its first, {losses[0]:,.4f}"
-    return f"{words}: a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
-
-
-def describe_sources(metrics: dict) -> str:
-    """How often each source of the data was passed over: `web 1.0 epochs, code 3.2`; empty where that is not known."""
-    passes = [f"{source} {epochs:.1f}" for source, epochs in of_each_source(metrics, "epochs").items()]
-    if not passes:
-        return ""
-    passes[0] += " epochs"
-    return ", ".join(passes)
+    return f"{words}, {held_out}" if held_out else words
 
 
 def describe_speed(metrics: dict) -> str:
@@ -188,63 +166,61 @@ def describe_speed(metrics: dict) -> str:
         words += f", {significant(metrics['actual_tflops_per_sec'])} TFLOPS"
     if "mfu_percent" in metrics:
         words += f" of {significant(metrics['theoretical_tflops_total'])}, MFU {metrics['mfu_percent']:.2f} %"
-    if "mfu_documents_percent" in metrics:
-        words += f" ({metrics['mfu_documents_percent']:.2f} % by documents)"
     if "goodput_percent" in metrics:
         words += f", goodput {metrics['goodput_percent']:.1f} %"
     return words
 
 
-def next_commands(settings: Settings, folder: pathlib.Path, prompt: str, shown: pathlib.Path | None) -> str:
+def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, page: pathlib.Path | None) -> str:
     """What can be done with what this run left, as commands to paste.
 
     Args:
         prompt: what a story may begin with, empty where there is no tokenizer.
-        shown: the page of the run, None where it was not written.
+        page: of the run, None where it was not written.
     """
     launcher, lines = job.launcher(), {}
-    saved = newest(folder) is not None
-    source = {"resume": folder} if saved else {"init": "pretrained", "model": settings.export or ""}
-    if prompt and (saved or settings.export):
-        lines["sample"] = to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)
-    if saved and settings.eval_interval:  # otherwise no text was held out
-        lines["evaluate"] = to_paste(launcher, num_steps=0, **source, eval_interval=1)
+    is_saved = base.newest_checkpoint(folder) is not None
+    source = {"resume": folder} if is_saved else {"init": "pretrained", "model": settings.export or ""}
+    if prompt and (is_saved or settings.export):
+        lines["sample"] = flags.to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)
+    if is_saved and settings.eval_interval:  # otherwise no text was held out
+        lines["evaluate"] = flags.to_paste(launcher, num_steps=0, **source, eval_interval=1)
     if settings.export:
         lines["load"] = f"transformers.AutoModelForCausalLM.from_pretrained({os.path.expanduser(settings.export)!r})"
-    elif saved:
-        lines["export"] = to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
-    if saved:
-        given = flags_of_run(settings, folder, *LENGTHS, "output_dir", "export", "export_weights")
+    elif is_saved:
+        lines["export"] = flags.to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
+    if is_saved:
+        given = flags.flags_of_run(settings, folder, *flags.LENGTHS, "output_dir", "export", "export_weights")
         longer = {"num_steps": 2 * settings.num_steps}
         if settings.num_tokens:
             longer = {"num_tokens": 2 * settings.num_tokens}
-        lines["go on"] = to_paste(launcher, given, **source, **longer)
+        lines["go on"] = flags.to_paste(launcher, given, **source, **longer)
         if settings.lr_scheduler == "warmup_stable_decay" and settings.decay_steps == 0:
             lines["decay"] = decay_command(settings, folder)
     elif not settings.export:
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
-    if shown:
-        lines["report"] = str(shown)
-    return "\n" + columns(lines)
+    if page:
+        lines["report"] = str(page)
+    return "\n" + job.columns(lines)
 
 
-def decay_command(settings: Settings, folder: pathlib.Path) -> str:
+def decay_command(settings: flags.Settings, folder: pathlib.Path) -> str:
     """The command of a branch that decays the learning rate of a run that ended in the stable phase, in a fifth of all
     its steps."""
-    given = flags_of_run(settings, folder, *LENGTHS, "decay_steps", "export", "export_weights")
+    given = flags.flags_of_run(settings, folder, *flags.LENGTHS, "decay_steps", "export", "export_weights")
     steps = max(1, settings.num_steps // 4)
     branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
-    return to_paste(job.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
+    return flags.to_paste(job.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
 
 
-def describe_unsaved(settings: Settings, steps_left: int, step_ms: float) -> str:
-    """A warning for a run with --resume auto that saves nothing before its end, so that a restart after a kill repeats
-    everything; empty for any other. `step_ms` is milliseconds of a step."""
-    if settings.resume != "auto" or settings.checkpoint_interval:
-        return ""
-    interval = max(1, round(60_000 * SAVE_MINUTES / step_ms))
-    warning = "--resume auto: without --checkpoint-interval nothing is saved before the end"
-    if interval >= steps_left:
-        return f"{warning}, within {math.ceil(steps_left * step_ms / 60_000)} min"
-    advice = f"--checkpoint-interval {interval} saves about every {SAVE_MINUTES} minutes at {step_ms:,.0f} ms a step"
-    return f"{warning}; {advice}"
+def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:
+    """The last lines of a run that a signal ended, and its exit code."""
+    log.write_page()
+    lines = {"stopped": f"by {stop.name or 'a signal to another rank'} after step {run.state.step}"}
+    if not checkpoints.failures:
+        lines["stopped"] += f", saved in {checkpoints.folder}"
+        lines["go on"] = job.command(run.settings, run.folder)
+    if log.page:
+        lines["report"] = str(log.page)
+    job.say(job.columns(lines))
+    return 1 if checkpoints.failures or log.failed else job.STOPPED

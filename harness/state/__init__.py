@@ -1,1 +1,43 @@
-"""State: what a checkpoint holds, how all ranks save and load it, which run it belongs to, and exports."""
+"""State: what a checkpoint holds, how all ranks save and load it, which run it belongs to, and exports. Tensors go to
+shards, everything else is one dataclass of counters in the manifest.
+
+    TrainState                everything that must survive a restart; `advance` counts a step, `load` restores it
+    Checkpoints               saves it: `save` publishes a checkpoint or nothing, `finish` waits for it
+    remove_leftovers          removes what a kill left of a save
+    find_checkpoint           the checkpoint to go on from and its manifest, checked; (None, None) for a fresh start
+    load_to_read              loads one for what trains nothing, beside a run that may remove it
+    find_recorded_data        what a run recorded of its data, for --show-samples
+    branch_of                 None for the run that saved a checkpoint, else the id and the origin of a new one
+    describe_identity         what no flag says and a resumed run must have again
+    check_resume              what changed and may change, in words; an error names what makes it another run
+    check_data, check_same_model, check_same_corpus, check_has_average     the same for what trains nothing
+    keep_global_batch         the batch of a run that goes on with other ranks
+    check_export, export      whether --export can be written, and writing it
+
+A figure that survives a restart is one line of `Counters` in train_state.py.
+"""
+
+from harness.base import doors
+
+__getattr__, __all__ = doors.open_door(
+    __name__,
+    {
+        "TrainState": "train_state",
+        "Checkpoints": "store",
+        "remove_leftovers": "store",
+        "find_checkpoint": "find",
+        "load_to_read": "find",
+        "find_recorded_data": "find",
+        "branch_of": "find",
+        "refuse_broken": "find",
+        "describe_identity": "identity",
+        "check_resume": "identity",
+        "check_data": "identity",
+        "check_same_model": "identity",
+        "check_same_corpus": "identity",
+        "check_has_average": "identity",
+        "keep_global_batch": "identity",
+        "check_export": "exports",
+        "export": "exports",
+    },
+)

@@ -1,86 +1,113 @@
-"""Which checkpoint a run goes on from, and whether it is damaged."""
+"""Which checkpoint a run goes on from, whether it is damaged, and whether the run is then the one that saved it."""
 
 import pathlib
 
 import torch.distributed as dist
 
-from harness.base import saved
-from harness.base.errors import UserError
-from harness.base.ranks import of_all_ranks
-from harness.base.saved import MANIFEST
-from harness.flags.resume import checkpoint_folder, no_checkpoint
-from harness.flags.settings import Settings
-from harness.job import say
+from harness import base, flags, job
 from harness.state.shards import sha256
+from harness.state.train_state import TrainState, new_run_id
+
+Found = tuple[pathlib.Path, dict] | tuple[None, None]  # a checkpoint and its manifest
+
+
+def find_checkpoint(resume: str, folder: pathlib.Path) -> Found:
+    """The checkpoint to resume from and its manifest, checked; (None, None) to start fresh. Every rank calls this.
+
+    Raises:
+        UserError: the path that --resume names is no complete checkpoint, or auto finds checkpoints of the run and can
+            use none of them: a fresh start would train over them.
+    """
+    if resume == "none":
+        return None, None
+    if resume == "auto":
+        return find_own(folder)
+    path = base.on_main_rank(lambda: named_checkpoint(resume))
+    manifest, problem = verify_checkpoint(path)
+    if not problem:
+        return path, manifest
+    if base.on_main_rank(lambda: is_gone(path)):  # removed by a run that goes on: take the next one
+        return find_checkpoint(resume, folder)
+    raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
+
+
+def find_own(folder: pathlib.Path) -> Found:
+    """The newest checkpoint of the run in `folder` that is not damaged; where it branched off, if it has saved none."""
+    paths = base.on_main_rank(lambda: base.named_checkpoints(folder))
+    for path in reversed(paths):
+        manifest, problem = verify_checkpoint(path)
+        if not problem:
+            return path, manifest
+        job.say(f"skipped    {path.name} is damaged: {problem}")
+    if paths:
+        advice = "repair or copy back one of them, or choose another --run-name to start fresh"
+        raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
+    origin = base.on_main_rank(lambda: base.read_config(folder).get("branched_from"))
+    if not origin:
+        return None, None
+    path = pathlib.Path(origin["checkpoint"])
+    manifest, problem = verify_checkpoint(path)
+    if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
+        reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
+        raise base.UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
+    return path, manifest
+
+
+def named_checkpoint(resume: str) -> pathlib.Path:
+    problem = flags.no_checkpoint(resume)
+    if problem:
+        raise base.UserError(f"--resume {resume}: {problem}")
+    return flags.checkpoint_folder(resume)
+
+
+def is_gone(path: pathlib.Path) -> bool:
+    return not path.exists()
+
+
+def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manifest: dict) -> Found:
+    """Loads a checkpoint for what trains nothing. A run that goes on may remove it meanwhile: then the next newest one
+    of that run is loaded. Returns the one that was. Every rank calls this.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    try:
+        state.load(checkpoint, manifest)
+        return checkpoint, manifest
+    except base.UserError:
+        if not base.on_main_rank(lambda: is_gone(checkpoint)):
+            raise
+    return load_to_read(resume, state, *find_checkpoint(resume, pathlib.Path()))
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
     """(manifest, the damage in words, empty where the checkpoint is whole). Every rank reads its share of the files."""
     manifest, problem = {}, ""
     try:
-        manifest = saved.read_manifest(path)
-        problem = damage_of_files(path, list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()])
+        manifest = base.read_manifest(path)
+        for name, (size, checksum) in list(manifest["files"].items())[dist.get_rank() :: dist.get_world_size()]:
+            problem = problem or damage_of_file(path, name, size, checksum)
     except OSError as error:
         problem = f"{pathlib.Path(error.filename or path).name}: {error.strerror}"  # an unreadable sector has no name
     except ValueError as error:
         problem = str(error)
-    except (TypeError, KeyError, AttributeError):
-        problem = f"{MANIFEST} cannot be read"
-    for problem_of_rank in of_all_ranks(problem):
+    for problem_of_rank in base.of_all_ranks(problem):
         if problem_of_rank:
             return manifest, problem_of_rank
     return manifest, ""
 
 
-def damage_of_files(path: pathlib.Path, files: list) -> str:
-    """The first file that is not as the manifest has it, in words; empty where there is none. `files` are pairs of a
-    name and its (size, checksum). A TypeError where a name leads out of the checkpoint."""
-    for name, _ in files:
-        if pathlib.PurePath(name).name != name:
-            raise TypeError(f"{name} is outside the checkpoint")
-    for name, (size, checksum) in files:
-        found_size = (path / name).stat().st_size
-        if found_size != size:
-            return f"{name} has {found_size:,} bytes instead of {size:,}"
-        if sha256(path / name) != checksum:
-            return f"{name} has changed"
-    return ""
+def damage_of_file(checkpoint: pathlib.Path, name: str, size: int, checksum: str) -> str:
+    """How a file differs from what the manifest has of it, in words; empty where it does not."""
+    if pathlib.PurePath(name).name != name:
+        return f"{name} is outside the checkpoint"
+    found_size = (checkpoint / name).stat().st_size
+    if found_size != size:
+        return f"{name} has {found_size:,} bytes instead of {size:,}"
+    return "" if sha256(checkpoint / name) == checksum else f"{name} has changed"
 
 
-def find_checkpoint(resume: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict] | tuple[None, None]:
-    """The checkpoint to resume from and its manifest, checked; (None, None) to start fresh.
-
-    A UserError where the path that --resume names is no complete checkpoint, and where auto finds checkpoints of the
-    run and can use none of them: a fresh start would train over them.
-    """
-    if resume == "none":
-        return None, None
-    auto = resume == "auto"
-    if auto:
-        paths = list(reversed(saved.by_name(folder)))
-    else:
-        paths = [checkpoint_folder(resume)]
-        problem = no_checkpoint(resume)
-        if problem:
-            raise UserError(f"--resume {resume}: {problem}")
-    paths_of_main = of_all_ranks(paths)[0]  # a rank that saw others would be alone in its next collective
-    for path in paths_of_main:
-        manifest, problem = verify_checkpoint(path)
-        if not problem:
-            return path, manifest
-        if not auto:
-            raise UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
-        say(f"skipped    {path.name} is damaged: {problem}")
-    if paths_of_main:
-        advice = "repair or copy back one of them, or choose another --run-name to start fresh"
-        raise UserError(
-            f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", exit_code=1
-        )
-    origin = of_all_ranks(saved.read_origin(folder))[0]
-    return find_branch_point(folder, origin) if origin else (None, None)
-
-
-def find_recorded_data(settings: Settings) -> dict | None:
+def find_recorded_data(settings: flags.Settings) -> dict | None:
     """What a run recorded of its data, as a checkpoint's manifest has it: of --resume, or of the config.json of
     --run-name or --config. None where they name no run."""
     if settings.resume not in ("none", "auto"):
@@ -91,18 +118,37 @@ def find_recorded_data(settings: Settings) -> dict | None:
     if settings.config:
         folders.append(pathlib.Path(settings.config).expanduser().parent)
     for folder in folders:
-        config = of_all_ranks(saved.read_config(folder))[0]
+        config = base.on_main_rank(lambda folder=folder: base.read_config(folder))
         if "data" in config:
-            return {"data": config["data"], "step": 0, "samples": 0}
+            return {"data": config["data"], "flags": config["flags"], "step": 0, "samples": 0}
     return None
 
 
-def find_branch_point(folder: pathlib.Path, origin: dict) -> tuple[pathlib.Path, dict]:
-    """The checkpoint at which the run in `folder` branched off, and its manifest: a run that has saved nothing since
-    resumes there."""
-    path = pathlib.Path(origin["checkpoint"])
-    manifest, problem = verify_checkpoint(path)
-    if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
-        reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
-        raise UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
-    return path, manifest
+def branch_of(folder: pathlib.Path, checkpoint: pathlib.Path, manifest: dict) -> dict | None:
+    """None where a checkpoint lies in a run's folder: that run goes on. Else the run in `folder` is a new one, which
+    branches off: its `run_id`, and `branched_from`, which config.json and its checkpoints record."""
+    path = checkpoint.resolve()
+    if folder.resolve() in path.parents[:2]:
+        return None
+    home = path.parent.parent if path.parent.name == "checkpoints" else path
+    branched_from = {"folder": str(home), "checkpoint": str(path)}
+    branched_from |= {name: manifest[name] for name in ("run_id", "step", "tokens")}
+    earlier = base.read_config(folder)  # of a start that was killed before it saved
+    if earlier.get("branched_from") == branched_from:
+        return {"run_id": earlier["run_id"], "branched_from": branched_from}
+    return {"run_id": new_run_id(), "branched_from": branched_from}
+
+
+def refuse_broken(settings: flags.Settings, state: TrainState, checkpoint: pathlib.Path | None) -> None:
+    """Every rank calls this before anything is done with weights that were loaded.
+
+    Raises:
+        UserError: they, or what was loaded with them, are NaN or infinite, or give no finite loss.
+    """
+    problem = state.what_is_broken()
+    if problem and checkpoint:
+        advice = "remove that folder, and --resume auto goes on from the one before"
+        raise base.UserError(f"--resume {checkpoint}: it {problem}; {advice}", exit_code=1)
+    if problem:
+        advice = "try other weights or --precision fp32"
+        raise base.UserError(f"--model {settings.model}: it {problem}; {advice}", exit_code=1)

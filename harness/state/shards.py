@@ -1,4 +1,4 @@
-"""Shards: DCP's reader, which unpickles nothing that runs, and its writer."""
+"""Shards: DCP's reader, which unpickles nothing that runs, and its writer. Independent of what the tensors are."""
 
 import hashlib
 import pathlib
@@ -6,8 +6,7 @@ import pickle
 
 import torch.distributed.checkpoint as dcp
 
-from harness.base.saved import open_file
-from harness.base.text import first_line
+from harness import base
 
 # The classes that a checkpoint's index may name when it is unpickled: plain records, nothing that runs.
 # BytesStorageMetadata is not among them: DCP would unpickle such an entry without restriction, and a state of tensors
@@ -23,33 +22,35 @@ INDEX_RECORDS = {
 }
 
 
+class Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        if name not in INDEX_RECORDS.get(module, "").split():
+            raise pickle.UnpicklingError(f"the index names {module}.{name}")
+        return super().find_class(module, name)
+
+
 class SafeReader(dcp.FileSystemReader):
     """DCP's reader, whose index is a pickle. This one refuses every class but INDEX_RECORDS, any file outside the
-    checkpoint, and what is no regular file."""
+    checkpoint, and what is no regular file. Given an `index` that was read so, it takes that one."""
+
+    def __init__(self, folder: pathlib.Path, index: dcp.Metadata | None = None):
+        super().__init__(folder)
+        self.index = index
 
     def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
-        class Records(pickle.Unpickler):
-            def find_class(self, module: str, name: str):
-                if name not in INDEX_RECORDS.get(module, "").split():
-                    raise pickle.UnpicklingError(f"the index names {module}.{name}")
-                return super().find_class(module, name)
-
-        with open_file(pathlib.Path(self.path, ".metadata")) as file:
+        if self.index:
+            return self.index
+        path = pathlib.Path(self.path, ".metadata")
+        if not path.is_file():
+            raise OSError(0, "not a regular file", str(path))
+        with path.open("rb") as file:
             metadata = Records(file).load()
         for name in {record.relative_path for record in metadata.storage_data.values()}:
-            if pathlib.PurePath(name).name != name:
-                raise pickle.UnpicklingError(f"the index names {name}, outside the checkpoint")
-            open_file(pathlib.Path(self.path, name)).close()
+            if pathlib.PurePath(name).name != name or not pathlib.Path(self.path, name).is_file():
+                raise pickle.UnpicklingError(f"the index names {name}, which is no file of the checkpoint")
         metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-def checkpoint_error(error: BaseException) -> str:
-    """The error in one line. DCP wraps it, by rank, into a CheckpointException, which is no Exception."""
-    if isinstance(error, dcp.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return first_line(error)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -66,6 +67,13 @@ class Writer(dcp.FileSystemWriter):
             raise error.__context__ or error from None
 
 
+def checkpoint_error(error: BaseException) -> str:
+    """The error in one line. DCP wraps it, by rank, into a CheckpointException, which is no Exception."""
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return base.first_line(error)
+
+
 def sha256(path: pathlib.Path) -> str:
-    with open_file(path) as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

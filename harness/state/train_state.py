@@ -7,149 +7,119 @@ import re
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
-from harness.base.errors import UserError
-from harness.base.package_internals import wrapped_weight
-from harness.base.ranks import of_all_ranks
-from harness.model.averages import WeightAverage
-from harness.model.finite import loss_without_data
+from harness import base
+from harness import model as models
 from harness.state.shards import SafeReader, checkpoint_error
-from harness.state.staging import like, local_part
 
 # The clock may be set while a run goes on, so it is read once and time is then counted.
 PROCESS_STARTED = psutil.Process().create_time()
 CLOCK = time.time() - time.monotonic()
 AVERAGE = "average."  # begins the names of averages in the shards
+OF_ONE_LAYOUT = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # ends the names of what one sharding or world size has
 
 
-# ---- Fields of the manifest ------------------------------------------------------------------------------------------
+def new_run_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
-@dataclasses.dataclass(frozen=True)
-class ManifestEntry:
-    """How a field of `TrainState` is written into a checkpoint's manifest and restored from it."""
-
-    key: str | None  # None: the field's name
-    taken_by_branch: bool
-    write: Callable[["TrainState"], Any] | None
-    restore: Callable[["TrainState", Any, dict], None] | None
+def of_the_run(**options) -> Any:
+    """A counter that a run which goes on from another run's checkpoint begins anew."""
+    return dataclasses.field(metadata={"of_the_run": True}, **options)
 
 
-def in_manifest(
-    default=dataclasses.MISSING,
-    *,
-    default_factory=dataclasses.MISSING,
-    key: str | None = None,
-    taken_by_branch: bool = False,
-    write: Callable[["TrainState"], Any] | None = None,
-    restore: Callable[["TrainState", Any, dict], None] | None = None,
-):
-    """A field of `TrainState` that survives a restart. Nothing else has to know it.
+@dataclasses.dataclass(kw_only=True)
+class Counters:
+    """What survives a restart and is no tensor, as JSON in a checkpoint's manifest: one line here is all that it takes.
 
-    Args:
-        default, default_factory: its value in a fresh run, and in a checkpoint that is older than the field.
-        key: its key in the manifest; by default the field's name.
-        taken_by_branch: whether a run that goes on from another run's checkpoint takes it over. Otherwise that run
-            begins it anew, as it does its clock and averages.
-        write: returns what JSON holds of it; by default the field's value. It has to be the same on every rank, as rank
-            0 writes the manifest, and to hold on another number of ranks.
-        restore: gets the state, what `write` returned, and the whole manifest; by default the field is set.
+    Every rank has the same, but for `positions`, and they hold on another number of ranks.
     """
-    entry = ManifestEntry(key, taken_by_branch, write, restore)
-    return dataclasses.field(default=default, default_factory=default_factory, metadata={"manifest": entry})
+
+    step: int = 0  # optimizer steps
+    samples: int = 0  # global, consumed so far: the data position, as the order of the data is fixed
+    tokens: int = 0  # global
+    # of streams, by source and stream, the last place before `samples` where reading can begin
+    positions: dict[str, dict[int, tuple]] = dataclasses.field(default_factory=dict)
+    skipped_steps: int = 0
+    recent_skipped: list[int] = dataclasses.field(default_factory=list)  # steps, of the last 1,000
+    recent_norms: list[float] = dataclasses.field(default_factory=list)  # of the last steps that were not skipped
+    run_id: str = of_the_run(default_factory=new_run_id)  # of the trackers
+    branched_from: dict | None = of_the_run(default=None)  # noqa: RUF009 - a field; as `branch_of` returns it
+    started: float = of_the_run(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
+    elapsed_before: float = of_the_run(default=0.0)  # seconds from there to the start of this process
+    productive_before: float = of_the_run(default=0.0)  # seconds of steps of the processes before this one
+    totals: dict[str, float] = of_the_run(default_factory=dict)  # noqa: RUF009 - a field; of the tracker
+
+    def take(self, manifest: dict, of_another_run: bool) -> None:
+        """Takes the counters of a manifest; of another run's only what belongs to the weights and the data. One that
+        the manifest lacks stays as it is."""
+        for field in dataclasses.fields(Counters):
+            begins_anew = of_another_run and "of_the_run" in field.metadata
+            if field.name in manifest and not begins_anew:
+                setattr(self, field.name, manifest[field.name])
+        for source, of_source in self.positions.items():  # JSON has neither integers as keys nor tuples
+            self.positions[source] = {int(stream): tuple(place) for stream, place in of_source.items()}
 
 
-def restore_elapsed(state: "TrainState", elapsed: float, manifest: dict) -> None:
-    since_start = PROCESS_STARTED - state.started  # by clocks that may have been set, or be another machine's
-    state.elapsed_before = max(since_start, elapsed)
+class TrainState(Counters):
+    """Everything that must survive a restart: tensors, in the shards of a checkpoint, and `Counters`, in its manifest.
+    An export needs the model alone. `tracker` is a utils.PerformanceTracker."""
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        *,
+        average: models.WeightAverage | None = None,
+        tracker: Any = None,
+        **counters,
+    ):
+        super().__init__(**counters)
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.average, self.tracker = average, tracker
+        self.moved: dict[tuple[str, int], tuple] = {}  # positions that this rank's batches have moved
 
-def restore_totals(state: "TrainState", totals: dict, manifest: dict) -> None:
-    """Averages over all steps, which another number of ranks begins anew."""
-    if state.tracker and manifest["world_size"] == dist.get_world_size():
-        state.tracker.total |= totals
+    # ---- Counting ----------------------------------------------------------------------------------------------------
 
+    def advance(self, data, skipped: torch.Tensor | None = None) -> int:
+        """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule, the average
+        of the weights, which stays where `skipped` is 1. Returns the tokens of the step, over all ranks."""
+        self.step += 1
+        samples = data.record.samples_of_step(self.step)
+        tokens, _ = data.count_tokens(samples)
+        self.samples += len(samples)
+        self.tokens += tokens
+        if self.average:
+            self.average.update(skipped)
+        self.scheduler.step()
+        return tokens
 
-def restore_positions(state: "TrainState", positions: dict, manifest: dict) -> None:
-    if manifest.get("position"):  # of a version that had one stream, of one source
-        positions = {"": {"0": manifest["position"]}}
-    state.positions = {}
-    for source, of_source in positions.items():
-        state.positions[source] = {int(stream): tuple(position) for stream, position in of_source.items()}
-
-
-@dataclasses.dataclass
-class TrainState:
-    """Everything that must survive a restart: tensors in the shards, every field that is `in_manifest` there. Only the
-    model is needed for an export. The data position is `samples`, as the order of the data is fixed; of each stream
-    `positions` has the last place before it where reading can begin."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-    _: dataclasses.KW_ONLY
-    average: WeightAverage | None = None  # of the weights, with --ema
-    step: int = in_manifest(0, taken_by_branch=True)
-    samples: int = in_manifest(0, taken_by_branch=True)  # global, consumed so far
-    # of streams, by source and stream, as StreamedDataset.chunks has them; where the checkpoint had them
-    positions: dict = in_manifest(  # noqa: RUF009 - it returns a field, as dataclasses.field does
-        default_factory=dict,
-        taken_by_branch=True,
-        write=lambda state: state.shared_positions,
-        restore=restore_positions,
-    )
-    tokens: int = in_manifest(0, taken_by_branch=True)  # global
-    skipped_steps: int = in_manifest(0, taken_by_branch=True)
-    # the skipped ones of the last 1,000 steps, and the gradient norms of the last steps that were not skipped
-    recent_skipped: list = in_manifest(default_factory=list, taken_by_branch=True)  # noqa: RUF009 - as above
-    recent_norms: list = in_manifest(default_factory=list, taken_by_branch=True)  # noqa: RUF009 - as above
-    started: float = in_manifest(PROCESS_STARTED)  # when the first process of the run started, seconds since the epoch
-    run_id: str = in_manifest(default_factory=lambda: uuid.uuid4().hex[:12])  # of the trackers
-    # as `saved.find_origin` returns it, of a run that branched off
-    branched_from: dict | None = in_manifest(None)  # noqa: RUF009 - it returns a field, as dataclasses.field does
-    # seconds from the start of the first process to that of this one
-    elapsed_before: float = in_manifest(0.0, key="elapsed", write=lambda state: state.elapsed, restore=restore_elapsed)
-    # a utils.PerformanceTracker
-    tracker: Any = in_manifest(  # noqa: RUF009 - as above
-        None, write=lambda state: dict(state.tracker.total), restore=restore_totals
-    )
-    # productive_seconds() of the processes before this one
-    productive_before: float = in_manifest(0.0, key="productive", write=lambda state: state.productive_seconds())
-
-    def __post_init__(self):
-        self.moved: dict[tuple[str, int], tuple[int, int, int]] = {}  # positions that this rank's batches have moved
-        self.shared_positions: dict = {}  # positions of all ranks at the last `share_positions`
-
-    def move_positions(self, positions: dict[str, dict[int, tuple[int, int, int]]]) -> None:
+    def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
         """Takes over the positions that came with a batch."""
         for source, of_source in positions.items():
             for stream, position in of_source.items():
                 self.moved[source, stream] = position
 
-    def share_positions(self) -> None:
-        """Brings the positions of all ranks together for a save; every rank calls this. Of a stream that several ranks
-        read the earliest one counts: a rank may still need what follows it."""
-        shared = {(source, stream): place for source, of in self.positions.items() for stream, place in of.items()}
-        latest: dict[tuple[str, int], tuple[int, int, int]] = {}
-        for moved in of_all_ranks(self.moved):
+    def share_positions(self) -> dict[str, dict[int, tuple]]:
+        """The positions of all ranks; every rank calls this. Of a stream that several ranks read the earliest one
+        counts: a rank may still need what follows it."""
+        latest: dict[tuple[str, int], tuple] = {}
+        for moved in base.of_all_ranks(self.moved):
             for key, position in moved.items():
                 latest[key] = min(position, latest.get(key, position))
-        self.shared_positions = {}
-        for (source, stream), position in (shared | latest).items():
-            self.shared_positions.setdefault(source, {})[stream] = position
-
-    def count(self, samples: int, tokens: int) -> None:
-        """One more step of a global batch of `samples` with `tokens`."""
-        self.step += 1
-        self.samples += samples
-        self.tokens += tokens
+        shared = {source: dict(of_source) for source, of_source in self.positions.items()}
+        for (source, stream), position in latest.items():
+            shared.setdefault(source, {})[stream] = position
+        return shared
 
     @property
     def elapsed(self) -> float:
@@ -166,39 +136,25 @@ class TrainState:
             productive.append(steps * usual if training_paused else seconds)
         return self.productive_before + sum(productive) + min(usual * tracker.warmup_steps, tracker.warmup_seconds)
 
-    def numbers(self) -> dict:
-        """The fields that go into the manifest, by their keys."""
-        numbers = {}
-        for field, entry in manifest_fields():
-            numbers[entry.key or field.name] = entry.write(self) if entry.write else getattr(self, field.name)
-        return numbers
+    def counters(self) -> dict:
+        """The counters of a process that would go on from here; every rank calls this."""
+        now = {
+            "positions": self.share_positions(),
+            "elapsed_before": self.elapsed,
+            "productive_before": self.productive_seconds(),
+            "totals": dict(self.tracker.total),
+        }
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Counters)} | now
 
-    def finite(self) -> bool:
-        """Whether every parameter, its average and every optimizer state is finite, on all ranks."""
-        tensors = [local_part(unwrapped(parameter)) for parameter in self.model.parameters()]
-        tensors += [local_part(average) for average in self.averages().values()]
-        for _, _, local in self.optimizer_states():
-            tensors.append(local.scale if hasattr(local, "scale") else local)  # an 8-bit state has codes and scales
-        largest = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], math.inf)
-        broken = largest.isfinite().logical_not().int().to(tensors[0].device)
-        dist.all_reduce(broken)
-        return not broken.item()
+    # ---- Tensors -----------------------------------------------------------------------------------------------------
 
-    def what_is_broken(self) -> str:
-        """What is wrong with a state that was loaded, or is to be exported, in words that follow its name; empty where
-        nothing is. Every rank calls this."""
-        if not self.finite():
-            return "holds values that are infinite or NaN"
-        loss = loss_without_data(self.model)
-        return "" if math.isfinite(loss) else f"gives a loss of {loss}"
-
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """What goes into the shards, by names that are the same on any number of ranks; loading writes into them.
 
         An 8-bit optimizer state is saved twice: in fp32 for any other sharding, and its codes and scales, which are
         exact, for the same one.
         """
-        tensors = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
+        tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
         tensors |= self.averages()
         for name, state, local in self.optimizer_states():
             tensors[name] = unwrapped(state)
@@ -220,7 +176,7 @@ class TrainState:
             return {}
         return {f"{AVERAGE}{name}": unwrapped(average) for name, average in self.average.tensors.items()}
 
-    def optimizer_states(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def optimizer_states(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, state, this rank's part of it); none without an optimizer."""
         if self.optimizer is None:
             return
@@ -228,31 +184,39 @@ class TrainState:
             for key, state in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer.{name}.{key}", state, local_part(state)
 
-    def load(self, path: pathlib.Path, manifest: dict, origin: dict | None = None, run_id: str | None = None) -> None:
-        """Restores a checkpoint that was saved on any number of ranks, in any stage. With `origin` it is another run's:
-        this one branches off, gets `run_id`, if it has one, and begins its own clock and averages."""
+    def load(self, path: pathlib.Path, manifest: dict, branch: dict | None = None) -> None:
+        """Restores a checkpoint that was saved on any number of ranks, in any stage. Of another run's, where `branch`
+        has the `run_id` and the `branched_from` of this one, clock and averages begin anew.
+
+        Raises:
+            UserError: the shards cannot be read.
+        """
         self.load_tensors(path)
-        if origin:
-            self.branched_from = origin
-            self.run_id = run_id or self.run_id
-        self.restore_counters(manifest, branch=bool(origin))
+        self.take(manifest, of_another_run=branch is not None)
+        if branch:
+            self.run_id, self.branched_from = branch["run_id"], branch["branched_from"]
+        else:  # by clocks that may have been set, or be another machine's
+            self.elapsed_before = max(PROCESS_STARTED - self.started, self.elapsed_before)
+            if self.tracker and manifest["world_size"] == dist.get_world_size():  # a speed is that of so many ranks
+                self.tracker.total |= self.totals
+        if self.scheduler:
+            self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
+            self.scheduler.step()
 
     def load_tensors(self, path: pathlib.Path) -> None:
         """Loads the shards into the tensors of this state; where they hold no average, that begins as a copy of the
-        loaded weights. Raises a UserError where they cannot be read."""
-        reader, tensors = SafeReader(path), self.tensors()
-        of_one_layout = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # belongs to one sharding or world size
+        loaded weights."""
+        index = base.on_main_rank(lambda: read_index(path))  # a rank where DCP's own look failed would load alone
+        tensors = self.tensors()
+        has_average = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
+        for name in list(tensors):
+            is_missing = OF_ONE_LAYOUT.search(name) and name not in index.state_dict_metadata
+            if is_missing or (name.startswith(AVERAGE) and not has_average):
+                del tensors[name]
         try:
-            index = reader.read_metadata()
-            reader.read_metadata = lambda: index  # a rank where DCP's own look failed would load alone
-            has_average = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
-            for name in list(tensors):
-                is_missing = of_one_layout.search(name) and name not in index.state_dict_metadata
-                if is_missing or (name.startswith(AVERAGE) and not has_average):
-                    del tensors[name]
-            dcp.load(tensors, storage_reader=reader)
+            dcp.load(tensors, storage_reader=SafeReader(path, index))
         except (Exception, dcp.CheckpointException) as error:
-            raise UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", 1) from error
+            raise cannot_be_loaded(path, error) from error
         if self.average and not has_average:
             self.average.restart()
         for name, _, local in self.optimizer_states():
@@ -265,33 +229,55 @@ class TrainState:
             elif name.startswith("rng."):
                 torch.set_rng_state(tensor.cpu())
 
-    def restore_counters(self, manifest: dict, branch: bool = False) -> None:
-        """Restores the fields of a manifest; for a branch, the manifest of another run, only those that it takes over.
-        A field that the manifest lacks gets its default."""
-        for field, entry in manifest_fields():
-            if branch and not entry.taken_by_branch:
-                continue
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            value = manifest.get(entry.key or field.name, default)
-            if entry.restore:
-                entry.restore(self, value, manifest)
-            else:
-                setattr(self, field.name, value)
-        if self.scheduler:
-            self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
-            self.scheduler.step()
+    # ---- Health ------------------------------------------------------------------------------------------------------
+
+    def finite(self) -> bool:
+        """Whether every parameter, its average and every optimizer state is finite, on all ranks."""
+        tensors = [local_part(unwrapped(parameter)) for parameter in self.model.parameters()]
+        tensors += [local_part(average) for average in self.averages().values()]
+        for _, _, local in self.optimizer_states():
+            tensors.append(local.scale if hasattr(local, "scale") else local)  # an 8-bit state has codes and scales
+        largest = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], math.inf)
+        broken = largest.isfinite().logical_not().int().to(tensors[0].device)
+        dist.all_reduce(broken)
+        return not broken.item()
+
+    def what_is_broken(self) -> str:
+        """What is wrong with a state that was loaded, or is to be exported, in words that follow its name; empty where
+        nothing is. Every rank calls this."""
+        if not self.finite():
+            return "holds values that are infinite or NaN"
+        loss = models.loss_without_data(self.model)
+        return "" if math.isfinite(loss) else f"gives a loss of {loss}"
 
 
-def manifest_fields() -> list[tuple[dataclasses.Field, ManifestEntry]]:
-    """The fields of `TrainState` that a manifest holds, in their order."""
-    fields = dataclasses.fields(TrainState)
-    return [(field, field.metadata["manifest"]) for field in fields if "manifest" in field.metadata]
+def read_index(path: pathlib.Path) -> dcp.Metadata:
+    try:
+        return SafeReader(path).read_metadata()
+    except Exception as error:
+        raise cannot_be_loaded(path, error) from error
 
 
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+def cannot_be_loaded(path: pathlib.Path, error: BaseException) -> base.UserError:
+    return base.UserError(f"--resume {path}: cannot be loaded ({checkpoint_error(error)})", exit_code=1)
+
+
+def local_part(tensor: torch.Tensor) -> Any:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor with the layout of `tensor` and another local part, which may be on the host though the mesh is one of
+    GPUs."""
+    # private: `DTensor.from_local` would move the local part to the device of the mesh
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def unwrapped(tensor: Any) -> torch.Tensor:
     """The master weight that a float8 weight wraps; any other tensor as it is."""
     local = local_part(tensor)
-    weight = wrapped_weight(local)
+    weight = getattr(local, "_tensor", local)  # private: torchao's public way is to cast it, at a copy
     return tensor if weight is local else like(tensor, weight)
 
 

@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from torch import nn
 
 from harness.data.batches import RankBatches, TrainingData
 from harness.data.mixture import (
@@ -26,10 +25,8 @@ from harness.data.mixture import (
     renamed,
 )
 from harness.data.windows import PackedDataset
-from harness.flags.parser import parse_args
+from harness.flags import parse_args
 from harness.flags.sources import parse_stage
-from harness.state import train_state
-from harness.state.train_state import TrainState
 
 SEQ_LEN = 4
 WEIGHTS = [
@@ -273,14 +270,3 @@ def test_steps_of_other_sizes_are_recorded():
 def test_a_source_that_was_moved_has_its_record_under_its_new_name():
     moved = renamed(recorded("--dataset x/a"), "b")
     assert (list(moved.sources), moved.plain, list(moved.history[0].weights)) == (["b"], "b", ["b"])
-
-
-def test_a_stream_that_several_ranks_read_goes_on_from_the_earliest_of_their_places(monkeypatch):
-    state = TrainState(nn.Linear(1, 1))
-    state.restore_counters({"positions": {"web": {"0": [9, 0, 1], "1": [8, 0, 1], "2": [7, 0, 1]}}})
-    state.move_positions({"web": {0: (60, 0, 5), 1: (50, 0, 4)}})
-    other = {("web", 0): (40, 0, 3), ("code", 0): (5, 0, 2)}
-    monkeypatch.setattr(train_state, "of_all_ranks", lambda mine: [mine, other])
-    state.share_positions()
-    shared = {"web": {0: (40, 0, 3), 1: (50, 0, 4), 2: (7, 0, 1)}, "code": {0: (5, 0, 2)}}
-    assert state.shared_positions == shared

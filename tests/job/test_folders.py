@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, parse, start, words, write_model
 from multirank import SIZES
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.job import folders
 
 NO_NAMES = ["", " ", ".", "..", "...", "a/b", "a\\b", "a\nb", "a\x1b[2Jb", "a\u202eb", "x" * 201, "é" * 101]

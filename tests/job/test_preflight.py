@@ -19,8 +19,7 @@ import pytest
 import torch
 from conftest import ROOT, parse, train, write_checkpoint
 
-from harness.base.devices import GIB
-from harness.base.errors import UserError
+from harness.base import GIB, UserError
 from harness.data import create_collate_fn
 from harness.job import host, preflight
 from harness.model.configs import load_config

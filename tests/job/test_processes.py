@@ -12,7 +12,7 @@ import multirank
 import pytest
 from conftest import PROGRAM, ROOT, forked, parse
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.job import endings, heartbeats, signals, world
 
 

@@ -3,7 +3,7 @@
 from conftest import parse
 
 from harness import job
-from harness.flags.settings import PROFILED_STEPS
+from harness.flags import PROFILED_STEPS
 
 
 def steps(what: str, *flags, first_step: int = 1) -> list[int]:

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from conftest import PROGRAM, ROOT, metrics_of, parse, write_checkpoint
 
-from harness.flags.parser import record_flags
+from harness.flags import record_flags
 from harness.job import terminal
 from harness.report.summary import next_commands
 
@@ -224,4 +224,4 @@ def test_a_run_of_many_flags_goes_on_by_its_own_config_and_keeps_its_export(monk
     assert command.endswith("--config o/r/config.json --export e --resume auto --run-name r")
     again = dataclasses.asdict(parse(flags_of(command)))
     differ = {name for name, value in again.items() if value != dataclasses.asdict(settings)[name]}
-    assert differ == {"argv", "config", "resume", "run_name"}
+    assert differ == {"given", "config", "resume", "run_name"}

@@ -10,6 +10,7 @@ from multirank import MODELS, resolved
 from torch.distributed.tensor import DTensor, Replicate
 
 import train_fsdp
+from harness import model as models
 from harness.model.averages import WeightAverage
 from harness.model.optimization import parameter_bytes
 from harness.model.verify import verify_sharding
@@ -37,7 +38,7 @@ CASES = [case(ranks, name) for ranks, layouts in averageranks.LAYOUTS.items() fo
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("averages")
     for name, (model_type, sizes) in {"uneven": MODELS["uneven"], "even": MODELS["smollm3"]}.items():
         write_model(folder / name, model_type, **sizes)
@@ -45,7 +46,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def followed(models, request):
+def followed(folders, request):
     """`followed(ranks)`: what tests/averageranks.py found in the layouts of this tier, each world started once."""
     found, quick = {}, request.config.option.markexpr == "not slow"
 
@@ -54,8 +55,8 @@ def followed(models, request):
             layouts = averageranks.LAYOUTS[ranks]
             if quick:
                 layouts = {name: layouts[name] for name in QUICK[ranks]}
-            forked(ranks, averageranks.main, models, f"of-{ranks}", layouts)
-            found[ranks] = json.loads((models / f"of-{ranks}.json").read_text())
+            forked(ranks, averageranks.main, folders, f"of-{ranks}", layouts)
+            found[ranks] = json.loads((folders / f"of-{ranks}.json").read_text())
         return found[ranks]
 
     return follow
@@ -87,14 +88,14 @@ def test_each_rank_holds_its_share_of_the_average(followed, ranks, name):
 
 
 @pytest.fixture
-def built(device, models):
+def built(device, folders):
     """`built(*flags)`: (settings, model, optimizer, mesh) as the program makes them."""
 
     def build(*flags: str):
-        settings, config = resolved(["--model", models / "even", "--dataset", "synthetic", "--no-compile", *flags])
+        settings, config = resolved(["--model", folders / "even", "--dataset", "synthetic", "--no-compile", *flags])
         mesh = train_fsdp.build_mesh(settings, device)
         model = train_fsdp.build_model(settings, config, mesh)
-        return settings, model, train_fsdp.build_optimizer(settings, model), mesh
+        return settings, model, models.build_optimizer(settings, model), mesh
 
     return build
 

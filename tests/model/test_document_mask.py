@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness.base.errors import UserError
 from harness.data import batches
-from harness.data.windows import create_collate_fn, squared_lengths
+from harness.data.windows import create_collate_fn
 from harness.model.attention import skip_packing_detection
 from harness.model.weights import decoder_layers
 
@@ -39,27 +40,6 @@ def test_positions_begin_again_after_each_end_of_text():
     assert "position_ids" not in create_collate_fn()(windows(1, 8))
 
 
-def test_squared_lengths_are_those_of_the_documents_in_their_windows():
-    batch = create_collate_fn(END)([np.array([5, END, 6, 7, END, END, 8, 9]), np.arange(1, 9)])
-    assert squared_lengths(batch["position_ids"]) == 2**2 + 3**2 + 1**2 + 1**2 + 7**2
-    rows = windows(4, 64)
-    total = 0
-    for row in rows:
-        ends = np.flatnonzero(row[:-2] == END) + 1
-        total += sum(length**2 for length in np.diff([0, *ends, 64]).tolist())
-    assert squared_lengths(create_collate_fn(END)(rows)["position_ids"]) == total
-    assert squared_lengths(np.array([[3, 4, 0], [7, 8, 9]])) == 4 + 1 + 9  # of documents that began before
-    assert squared_lengths(torch.arange(100_000)[None]) == 10**10
-
-
-def test_padding_is_in_no_squared_length():
-    positions = np.array([[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6]])
-    real = np.array([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]], dtype=bool)  # as a document of its own, and in one
-    assert squared_lengths(positions, real) == 2**2 + 3**2 + 0 + 6**2
-    assert squared_lengths(torch.from_numpy(positions), torch.from_numpy(real)) == 49
-    assert squared_lengths(positions, np.ones_like(real)) == squared_lengths(positions) == 4 + 9 + 4 + 49
-
-
 class OnHost(torch.Tensor):
     """A tensor that can be moved to a GPU that is not there."""
 
@@ -67,12 +47,9 @@ class OnHost(torch.Tensor):
         return torch.tensor(self.tolist())
 
 
-def test_on_a_gpu_where_a_batch_is_read_ahead_it_has_the_lengths_of_its_own_documents(monkeypatch):
+def test_on_a_gpu_batches_are_read_ahead_and_come_in_their_order(monkeypatch):
     rows = [[0, 1, 2, 3], [0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 2, 0]]
-    made = [
-        {"position_ids": torch.tensor([row]).as_subclass(OnHost), "squared_lengths": squared_lengths([row])}
-        for row in rows
-    ]
+    made = [{"position_ids": torch.tensor([row]).as_subclass(OnHost)} for row in rows]
     monkeypatch.setattr(batches, "build_loader", lambda *_, **__: iter(made))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     for place in ("torch.cuda.Stream", "torch.cuda.current_stream", "torch.Tensor.record_stream"):
@@ -81,7 +58,6 @@ def test_on_a_gpu_where_a_batch_is_read_ahead_it_has_the_lengths_of_its_own_docu
     state = types.SimpleNamespace(move_positions=lambda positions: None)
     given = list(batches.training_batches(None, None, state, on_gpu))
     assert [batch["position_ids"].tolist() for batch in given] == [[row] for row in rows[:3]]
-    assert [batch["squared_lengths"] for batch in given] == [16, 4, 8]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -136,14 +112,14 @@ def test_training_with_flex_attention_compiles_nothing_after_its_first_step(devi
     backward of flex attention for a CPU, and refuses it there."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(train_fsdp, "choose_attention", lambda settings, config: "flex_attention")
+    monkeypatch.setattr(models, "choose_attention", lambda settings, config: "flex_attention")
     torch._dynamo.reset()
     counters.clear()
     source = write_model(tmp_path / "model", "smollm3", **MODELS["smollm3"])
     flags = ["--sequence-length", "64", "--batch-size", "2", "--dataset", "demo", "--compile", "--document-mask"]
     settings, config = resolved(["--model", source, *flags])
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-    optimizer, collate = train_fsdp.build_optimizer(settings, model), create_collate_fn(END)
+    optimizer, collate = models.build_optimizer(settings, model), create_collate_fn(END)
     losses, batches = [], (collate(pair) for pair in zip(*[iter(windows(8, 64))] * 2, strict=True))
     for step in range(4):
         with torch._dynamo.config.patch(error_on_recompile=step > 0):

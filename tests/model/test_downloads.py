@@ -5,7 +5,7 @@ from conftest import write_model
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from multirank import SIZES, resolved
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
 
 

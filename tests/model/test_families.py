@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import families
 
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.model import loss
 from harness.model.configs import load_config, untrainable
 
@@ -92,6 +92,6 @@ def test_a_capped_head_is_not_fused_and_one_that_hides_it_is_stopped(tmp_path, d
     assert capped.output_logit_soft_cap
     assert not loss.choose_loss(None, capped)
     capped.save_pretrained(tmp_path)
-    monkeypatch.setattr("train_fsdp.choose_loss", lambda *_: True)
+    monkeypatch.setattr("harness.model.choose_loss", lambda *_: True)
     with pytest.raises(UserError, match="--fused-loss"):
         families.train(tmp_path, device)

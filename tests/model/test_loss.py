@@ -6,7 +6,7 @@ import torch._dynamo
 
 from harness.model import loss
 from harness.model.loss import IGNORE_INDEX, LinearCrossEntropy, loss_and_gradient, tokens_at_once
-from harness.plan import recorder
+from harness.plan import fake_step, rates, recorder
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +97,8 @@ def test_logits_of_a_chunk_take_a_gibibyte_at_most_or_are_of_the_least_tokens(vo
 
 @pytest.mark.parametrize("on_gpu, products", [(True, 0), (False, 1)])
 def test_a_plan_adds_to_the_weights_gradient_in_place_where_the_device_does(on_gpu, products):
-    step = recorder.StepRecorder(gpus_per_node=8)
-    with recorder.on_fake_tensors(step, on_gpu=on_gpu):
+    step = recorder.StepRecorder(8, rates.Rates("a device", 1, None, {}, {}))
+    with fake_step.on_fake_tensors(step, on_gpu=on_gpu):
         total, a, b = torch.zeros(30, 8), torch.ones(30, 20).bfloat16(), torch.ones(20, 8).bfloat16()
         storages = len(step.kinds)
         loss.add_product(total, a, b)

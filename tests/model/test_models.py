@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
-import train_fsdp
+from harness import model as models
 from harness.base import versions
 from harness.base.errors import UserError
-from harness.base.transformers_internals import use_gqa_in_sdpa
 from harness.model import tokenizer as tokenizer_module
-from harness.model.attention import choose_attention, describe_attention
+from harness.model.attention import choose_attention, describe_attention, use_gqa_in_sdpa
 from harness.model.configs import load_config
 from harness.model.tokenizer import load_tokenizer
 
@@ -321,7 +320,7 @@ def test_a_continuation_is_generated_without_cudnn_which_would_plan_for_each_len
             seen.append(torch.backends.cuda.cudnn_sdp_enabled())
             return input_ids
 
-    assert train_fsdp.sample(settings, "Once", Model(1, 1), tokenizer, device) == {"prompt": "Once", "text": "Once"}
+    assert models.sample(settings, "Once", Model(1, 1), tokenizer, device) == {"prompt": "Once", "text": "Once"}
     assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False], True)
 
 
@@ -337,7 +336,7 @@ def test_a_continuation_is_drawn_by_the_seed_whatever_was_drawn_before(device):
     model = Model(1, 1)
     for before in (1, 2):
         torch.manual_seed(before)
-        train_fsdp.sample(settings, "Once", model, tokenizer, device)
+        models.sample(settings, "Once", model, tokenizer, device)
     assert drawn == [torch.rand(1, generator=torch.Generator().manual_seed(5)).item()] * 2
 
 

@@ -1,8 +1,8 @@
 """Muon and NorMuon: the same on any sharding as on whole matrices in one process, each matrix computed once."""
 
 import collections
-import itertools
 import json
+import math
 import types
 
 import muonranks
@@ -15,16 +15,16 @@ from torch.optim import _muon as torchs
 from transformers import AutoConfig
 
 import train_fsdp
+from harness.base.errors import UserError
 from harness.flags import rules
-from harness.model import newton_schulz
-from harness.model.matrices import matrices_of_model
+from harness.model import newton_schulz, whole_matrices
+from harness.model.matrices import matrix_weights
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, parameter_bytes
 from harness.model.weights import on_meta
-from harness.model.whole_matrices import cost, divide, interleave, rows_held
+from harness.model.whole_matrices import deal, products
 from harness.report.header import describe_setup
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-LAYOUTS = [(1, 1), (1, 2), (1, 3), (1, 8), (4, 1), (2, 2), (3, 4)]  # replicas and shards
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +37,6 @@ def folder(tmp_path_factory):
 def model_of(name: str):
     model_type, sizes = MODELS[name]
     return on_meta(AutoConfig.for_model(model_type, **sizes))
-
-
-def all_matrices(name: str) -> list:
-    found = matrices_of_model(model_of(name))
-    return [matrix.of_parameter(index) for index, of in enumerate(found.values()) for matrix in of]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -104,74 +99,45 @@ COUNTS = {  # of a layer, by the last word of a parameter's name
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_fused_projections_and_experts_are_the_matrices_that_they_are(name):
-    model = model_of(name)
-    found, parameters = matrices_of_model(model), dict(model.named_parameters())
-    first_layer = {parameter: len(of) for parameter, of in found.items() if ".0." in parameter}
     counts = {}
-    for parameter, count in first_layer.items():
+    for parameter, weight in matrix_weights(model_of(name)).items():
         words = parameter.removesuffix(".weight").split(".")
-        counts[".".join(words[-2:]) if words[-1] == "c_proj" else words[-1]] = count
+        if ".0." in parameter:
+            counts[".".join(words[-2:]) if words[-1] == "c_proj" else words[-1]] = weight.count()
+        assert sum(a * b for a, b in weight.sizes) * weight.count() == len(weight.sizes) * weight.shape.numel()
     assert counts == COUNTS[name]
-    for parameter, matrices in found.items():
-        assert sum(len(m.rows) * len(m.columns) for m in matrices) == parameters[parameter].numel(), parameter
 
 
-def test_the_halves_of_interleaved_experts_are_every_other_column():
-    gate, up = matrices_of_model(model_of("interleaved"))["model.layers.0.mlp.experts.gate_up_proj"][:2]
-    assert (gate.columns, up.columns) == (range(0, 112, 2), range(1, 112, 2))
-    assert gate.is_transposed and gate.outputs_by_inputs == (56, 48)
+def test_the_matrices_of_a_weight_are_views_of_any_of_its_rows():
+    interleaved = matrix_weights(model_of("interleaved"))["model.layers.0.mlp.experts.gate_up_proj"]
+    assert interleaved.is_transposed and interleaved.sizes == [(56, 48), (56, 48)]
+    experts = torch.arange(48 * 112).view(1, 48, 112)
+    gate, up = interleaved.split(experts)
+    assert torch.equal(gate, experts[..., ::2]) and torch.equal(up, experts[..., 1::2])
+    fused = matrix_weights(model_of("fused"))["model.layers.0.self_attn.qkv_proj.weight"]
+    rows = torch.arange(96)[:, None]
+    assert [part.flatten().tolist() for part in fused.split(rows[40:60], 40)] == [
+        [*range(40, 48)],  # queries
+        [*range(48, 60)],  # keys
+        [],
+    ]
 
 
-def test_queries_keys_and_values_have_the_sizes_of_the_config():
-    matrices = matrices_of_model(model_of("fused"))["model.layers.0.self_attn.qkv_proj.weight"]
-    assert [matrix.rows for matrix in matrices] == [range(48), range(48, 72), range(72, 96)]
-
-
-@pytest.mark.parametrize("name", [*COUNTS, "uneven"])
-@pytest.mark.parametrize("replicas, shards", LAYOUTS)
-def test_each_matrix_is_computed_once_in_the_world_and_each_of_its_rows_is_sent_once(name, replicas, shards):
-    matrices = all_matrices(name)
-    stacks = divide(matrices, replicas, shards)
-    owned = collections.Counter()
-    for stack in stacks:
-        for replica, shard in itertools.product(range(replicas), range(shards)):
-            of_rank = stack.owned[replica][shard]
-            assert len({matrix.shape for matrix in of_rank}) <= 1
-            owned.update(of_rank)
-            for matrix in of_rank:
-                held = [rows_held(matrix, other, shards) for other in range(shards)]
-                assert [row for rows in held for row in rows] == list(range(len(matrix.rows)))
-                if not stack.crosses_ranks:
-                    assert len(held[shard]) == len(matrix.rows)
-    assert owned == collections.Counter(matrices)
-
-
-def test_ranks_have_about_as_much_to_do():
-    matrices = all_matrices("llama") * 6
-    work = collections.Counter()
-    for stack in divide(matrices, 2, 3):
-        for replica, shard in itertools.product(range(2), range(3)):
-            work[replica, shard] += sum(map(cost, stack.owned[replica][shard]))
-    assert max(work.values()) < 1.1 * min(work.values())
-
-
-def test_a_stack_is_as_large_as_its_limit_and_a_larger_matrix_comes_alone(monkeypatch):
-    matrices = [matrix for matrix in all_matrices("llama") if matrix.shape == (48, 48)]
-    for limit, size in ((3 * 2 * 48 * 48, 3), (100, 1)):
-        monkeypatch.setattr("harness.model.whole_matrices.MAX_STACK_BYTES", limit)
-        assert {len(stack.owned[0][0]) for stack in divide(matrices * 3, 1, 1)} == {size}
-
-
-def test_a_task_begins_before_the_one_before_it_goes_on():
-    said = []
-
-    def task(name):
-        for part in range(2):
-            said.append(f"{name}{part}")
-            yield
-
-    interleave(task(name) for name in "abc")
-    assert said == ["a0", "b0", "a1", "c0", "b1", "c1"]
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_weights_are_dealt_to_ranks_alike_in_batches_of_a_limited_size(monkeypatch, world):
+    weights = list(matrix_weights(model_of("llama")).values()) * 6
+    for limit in (10**9, 3 * 2 * 48 * 56, 1):
+        monkeypatch.setattr(whole_matrices, "MAX_BATCH_BYTES", limit)
+        owned, work = collections.Counter(), collections.Counter()
+        for batch in deal(weights, world):
+            assert len({weight.kind for of_rank in batch.owned for weight in of_rank}) == 1
+            sizes = [2 * sum(weight.shape.numel() for weight in of_rank) for of_rank in batch.owned]
+            assert max(sizes) <= limit or max(map(len, batch.owned)) == 1
+            for rank, of_rank in enumerate(batch.owned):
+                owned.update(of_rank)
+                work[rank] += sum(map(products, of_rank))
+        assert owned == collections.Counter(weights)
+        assert max(work.values()) < 1.2 * min(work.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -184,7 +150,8 @@ ONE = {
     "experts, normuon": case("experts", "", "--optimizer normuon"),
     "interleaved": case("interleaved", "", "--optimizer normuon"),
     "interleaved, all experts chosen": case("all_chosen", "", iteration="bf16"),
-    "transposed": case("transposed", "", "--optimizer normuon --muon-scale original"),
+    "transposed": case("transposed", ""),
+    "normuon, original": case("fused", "", "--optimizer normuon --muon-scale original"),
     "polar express": case("llama", "", "--optimizer muon --muon-iteration polar-express"),
     "original": case("transposed", "", "--optimizer muon --muon-scale original"),
     "frozen": case("uneven", "", frozen="gate_proj"),
@@ -197,7 +164,8 @@ MANY = {
         "2 replicas offloaded": case("uneven", "--dp-replicate-size 2 --cpu-offload"),
         "stage 0": case("uneven", "--zero-stage 0"),
         "stage 1 in 3 microbatches": case("uneven", "--zero-stage 1 --gradient-accumulation-steps 3"),
-        "normuon, 2 replicas": case("transposed", "--dp-replicate-size 2", "--optimizer normuon"),
+        "transposed, 2 replicas": case("transposed", "--dp-replicate-size 2"),
+        "normuon, 2 replicas": case("fused", "--dp-replicate-size 2", "--optimizer normuon"),
         "experts": case("experts", "--dp-replicate-size 2", "--optimizer normuon"),
         "frozen": case("uneven", "", frozen="gate_proj"),
         "bf16": case("uneven", "--dp-replicate-size 2", iteration="bf16"),
@@ -246,27 +214,27 @@ def test_losses_of_many_ranks_are_those_of_whole_matrices_in_one_process(folder,
     ],
 )
 def test_a_step_moves_what_the_formula_says_and_holds_what_the_file_says(folder, ranks, flags, model):
-    """docs/OPTIMIZERS.md: to gather the P numbers of all matrices but experts the ranks together send (S - 1) / S of
-    them, S shards a replica, and to give them back as many."""
+    """docs/OPTIMIZERS.md: each weight is sent to its owner and back, but for the owner's rows; slots that are left over
+    are sent too. The norms of NorMuon's matrices take one all-reduce."""
     layout = "--dp-replicate-size 2" if ranks == 4 else ""
     out = folder / f"moves-{ranks}.json"
     forked(ranks, muonranks.moves, folder, case(model, layout, flags), out)
     everyone = json.loads(out.read_text())
-    matrices = all_matrices(model)
-    divided = [matrix for matrix in matrices if matrix.expert is None]
+    weights = list(matrix_weights(model_of(model)).values())
+    divided = [weight for weight in weights if not weight.is_of_experts]
     replicas = 2 if layout else 1
-    shards, numbers = ranks // replicas, sum(len(m.rows) * len(m.columns) for m in divided)
-    neurons = sum(len(m.rows) for m in divided)
-    is_normuon = "normuon" in flags
-    directions, kinds = 2, 2 if is_normuon else 1
-    assert sum(rank["owned"] for rank in everyone) == len(matrices)
+    shards = ranks // replicas
+    assert sum(rank["owned"] for rank in everyone) == len(divided)
     for rank in everyone:
-        assert rank["calls"]["all_to_all"] == directions * kinds * rank["crossing"]
-        assert (rank["crossing"] == rank["stacks"]) == (model != "experts")
-        assert rank["calls"].get("all_gather", 0) == (kinds * rank["stacks"] if replicas > 1 else 0)
-    total = sum(rank["sent"]["all_to_all"] for rank in everyone)
-    bytes_moved = 2 * numbers + (4 * neurons if is_normuon else 0)
-    assert total == pytest.approx(directions * bytes_moved * (shards - 1) / shards, rel=0.05)
+        assert rank["calls"]["all_to_all"] == 2 * rank["batches"]
+        gathered = rank["batches"] + len(weights) - len(divided)
+        assert rank["calls"].get("all_gather", 0) == (gathered if replicas > 1 else 0)
+        assert rank["calls"].get("all_reduce", 0) == ("normuon" in flags)
+    sent = 0
+    for batch in deal(divided, ranks):
+        length, columns = batch.weight.shape
+        sent += ranks * (shards - 1) * batch.slots * math.ceil(length / shards) * columns
+    assert sum(rank["sent"]["all_to_all"] for rank in everyone) == 2 * 2 * sent  # bytes, there and back
     settings, config = resolved(["--model", folder / model, *flags.split()])
     parameters = sum(parameter.numel() for parameter in on_meta(config).parameters())
     states = parameter_bytes(settings, config).states * parameters
@@ -396,27 +364,25 @@ def test_weight_decay_shrinks_the_weight_by_the_rate_and_not_by_the_scale(built)
     torch.testing.assert_close(after[1], after[0] - 0.1 * 0.5 * before)
 
 
-@pytest.mark.parametrize(
-    "model, name, outputs", [("llama", "up_proj", 56), ("transposed", "c_fc", 192), ("transposed", "attn.c_proj", 48)]
-)
-def test_normuon_moves_each_neuron_as_far_and_keeps_its_second_moment(built, model, name, outputs):
+def test_normuon_moves_each_neuron_as_far_and_keeps_its_second_moment(built):
     """In its first step the second moment is a twentieth of a neuron's own mean square."""
     moved, kept = {}, {}
-    for optimizer_name in ("muon", "normuon"):
-        of, optimizer, _ = built("--optimizer", optimizer_name, "--weight-decay", "0", model=model)
-        (weight,) = (
-            p for full_name, p in of.named_parameters() if f".0.{name}.weight" in full_name.replace("mlp.", "")
-        )
+    for name in ("muon", "normuon"):
+        of, optimizer, _ = built("--optimizer", name, "--weight-decay", "0")
+        weight = of.model.layers[0].mlp.up_proj.weight
         before = local(weight).detach().clone()
         optimizer.step()
-        update = local(weight).detach() - before
-        moved[optimizer_name] = (update.T if model == "transposed" else update).square().mean(1)
-        kept[optimizer_name] = optimizer.state[weight].get("second_moment")
+        moved[name] = (local(weight).detach() - before).square().mean(1)
+        kept[name] = optimizer.state[weight].get("second_moment")
     assert moved["normuon"].max() < 1.02 * moved["normuon"].min()
     assert moved["muon"].max() > 1.1 * moved["muon"].min()
-    moment = local(kept["normuon"]).flatten()
-    rate = 3e-4 * 0.2 * max(outputs, 48) ** 0.5
-    torch.testing.assert_close(moment, 0.05 * moved["muon"] / rate**2, rtol=0.02, atol=0)
+    rate = 3e-4 * 0.2 * 56**0.5
+    torch.testing.assert_close(local(kept["normuon"]).flatten(), 0.05 * moved["muon"] / rate**2, rtol=0.02, atol=0)
+
+
+def test_normuon_refuses_linears_that_are_stored_input_by_output(built):
+    with pytest.raises(UserError, match=r"^--optimizer normuon: GPT2LMHeadModel stores its linears input by"):
+        built("--optimizer", "normuon", model="transposed")
 
 
 def test_the_header_says_how_many_of_each_and_which(built):

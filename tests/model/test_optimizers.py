@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
-from harness.base import torch_internals
+from harness import model as models
 from harness.base.errors import UserError
 from harness.flags.settings import OPTIMIZERS
 from harness.model.optimization import (
@@ -27,7 +27,6 @@ from harness.model.optimization import (
     clip_grad_norm,
     find_optimizer,
     local,
-    make_states,
     memory_saving_optimizers,
     parameter_bytes,
 )
@@ -262,7 +261,7 @@ STATES = {  # of an optimizer's states the dtype with --precision bf16, and with
 
 
 def verify(settings, model, optimizer) -> str:
-    return train_fsdp.verify_sharding(settings, model, optimizer, next(model.parameters()).device_mesh)
+    return models.verify_sharding(settings, model, optimizer, next(model.parameters()).device_mesh)
 
 
 @pytest.fixture
@@ -319,7 +318,7 @@ def weight_in_bf16(settings, model, optimizer):
 
 
 def sums_in_bf16(settings, model, optimizer):
-    _, parameter, *_ = torch_internals.fsdp_group(model.model.layers[0]).fsdp_params
+    _, parameter, *_ = models.fsdp_group(model.model.layers[0]).fsdp_params
     parameter.mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
@@ -398,49 +397,15 @@ def test_an_optimizer_whose_package_is_missing_is_refused_by_name(built, monkeyp
     assert memory_saving_optimizers("adamw") == []
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# States that are made before the first step
-
-TORCHS = {
-    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
-    "sgd, lr as a tensor": lambda groups, lr: torch.optim.SGD(groups, torch.tensor(lr), momentum=0.9),
-    "rmsprop": functools.partial(torch.optim.RMSprop, momentum=0.9),
-    "adamax": torch.optim.Adamax,  # a step with zero gradients leaves eps in a state
-    "adamw": torch.optim.AdamW,
-}
-
-
-@pytest.mark.parametrize("make", TORCHS.values(), ids=TORCHS.keys())
-def test_states_made_before_the_first_step_change_no_step(make):
-    weights = []
-    for early in (True, False):
-        torch.manual_seed(1)
-        parameter = torch.nn.Parameter(torch.randn(8, 4))
-        optimizer = make([{"params": [parameter], "weight_decay": 0.5}], lr=0.1)
-        if early:
-            before = parameter.detach().clone()
-            make_states(optimizer)
-            assert optimizer.state[parameter] and parameter.grad is None
-            assert not any(state.any() for state in optimizer.state[parameter].values())
-            assert torch.equal(parameter, before)
-        (group,) = optimizer.param_groups
-        assert (float(group["lr"]), group["weight_decay"]) == (pytest.approx(0.1), 0.5)
-        for _ in range(3):
-            parameter.grad = torch.randn(8, 4)
-            optimizer.step()
-        weights.append(parameter.detach())
-    assert torch.equal(*weights)
-
-
 def test_only_an_optimizer_that_keeps_no_states_may_lack_them(built, monkeypatch):
     build = lambda groups, settings: torch.optim.SGD(groups, settings.lr)  # noqa: E731
     monkeypatch.setattr(adamw, "OPTIMIZER", OptimizerKind(build, state_bytes=lambda weight: 0))
     model, optimizer = built()
     mesh = next(model.parameters()).device_mesh
     given = (parse([]), model, optimizer, mesh)
-    assert "and 0 optimizer states" in train_fsdp.verify_sharding(*given, keeps_states=False)
+    assert "and 0 optimizer states" in models.verify_sharding(*given, keeps_states=False)
     with pytest.raises(RuntimeError, match="has no optimizer state"):
-        train_fsdp.verify_sharding(*given)
+        models.verify_sharding(*given)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -454,7 +419,11 @@ from harness.model.optimization import OptimizerKind
 
 
 def build(groups, settings):
-    return torch.optim.SGD(groups, settings.lr, momentum=settings.betas[0])
+    optimizer = torch.optim.SGD(groups, settings.lr, momentum=settings.betas[0])
+    for group in groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    return optimizer
 
 
 OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: weight)
@@ -466,7 +435,7 @@ import torch
 from harness.flags.parser import parse_args
 from harness.job.world import start_processes
 from harness.model.configs import load_config
-from harness.plan import planning
+from harness import plan
 import train_fsdp
 
 class Stop:
@@ -478,7 +447,7 @@ class Stop:
 flags, only_half = sys.argv[1:], Stop()
 only_half.steps = 2
 print("PLAN", flush=True)
-planning.plan(parse_args([*flags, "--plan", "--json", "--plan-gpus", "2", "--plan-seconds", "0"]), train_fsdp.RECIPE)
+plan.print_plan(parse_args([*flags, "--plan", "--json", "--plan-gpus", "2", "--plan-seconds", "0"]), train_fsdp.RECIPE)
 print("END", flush=True)
 device = start_processes()
 for run, stop, resume in (("all", Stop(), "none"), ("half", only_half, "none"), ("half", Stop(), "auto")):

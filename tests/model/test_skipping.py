@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness.flags.settings import OPTIMIZERS
+from harness.flags import OPTIMIZERS
 from harness.model.optimization import build_optimizer, clip_grad_norm, local
 from harness.model.skipping import WINDOW, RecentNorms, decide_skip, robust_z_score, skips_on_device, step_or_skip
 

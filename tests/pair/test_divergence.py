@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, Stop, losses_of, metrics_of, python, slow_case, torchrun, train, words, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.base.errors import UserError
+from harness.base import UserError
 
 # After its first update the gradients are NaN; the loss stays finite, as RMSNorm turns what overflows into zeros.
 DIVERGES = words("--lr 1e20 --max-grad-norm 0 --warmup-steps 0 --num-steps 6")

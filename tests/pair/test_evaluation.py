@@ -13,7 +13,7 @@ from conftest import ROOT, STORIES, forked, metrics_of, parse, python, train, wo
 
 import train_fsdp
 from harness import data
-from harness.base.errors import UserError
+from harness.base import UserError
 from harness.model.loss import IGNORE_INDEX
 
 

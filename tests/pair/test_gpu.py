@@ -28,8 +28,9 @@ from torch._dynamo.utils import counters
 import train_fsdp
 import utils
 from harness import data
-from harness.base.devices import GIB, wait_for_device
-from harness.flags.settings import PRESETS
+from harness import model as models
+from harness.base import GIB, wait_for_device
+from harness.flags import PRESETS
 from harness.model.attention import describe_attention
 from harness.state.store import Checkpoints
 from harness.state.train_state import TrainState
@@ -71,7 +72,7 @@ def build(device, tmp_path_factory, on_cpu_without_inductor):
         shape = ["--sequence-length", str(length), "--num-workers", "0", "--num-steps", "99", "--lr", "1e-3"]
         settings, config = resolved(["--model", source, "--dataset", "demo", *shape, *flags])
         model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-        optimizer = train_fsdp.build_optimizer(settings, model)
+        optimizer = models.build_optimizer(settings, model)
         train_set = one_source(data.SyntheticDataset(config.vocab_size, length), settings.seed)
         tracker = utils.PerformanceTracker(0, 1, 0)
         state = TrainState(model, optimizer, tracker=tracker)
@@ -124,7 +125,7 @@ def test_flex_attention_is_sdpa_inside_documents(loss_and_gradients, monkeypatch
     across = loss_and_gradients("--no-compile", "--attention", "sdpa")
     if not CUDA:  # torch has its backward for a CPU, and refuses it
         monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
-        monkeypatch.setattr(train_fsdp, "choose_attention", lambda settings, config: "flex_attention")
+        monkeypatch.setattr(models, "choose_attention", lambda settings, config: "flex_attention")
     compiled = "--compile" if CUDA else "--no-compile"
     flex = loss_and_gradients(compiled, "--document-mask", "--attention", "flex_attention")
     assert_close(flex, masked, gradients=0.03)

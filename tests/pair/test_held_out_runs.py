@@ -7,7 +7,7 @@ import multirank
 import pytest
 from conftest import ROOT, STORIES, metrics_of, python, train, words, write_model
 
-from harness.base.errors import UserError
+from harness.base import UserError
 
 STORIES_READ = 200
 

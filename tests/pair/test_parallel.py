@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness.model.optimization import local
 from harness.model.weights import decoder_layers
 
@@ -208,12 +209,12 @@ def train_alone(device, flags: str) -> tuple[list[torch.Tensor], list[torch.Tens
     """(losses of three steps with an evaluation between them, the weights afterwards, the model)."""
     settings, config = resolved(["--demo", "--no-compile", "--sequence-length", 32, "--batch-size", 2, *flags.split()])
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-    optimizer, losses = train_fsdp.build_optimizer(settings, model), []
+    optimizer, losses = models.build_optimizer(settings, model), []
     tokens = torch.randint(1, 1000, (2, 33), generator=torch.Generator().manual_seed(1))
     batches = itertools.repeat({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
     for _ in range(3):
         losses.append(train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker())[0])
-        with train_fsdp.evaluating(model):
+        with models.evaluating(model):
             losses.append(model(**next(batches), use_cache=False).loss)
     return losses, [local(parameter).detach().clone() for parameter in model.parameters()], model
 
@@ -221,7 +222,7 @@ def train_alone(device, flags: str) -> tuple[list[torch.Tensor], list[torch.Tens
 @pytest.mark.parametrize("name", ALONE)
 def test_leaving_out_the_copies_of_one_rank_changes_no_bit(device, monkeypatch, name):
     ours = train_alone(device, ALONE[name])
-    monkeypatch.setattr(train_fsdp, "alias_reduce_scatter_buffers", lambda *_: None)
+    monkeypatch.setattr("harness.model.collectives.alias_reduce_scatter_buffers", lambda *_: None)
     torchs = train_alone(device, ALONE[name])
     assert all(torch.equal(*pair) for pair in zip(ours[0] + ours[1], torchs[0] + torchs[1], strict=True))
 
@@ -233,7 +234,7 @@ def test_one_rank_holds_a_second_copy_of_its_parameters_only_in_another_precisio
     held = {parameter.to_local().data_ptr() for parameter in layer.parameters()}
     used = set()
     layer.mlp.register_forward_pre_hook(lambda *_: used.update(p.data_ptr() for p in layer.parameters()))
-    with train_fsdp.evaluating(model):
+    with models.evaluating(model):
         model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
     assert len(used) == len(held)
     assert (used == held) == computes_itself and used.isdisjoint(held) != computes_itself
@@ -254,7 +255,7 @@ class Casts(TorchDispatchMode):
 
 def test_one_rank_casts_a_parameter_into_what_computes_without_a_copy_between(device):
     *_, model = train_alone(device, "--precision bf16")
-    with train_fsdp.evaluating(model), Casts({p.numel() for p in model.parameters() if p.dim() > 1}) as casts:
+    with models.evaluating(model), Casts({p.numel() for p in model.parameters() if p.dim() > 1}) as casts:
         model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
     assert casts.count == 0
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import re
-import struct
 import sys
 
 import pytest
@@ -24,13 +23,13 @@ from conftest import (
     write_model,
 )
 from multirank import SIZES, resolved
+from trackerfiles import as_dict, read_events, wandb_records
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
 from harness.data.mixture import WindowOrder
-from harness.report import tracker_rows
-from harness.report.figure_list import BY_KEY
+from harness.report.figures import FIGURES, named
 
 PROMPT = "Once upon a time"
 
@@ -134,35 +133,6 @@ def test_everything_that_a_run_writes_lies_in_its_folder(demo):
     assert (folder / "metrics.jsonl").exists() and (folder / "config.json").exists()
 
 
-def wandb_records(file):
-    """The records of a .wandb file, which is a LevelDB log: blocks of 32 KiB, each record in one or more parts."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, position, parts = file.read_bytes(), 7, b""
-    assert data.startswith(b":W&B")
-    while position + 7 <= len(data):
-        if 2**15 - position % 2**15 < 7:  # too little room for a part's header: the rest of the block is empty
-            position += 2**15 - position % 2**15
-            continue
-        length, kind = struct.unpack("<4xHB", data[position : position + 7])
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(parts)
-            parts = b""
-
-
-def as_dict(items) -> dict:
-    """Keys and values of a row or a summary in a .wandb file."""
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
-def read_events(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return EventAccumulator(str(folder)).Reload()
-
-
 def test_the_run_can_be_read_back_from_wandb(demo):
     _, folder = demo
     (file,) = folder.rglob("run-*.wandb")
@@ -179,17 +149,15 @@ def test_the_run_can_be_read_back_from_wandb(demo):
     assert [row["_step"] for row in rows] == [line["step"] for line in logged]
     for row, line in zip(rows, logged, strict=True):
         figures = {key: value for key, value in row.items() if not key.startswith(("_", "stories", "by_tokens"))}
-        assert figures == tracker_rows.grouped({key: value for key, value in line.items() if key != "samples"})
+        assert figures == named(line)
         assert [row.get(f"by_tokens/{key}") for key in ("loss", "eval_loss")] == [line["loss"], line.get("eval_loss")]
     axes = {r.metric.glob_name or r.metric.name: r.metric.step_metric for r in records if r.HasField("metric")}
     assert axes == {"by_tokens/*": "data/tokens_seen"}
 
     *_, summary = [as_dict(r.summary.update) for r in records if r.HasField("summary") and "stories" in str(r)]
-    averages = {key: value for key, value in final.items() if key not in ("final", "samples")}
-    assert {key: value for key, value in summary.items() if key != "stories"} == tracker_rows.grouped(averages)
+    assert {key: value for key, value in summary.items() if key != "stories"} == named(final)
     (table,) = folder.rglob("stories_summary_*.table.json")
-    told = [[line["step"], *story.values()] for line in (*logged, final) for story in line.get("samples", ())]
-    assert json.loads(table.read_text())["data"] == told
+    assert json.loads(table.read_text())["data"] == [[*story.values()] for story in final["samples"]]
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
 
 
@@ -199,20 +167,15 @@ def test_the_run_can_be_read_back_from_tensorboard(demo):
     steps, tokens, summary = (read_events(folder / "tales" / name) for name in ("", "by_tokens", "summary"))
     for key in set(logged[-1]) - {"step"}:
         expected = {line["step"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
-        assert {event.step: event.value for event in steps.Scalars(BY_KEY[key].name)} == expected
+        assert {event.step: event.value for event in steps.Scalars(FIGURES[key].name)} == expected
     for key in ("loss", "eval_loss"):
         expected = {line["tokens_seen"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
         assert {event.step: event.value for event in tokens.Scalars(f"by_tokens/{key}")} == expected
     assert [(e.step, e.value) for e in summary.Scalars("perf/step_time_ms")] == [
         (12, pytest.approx(final["step_time_ms"], rel=1e-6))
     ]
-    texts = {
-        tag: [event.step for event in steps.Tensors(f"{tag}/text_summary")] for tag in ("config", "stories", "ending")
-    }
-    assert texts == {"config": [0], "stories": [6, 12], "ending": [12]}
-    assert steps.Tensors("ending/text_summary")[0].tensor_proto.string_val == [
-        b"done, exit code 0; the last row is of step 12"
-    ]
+    texts = {tag: [event.step for event in steps.Tensors(f"{tag}/text_summary")] for tag in ("config", "stories")}
+    assert texts == {"config": [0], "stories": [6, 12]}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

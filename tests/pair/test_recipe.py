@@ -10,14 +10,16 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from conftest import one_source, parse, write_model
+from harness.base.torch_internals import DefaultReduceScatter
 from multirank import resolved
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
 from harness import data
-from harness.base.torch_internals import DefaultReduceScatter, collectives_of, fsdp_group
+from harness import model as models
 from harness.model import collectives
 from harness.model.float8 import cast_to_float8
 from harness.model.weights import decoder_layers
@@ -44,7 +46,7 @@ def trainer(device, tmp_path):
         sizes += ["--precision", "bf16"]  # the last one counts
         args, config = resolved(["--model", source, "--dataset", "demo", *sizes, *flags])
         model = train_fsdp.build_model(args, config, train_fsdp.build_mesh(args, device))
-        optimizer = train_fsdp.build_optimizer(args, model)
+        optimizer = models.build_optimizer(args, model)
         windows = data.SyntheticDataset(config.vocab_size, args.sequence_length)
         if args.document_mask:
             tokens = np.concatenate([windows[index] for index in range(64)])
@@ -139,7 +141,7 @@ def test_a_gradients_memory_is_held_for_another_stream_only_where_microbatches_a
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: held.append(stream))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    of_modules = [collectives_of(fsdp_group(module))[1] for module in collectives.sharded_modules(model)]
+    of_modules = [models.fsdp_group(module)._reduce_scatter_comm for module in collectives.sharded_modules(model)]
     for reduce_scatter in of_modules:
         for _ in ("input", "output"):
             reduce_scatter.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
@@ -150,7 +152,7 @@ def test_a_gradients_memory_is_held_for_another_stream_only_where_microbatches_a
 def test_gradients_of_a_rank_that_shards_with_nobody_are_not_copied_in_any_world(trainer, monkeypatch, shards, kind):
     """Four ranks, as they are asked for."""
     with monkeypatch.context() as patch:
-        patch.setattr(train_fsdp, "alias_reduce_scatter_buffers", lambda *_: None)
+        patch.setattr(collectives, "alias_reduce_scatter_buffers", lambda *_: None)
         model, _ = trainer("llama")
     shard = types.SimpleNamespace(size=lambda: shards)
 
@@ -159,7 +161,7 @@ def test_gradients_of_a_rank_that_shards_with_nobody_are_not_copied_in_any_world
             return 4
 
     collectives.alias_reduce_scatter_buffers(model, Mesh(shard=shard), accumulates=False)
-    of_modules = [collectives_of(fsdp_group(module))[1] for module in collectives.sharded_modules(model)]
+    of_modules = [models.fsdp_group(module)._reduce_scatter_comm for module in collectives.sharded_modules(model)]
     assert {type(reduce_scatter) for reduce_scatter in of_modules} == {kind}
 
 
@@ -314,30 +316,30 @@ def built(device, arguments, *flags):
 
 def test_sharding_is_verified_parameter_by_parameter(device, arguments):
     args, mesh, model = built(device, arguments)
-    optimizer = train_fsdp.build_optimizer(args, model)
-    assert train_fsdp.verify_sharding(args, model, optimizer, mesh)
+    optimizer = models.build_optimizer(args, model)
+    assert models.verify_sharding(args, model, optimizer, mesh)
     plain = torch.nn.Parameter(torch.zeros(3))
     model.register_parameter("stray", plain)
     optimizer.add_param_group({"params": [plain]})
     plain.grad = torch.zeros(3)
     with pytest.raises(RuntimeError, match="stray"):
-        train_fsdp.verify_sharding(args, model, optimizer, mesh)
+        models.verify_sharding(args, model, optimizer, mesh)
 
 
 def test_a_state_that_is_not_sharded_is_found(device, arguments):
     args, mesh, model = built(device, arguments)
-    optimizer = train_fsdp.build_optimizer(args, model)
+    optimizer = models.build_optimizer(args, model)
     name, parameter = next(iter(model.named_parameters()))
     optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].full_tensor()
     with pytest.raises(RuntimeError, match=f"{name}.exp_avg is not sharded"):
-        train_fsdp.verify_sharding(args, model, optimizer, mesh)
+        models.verify_sharding(args, model, optimizer, mesh)
 
 
 def test_an_optimizer_of_other_parameters_is_found(device, arguments):
     args, mesh, model = built(device, arguments)
     _, _, other = built(device, arguments)
     with pytest.raises(RuntimeError, match="optimizer"):
-        train_fsdp.verify_sharding(args, model, train_fsdp.build_optimizer(args, other), mesh)
+        models.verify_sharding(args, model, models.build_optimizer(args, other), mesh)
 
 
 def test_a_model_on_another_mesh_is_found(device, arguments):
@@ -346,4 +348,4 @@ def test_a_model_on_another_mesh_is_found(device, arguments):
     if other.ndim == 1:  # in a world of one
         other = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(RuntimeError, match="not sharded"):
-        train_fsdp.verify_sharding(args, model, train_fsdp.build_optimizer(args, model), other)
+        models.verify_sharding(args, model, models.build_optimizer(args, model), other)

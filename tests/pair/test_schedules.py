@@ -11,7 +11,7 @@ from conftest import ROOT, Stop, forked, metrics_of, parse, train, words, write_
 
 import train_fsdp
 from harness.base import saved
-from harness.base.errors import UserError
+from harness.flags import SCHEDULES
 
 PEAK, WARMUP, STEPS = 1e-3, 2, 10
 SHAPES = {
@@ -35,7 +35,7 @@ def flags(tmp_path_factory):
     model = write_model(folder / "model", "llama", **multirank.SIZES | {"num_hidden_layers": 1})
     small = f"--num-steps {STEPS} --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32 --log-interval 1"
     places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model} --dataset demo"
-    return words(f"{small} {places} --lr {PEAK} --warmup-steps {WARMUP} --no-compile --no-async-checkpoint")
+    return words(f"{small} {places} --lr {PEAK} --warmup-steps {WARMUP} --no-compile")
 
 
 @pytest.fixture
@@ -53,7 +53,8 @@ def run(device, flags, tmp_path):
 def stable(device, flags, tmp_path_factory):
     """A run that ended in the stable phase, with a checkpoint of every second step."""
     folder = tmp_path_factory.mktemp("stable")
-    more = "--lr-scheduler warmup_stable_decay --decay-steps 0 --checkpoint-interval 2 --keep-checkpoints 9"
+    more = "--lr-scheduler warmup_stable_decay --decay-steps 0"
+    more += " --checkpoint-interval 2 --keep-checkpoints 9 --no-async-checkpoint"
     assert train([*flags, *words(more), "--output-dir", folder, "--run-name", "stable"], device) == 0
     return folder / "stable"
 
@@ -91,7 +92,7 @@ def test_a_stable_run_is_decayed_from_any_checkpoint_by_one_command_and_can_go_o
 ):
     source, decay = shutil.copytree(stable, tmp_path / "stable"), 4
     before = (source / "metrics.jsonl").read_bytes()
-    path = source / "checkpoints" / saved.name_of(step)
+    path = source / "checkpoints" / saved.checkpoint_name(step)
     command = f"--config {source / 'config.json'} --resume {path} --run-name decayed --output-dir {tmp_path}"
     assert train([*words(command), "--num-steps", step + decay, "--decay-steps", decay], device) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -110,7 +111,7 @@ def test_a_stable_run_is_decayed_from_any_checkpoint_by_one_command_and_can_go_o
 
 @pytest.mark.slow
 def test_a_stable_run_is_decayed_on_other_ranks(stable, tmp_path):
-    path = stable / "checkpoints" / saved.name_of(6)
+    path = stable / "checkpoints" / saved.checkpoint_name(6)
     command = f"--config {stable / 'config.json'} --resume {path} --run-name decayed --output-dir {tmp_path}"
     forked(2, multirank.program, *words(f"{command} --num-steps 10 --decay-steps 4 --batch-size 1"))
     wanted = {step: rate(step, 10, 4) for step in range(7, 11)}
@@ -127,17 +128,15 @@ def test_a_run_that_ended_in_the_stable_phase_prints_the_command_that_decays_it(
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("decay ")]
 
 
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        ("--decay-steps 3", "--decay-steps: only warmup_stable_decay has a decay phase"),
-        ("--decay-shape linear", "--decay-shape: only warmup_stable_decay has a decay phase"),
-        ("--lr-scheduler warmup_stable_decay --decay-steps 9", "--decay-steps 9: after the warmup there are 8;"),
-        ("--lr-scheduler warmup_stable_decay --decay-steps -1", "--decay-steps"),
-        ("--lr-scheduler warmup_stable_decay --decay-shape sqrt", "--decay-shape"),
-    ],
-)
-def test_a_decay_that_cannot_be_is_one_line(device, flags, tmp_path, wrong, said):
-    with pytest.raises(UserError) as raised:
-        train([*flags, "--output-dir", tmp_path, *words(wrong)], device)
-    assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_row_of_the_table_is_a_schedule_of_transformers(flags, name):
+    """It rises to the peak in the warmup, and never goes above it."""
+    settings = parse([*flags, "--lr-scheduler", name, "--warmup-steps", 0 if name == "constant" else WARMUP])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], PEAK)
+    scheduler, rates = train_fsdp.build_scheduler(settings, optimizer), []
+    for _ in range(STEPS):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert max(rates) == pytest.approx(PEAK) == pytest.approx(rates[0 if name == "constant" else WARMUP])
+    assert min(rates) >= 0

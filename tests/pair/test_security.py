@@ -28,8 +28,7 @@ from test_checkpoints import forge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 
-from harness.base import saved
-from harness.base.errors import UserError
+from harness.base import UserError, saved
 from harness.data.files import find
 from harness.data.records import read_documents, read_records
 from harness.job import folders
@@ -37,7 +36,7 @@ from harness.model import tokenizer as tokenizer_module
 from harness.model.configs import load_config
 from harness.model.tokenizer import any_class_from_name
 from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
-from harness.report import metrics_file, prometheus
+from harness.report import files, prometheus
 
 STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
 
@@ -367,7 +366,7 @@ def test_lines_of_metrics_that_are_no_entries_are_left_out(tmp_path):
     lines = ['{"step": 1, "loss": 2.0}', "[]", "5", "{}", '{"step": "1"}', "[" * 100_000, '{"step": 2', '{"step": 9}']
     path = tmp_path / "metrics.jsonl"
     path.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
-    metrics_file.MetricsFile(path, step=5).close()
+    files.MetricsFile(path, step=5)
     assert path.read_text() == lines[0] + "\n"
 
 
@@ -453,13 +452,13 @@ def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, checkpoint)
     del manifest["sha256"]
     manifest["files"]["../outside"] = manifest["files"][shard]
     change(checkpoint / "manifest.json", **manifest, sha256=saved.manifest_checksum(manifest))
-    assert "step-00000002 is damaged (manifest.json cannot be read)" in mistake(*resume)
+    assert "step-00000002 is damaged (../outside is outside the checkpoint)" in mistake(*resume)
 
 
 def test_the_metrics_endpoint_answers_on_the_loopback_address_alone(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    prometheus.Endpoint(parse(["--metrics-port", port]), tmp_path).open()
+    prometheus.Prometheus(parse(["--metrics-port", port]), tmp_path)
     socket.create_connection(("127.0.0.1", port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)

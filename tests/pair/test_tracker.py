@@ -3,7 +3,6 @@
 import pytest
 
 import utils
-from harness.model.flops import DocumentFlops
 from harness.state.train_state import TrainState
 
 SMOLLM3_FLOPS = 25_697_452_032  # a token, at 8,192 tokens
@@ -244,74 +243,6 @@ def test_the_message_has_the_global_speed_and_mfu_and_is_empty_in_warmup(clock):
     assert "1,000 tok/s" in message
     assert "MFU 50.0 %" in message
     assert "\n" not in message
-
-
-DOCUMENT_FLOPS = DocumentFlops(per_token=700_000_000, per_pair=300_000)  # at 1,000 tokens 1e9 a token
-
-
-def test_mfu_by_documents_counts_what_each_token_attends_to(clock):
-    """Windows of 1,000 tokens: documents that fill them give the MFU across documents, halves leave half the scores."""
-    tracker = utils.PerformanceTracker(warmup_steps=0, num_gpus=2, peak_tflops=4, document_flops=DOCUMENT_FLOPS)
-    expected = {1_000_000: 50.0, 500_000: 42.5}  # squared lengths of a window: MFU
-    for squared, mfu in expected.items():
-        for synchronize in (False, True):
-            clock.advance(0.5)
-            tracker.note_documents(squared)  # of this rank: one of its two windows in each step
-            tracker.note_documents(squared)
-            metrics = tracker.step(TOKENS, FLOPS, synchronize)
-        assert metrics.pop("squared_lengths") == 4 * squared
-        assert metrics["mfu_percent"] == pytest.approx(100) and "mfu_documents_percent" not in metrics
-        counted = tracker.count_documents(2 * 4 * squared)
-        assert counted == pytest.approx({"mfu_documents_percent": 2 * mfu})
-    assert tracker.summary()["mfu_documents_percent"] == pytest.approx(50 + 42.5)
-    assert "squared_lengths" not in tracker.summary()
-
-
-def test_padding_is_in_no_figure_of_a_step_with_fewer_tokens(clock):
-    """Windows of 4,000 tokens with 3 documents of 1,000 in 4 s, then with 2 in 1 s; the rest is padding."""
-    tracker = utils.PerformanceTracker(warmup_steps=0, peak_tflops=1, document_flops=DOCUMENT_FLOPS)
-    seen = []
-    for documents, seconds in ((3, 4), (2, 1)):
-        clock.advance(seconds)
-        metrics = tracker.step(1000 * documents, FLOPS)
-        seen.append(metrics | tracker.count_documents(documents * 1000**2))
-    assert [metrics["tokens_per_sec"] for metrics in seen] == pytest.approx([750, 2000])
-    assert [metrics["mfu_percent"] for metrics in seen] == pytest.approx([75, 200])
-    assert [metrics["mfu_documents_percent"] for metrics in seen] == pytest.approx([75, 200])
-    assert tracker.summary()["tokens_per_sec"] == tracker.summary()["mfu_documents_percent"] * 10 == pytest.approx(1000)
-
-
-def test_documents_of_the_warmup_and_of_excluded_steps_are_in_no_figure(clock):
-    tracker = utils.PerformanceTracker(warmup_steps=2, peak_tflops=1, document_flops=DOCUMENT_FLOPS)
-    for _ in range(2):
-        tracker.note_documents(10**9)
-        clock.advance(1)
-        tracker.step(TOKENS, FLOPS)
-    with tracker.excluded():
-        tracker.note_documents(10**9)
-    tracker.note_documents(7)
-    clock.advance(1)
-    assert tracker.step(TOKENS, FLOPS)["squared_lengths"] == 7
-
-
-@pytest.mark.parametrize("options", [{}, {"peak_tflops": 1}, {"document_flops": DOCUMENT_FLOPS}])
-def test_without_a_peak_or_a_document_mask_there_is_no_mfu_by_documents(clock, options):
-    tracker = utils.PerformanceTracker(warmup_steps=0, **options)
-    tracker.note_documents(1000)
-    clock.advance(1)
-    assert not {"squared_lengths", "mfu_documents_percent"} & tracker.step(TOKENS, FLOPS).keys()
-    assert "mfu_documents_percent" not in tracker.summary()
-
-
-def test_averages_over_windows_whose_documents_were_not_counted_have_no_mfu_by_documents(clock):
-    """As after a resume from a checkpoint of an earlier version."""
-    tracker = utils.PerformanceTracker(warmup_steps=0, peak_tflops=1, document_flops=DOCUMENT_FLOPS)
-    tracker.total |= {"steps": 1.0, "tokens": 4000.0, "flops": 4e12, "seconds": 1.0, "data_wait": 0.0}
-    clock.advance(1)
-    tracker.step(TOKENS, FLOPS)
-    assert tracker.count_documents(4_000_000)["mfu_documents_percent"] == pytest.approx(400)
-    assert tracker.summary()["mfu_percent"] == pytest.approx(400)
-    assert "mfu_documents_percent" not in tracker.summary()
 
 
 def test_what_a_run_stood_still_is_not_productive(clock):

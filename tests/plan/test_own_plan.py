@@ -15,7 +15,7 @@ from harness.plan import own_plan
 KILLED = """
 import os, signal
 from harness.flags.parser import parse_args
-from harness.job.world import start_processes
+from harness.job import start_processes
 from harness.plan import own_plan
 start_processes()
 plan = own_plan.start_plan(parse_args(["--model", "llama3.1-70b", "--plan-gpu", "B200"]))

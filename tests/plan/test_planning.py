@@ -4,24 +4,19 @@ tests/planranks.py measures with 1, 2 and 4 ranks and plans the same, each once 
 """
 
 import concurrent.futures
-import dataclasses
 import itertools
 import json
-import math
-import types
 
 import planranks
 import pytest
 import torch
 from conftest import forked, metrics_of, parse, python, slow_case, words, write_model
-from multirank import COUNTED, MODELS, SIZES
+from multirank import MODELS, SIZES
 
 import train_fsdp
-from harness.base.errors import UserError
-from harness.model.configs import load_config
-from harness.model.matrices import matrices_of_model
-from harness.model.weights import on_meta
-from harness.plan import gpus, planning, predict, recorder
+from harness import plan as planning
+from harness.model import loss
+from harness.plan import fake_step
 
 GIB = 2**30
 QUICK_RANKS = 2  # of the quick tier
@@ -32,6 +27,17 @@ def case(ranks: int, name: str):
     return make(ranks, name, id=f"{ranks}-{name}")
 
 
+# Planned beside them: {name: (ranks, model, flags)}. The model "ten" has ten layers, of which two shallow models are
+# recorded; of "ten unlike", which differ, every layer is.
+ACCUMULATING = "--gradient-accumulation-steps 5"
+OTHERS = {
+    "ten": (8, "ten", ACCUMULATING),
+    "ten unlike": (8, "ten unlike", ACCUMULATING),
+    "ten normuon": (8, "ten", f"{ACCUMULATING} --optimizer normuon --dp-replicate-size 2"),
+    "ten unlike normuon": (8, "ten unlike", f"{ACCUMULATING} --optimizer normuon --dp-replicate-size 2"),
+    "offloaded": (1, "deep", "--cpu-offload"),
+    "offloaded with an average": (1, "deep", "--cpu-offload --ema 0.99"),
+}
 CASES = [case(ranks, name) for ranks in planranks.RANKS for name in planranks.cases(ranks)]
 
 
@@ -39,19 +45,20 @@ CASES = [case(ranks, name) for ranks in planranks.RANKS for name in planranks.ca
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     write_model(folder / "models" / "deep", *MODELS["deep"][:1], **MODELS["deep"][1])
-    ten = SIZES | {"num_hidden_layers": 10, "no_rope_layer_interval": 2, "tie_word_embeddings": True}
-    write_model(folder / "models" / "ten", "smollm3", **ten)
+    ten = SIZES | {"num_hidden_layers": 10, "tie_word_embeddings": True}
+    write_model(folder / "models" / "ten", "smollm3", **ten, no_rope_layers=[1, 0] * 5)
+    write_model(folder / "models" / "ten unlike", "smollm3", **ten, no_rope_layers=[1] * 5 + [0] * 5)
     return folder
 
 
 @pytest.fixture(scope="session")
 def results(request, models):
     """(what was planned, what was measured with each number of ranks of the tier); both are made side by side."""
-    worlds, plan = planranks.RANKS, planranks.plan_all
+    worlds, others = planranks.RANKS, OTHERS
     if request.config.option.markexpr == "not slow":
-        worlds, plan = (QUICK_RANKS,), planranks.plan_cases
+        worlds, others = (QUICK_RANKS,), {}
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        plans = threads.submit(forked, 1, plan, models, worlds)
+        plans = threads.submit(forked, 1, planranks.plan_cases, models, worlds, others)
         for ranks in worlds:
             forked(ranks, planranks.main, models)
         plans.result()
@@ -98,19 +105,13 @@ def test_what_muon_holds_while_it_computes_is_planned(planned, measured, ranks, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
-@pytest.mark.parametrize("place", ["", "--cpu-offload"])
-def test_the_update_of_an_average_is_in_the_planned_step(models, precision, place):
-    """It reads weights and averages and writes averages; on the host where they lie there."""
-    forked(1, planranks.plan_average, models, f"--precision {precision} {place}")
-    seen = json.loads((models / "average.json").read_text())
-    if place:
-        weight = 2 if precision == "bf16-pure" else 4
-        assert seen["average on host"] / 4 == pytest.approx(seen["parameters on host"] / weight, rel=0.02)
-        assert seen["average on GPU"] == 0
-    assert seen["optimizer seconds"] > seen["optimizer seconds without"]
-    if precision == "fp32" and not place:
-        assert seen["moved"] == pytest.approx(3 * seen["average on GPU"], rel=0.02)
+def test_an_average_lies_on_the_host_beside_offloaded_weights(planned):
+    without, averaged = planned["offloaded"]["memory_gib"], planned["offloaded with an average"]["memory_gib"]
+    parameters = 4 * planned["offloaded"]["parameters"] / GIB
+    assert averaged["host"] - without["host"] == pytest.approx(parameters, rel=0.02)
+    assert averaged["total"] == pytest.approx(without["total"], rel=0.02)
+    assert "average" not in averaged
+    assert planned["offloaded with an average"]["time_ms"]["optimizer"] > planned["offloaded"]["time_ms"]["optimizer"]
 
 
 @pytest.mark.parametrize("ranks, name", CASES)
@@ -129,8 +130,6 @@ def test_planned_traffic_is_that_of_a_real_step(planned, measured, ranks, name):
         kind, others = entry["collective"], (entry["ranks"] - 1) / entry["ranks"]
         calls[kind] = calls.get(kind, 0) + entry["calls"]
         whole = entry["gib"] * GIB / others / (2 if kind == "all_reduce" else 1)
-        if kind == "all_to_all":  # of which each rank keeps another share
-            whole = entry["gib"] * GIB
         sizes[kind] = sizes.get(kind, 0) + whole
     real = measured[ranks][name]["sent"] if ranks > 1 else {}
     assert calls == {kind: count for kind, (count, _) in real.items()}
@@ -138,71 +137,41 @@ def test_planned_traffic_is_that_of_a_real_step(planned, measured, ranks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COUNTED)
-def test_planned_collectives_are_those_counted_in_real_ranks(planned, observed, name):
-    from test_parallel import get
-
-    calls: dict[str, int] = {}
-    for entry in planned["counted"][name]["collectives"]:
-        calls[entry["collective"]] = calls.get(entry["collective"], 0) + entry["calls"]
-    real: dict[str, int] = {}
-    for kind, count in get(observed(4), "collectives", name).items():
-        kind = kind.split(".")[1].replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-        real[kind] = real.get(kind, 0) + count
-    assert calls == real
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["", " normuon"])
 def test_shallow_models_extrapolate_to_what_the_whole_model_gives(planned, optimizer):
-    few, whole = planned["extrapolated" + optimizer], planned["whole" + optimizer]
-    assert planned["depths"] == [4, 6, 4, 6, 10, 10]  # two shallow models, and the whole model
-    for part, nearly in (("memory_gib", 2e-6), ("time_ms", 1e-9)):  # but for 2 KiB
-        assert few[part] == pytest.approx(whole[part], rel=1e-6, abs=nearly)
+    """Half the layers have no rotary embedding, in turn or one half after the other: the same work in another order."""
+    few, whole = planned["ten" + optimizer], planned["ten unlike" + optimizer]
+    for part in ("memory_gib", "time_ms"):
+        assert few[part] == pytest.approx(whole[part], rel=2e-3, abs=2e-5)
     for one, other in zip(few["collectives"], whole["collectives"], strict=True):
         assert one.pop("collective") == other.pop("collective")
         assert one == pytest.approx(other, rel=1e-6)
-    assert few["flops_executed"] == whole["flops_executed"]
-
-
-@pytest.mark.parametrize("layers, period, recorded", [(10, 2, [4, 6]), (11, 4, [11]), (80, 1, [4, 5]), (3, 1, [3])])
-def test_what_every_layer_does_is_counted_for_each_layer(monkeypatch, layers, period, recorded):
-    depths = []
-
-    def record_step(settings, recipe, config, world, depth, edge, on_gpu):
-        depths.append(depth)
-        counts = {"of each layer": 3.0 * depth, "of the step": 5.0}
-        return types.SimpleNamespace(counts=counts, operators={}, parts={}, pools=[0], peaks=lambda stream=None: {})
-
-    monkeypatch.setattr(recorder, "record_step", record_step)
-    config = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace(num_hidden_layers=layers))
-    step = predict.record_whole_step(None, None, config, 1, period)
-    assert depths == recorded
-    assert step.counts == {"of each layer": 3.0 * layers, "of the step": 5.0}
-
-
-@pytest.mark.slow
-def test_a_compiled_layer_moves_the_bytes_that_inductors_code_for_a_hopper_moves(planned):
-    """Of SmolLM3-3B at 1 x 8192: 0.935 and 1.500 GB in memory-bound kernels, read off what torch 2.11 generates."""
-    assert planned["fused"]["forward"] == pytest.approx(0.935e9, rel=0.01)
-    assert planned["fused"]["backward"] == pytest.approx(1.500e9, rel=0.1)
+    assert few["flops_executed"] == pytest.approx(whole["flops_executed"], rel=1e-6)
 
 
 @pytest.mark.slow
 def test_executed_flops_of_eager_attention_are_the_models(planned):
     plan = planned["4"]["eager attention"]
-    assert plan["flops_executed"] == plan["flops_per_token"] * 256
+    assert plan["flops_executed"] == pytest.approx(plan["flops_per_token"] * 256, rel=1e-4)  # and rotary angles
 
 
 @pytest.mark.slow
-def test_a_model_whose_flops_are_not_known_is_planned_without_an_mfu(planned):
-    text, found = planned["without FLOPs"], json.loads(planned["without FLOPs--json"])
+def test_a_model_whose_flops_are_not_known_is_planned_without_an_mfu():
+    forked(1, plan_without_flops)
+
+
+def plan_without_flops() -> None:
+    """In a process of its own: a plan makes a process group."""
+
+    def not_known(*_) -> None:
+        raise ValueError("a reason")
+
+    flags = "--demo --plan --no-compile --plan-gpus 8,16 --plan-gpu A100-SXM4-40GB --plan-seconds 0"
+    settings = parse(words(flags))
+    _, found = planning.make_plan(settings, train_fsdp.RECIPE._replace(flops_per_token=not_known))
     assert (found["flops_per_token"], found["mfu_percent"]) == (None, None)
     assert [row["mfu_percent"] for row in found["scaling"]] == [None, None, None]
     assert found["flops"] == "FLOPs not known, so no MFU (a reason)"
-    assert found["flops"] in text
-    assert "MFU 0" not in text
-    assert "no MFU" in text.split("time of a step")[1]
 
 
 @pytest.mark.slow
@@ -219,7 +188,7 @@ def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
         " --plan-seconds 30"
     )
     capacity = tmp_path / "rates.json"
-    capacity.write_text(json.dumps({"memory_gib": 2.0}))
+    capacity.write_text(json.dumps({"memory_gib": 2.2}))
     process = python(*words(flags), "--output-dir", tmp_path / "runs", "--plan-rates", capacity)
     assert process.returncode == 0, process.stderr
     plan = json.loads(process.stdout)
@@ -228,7 +197,7 @@ def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     parts = ("parameters", "gradients", "optimizer", "activations", "communication")
     assert memory["total"] == pytest.approx(sum(plan["at_peak_gib"][part] for part in parts))
     assert all(memory[part] >= plan["at_peak_gib"][part] for part in parts)
-    assert memory["total"] < memory["reserved"] <= 2.0
+    assert memory["total"] < memory["reserved"] <= 2.2
     assert plan["fits"] and plan["largest_batch_size"] > 1
     hours = 1e9 / plan["tokens_per_sec"] / 3600
     assert plan["cost_per_billion_tokens"] == pytest.approx(hours * 16 * 4)
@@ -263,6 +232,7 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(tmp_path):
         (["--plan", "--plan-rates", "/nowhere.json"], "--plan-rates /nowhere.json"),
         (["--plan", "--plan-gpu", "A100 80GB", "--precision", "fp8"], "--precision fp8"),
         (["--plan", "--plan-gpus", "8", "--dp-replicate-size", "3"], "--dp-replicate-size 3"),
+        (["--plan", "--plan-gpus", "12"], "--plan-gpus 12: that is 1.5 nodes of 8 GPUs; plan whole nodes"),
         (["--batch-size", "auto", "--demo"], "--batch-size auto: a CPU's capacity is not known"),
     ],
 )
@@ -279,7 +249,7 @@ def test_a_mistake_in_a_plan_is_one_line(flags, words_of_the_error):
 def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
     flags = "--demo --num-steps 2 --batch-size auto --sequence-length 512 --plan-gpu B200 --perf-warmup-steps 0"
     rates = tmp_path / "small.json"
-    rates.write_text(json.dumps({"rates": {"memory_gib": 0.7}}))
+    rates.write_text(json.dumps({"memory_gib": 0.7}))
     options = ["--output-dir", tmp_path, "--run-name", "run", "--plan-rates", rates, "--cache-dir", tmp_path / "cache"]
     process = python(*words(flags), "--no-compile", *options)
     assert process.returncode == 0, process.stderr
@@ -290,57 +260,23 @@ def test_a_run_ends_with_its_plan_beside_its_figures(tmp_path):
     assert "planned    alloc" in process.stdout
 
 
-def test_a_plan_for_a_hundred_thousand_gpus_cuts_what_rank_0_holds_and_no_list_of_all():
-    """What FSDP2 cuts for each rank is cut for this one; the chunks are those of `torch.chunk`."""
+@pytest.mark.slow
+def test_a_plan_for_a_hundred_thousand_gpus_takes_no_longer_than_another():
+    flags = "--plan --json --demo --no-compile --dp-replicate-size 12500 --plan-gpus 100000 --sequence-length 64"
+    process = python(*words(flags), "--plan-seconds", 0, timeout=300)
+    assert process.returncode == 0, process.stderr
+    found = {
+        (entry["collective"], entry["ranks"], entry["nodes"]) for entry in json.loads(process.stdout)["collectives"]
+    }
+    assert found >= {("all_gather", 8, 1), ("all_reduce", 12_500, 12_500)}
+
+
+def test_a_shard_is_cut_as_torch_cuts_chunks():
     for length, count in itertools.product((1, 2, 7, 8, 100), (1, 2, 3, 8, 50)):
         tensor = torch.arange(3 * length).view(length, 3)
-        chunks, real = recorder.Chunks(tensor, count, 0), torch.chunk(tensor, count)
+        chunks, real = fake_step.Chunks(tensor, count, 0), torch.chunk(tensor, count)
         for rank in range(count):
             assert torch.equal(chunks[rank], real[rank] if rank < len(real) else tensor.new_empty(0))
-    forked(1, plan_a_hundred_thousand)
-
-
-def plan_a_hundred_thousand() -> None:
-    """In a process of its own: a plan makes a process group."""
-    groups, new_group = [], torch.distributed.device_mesh.new_group
-
-    def count_group(ranks, **rest):
-        groups.append(len(ranks))
-        return new_group(ranks, **rest)
-
-    recorder.dist.new_group = count_group
-    settings = parse(
-        words("--plan --demo --no-compile --dp-replicate-size 12500 --plan-gpus 100000 --sequence-length 64")
-    )
-    settings = dataclasses.replace(settings, compile=False, attention="sdpa", fused_loss=True)
-    record = recorder.record_step(settings, train_fsdp.RECIPE, load_config("demo"), 100_000, 2, 1)
-    assert sorted(groups) == [8, 12_500]
-    assert {key[1:4] for key in record.collectives} >= {("all_gather", 8, 8), ("all_reduce", 12_500, 1)}
-    assert len(record.kinds) < 20_000  # storages, not one for each rank
-
-
-@pytest.mark.slow
-def test_offloaded_matrices_cross_the_hosts_link_there_and_back():
-    forked(1, plan_offloaded)
-
-
-def plan_offloaded() -> None:
-    """In a process of its own: a plan makes a process group. Rank 0 of 4 in 2 replicas has half of each matrix. It
-    gives half of these to its GPU, 2 bytes a number and 4 a neuron, and gets what all replicas made."""
-    flags = "--plan --demo --no-compile --plan-gpus 4 --dp-replicate-size 2 --sequence-length 64 --cpu-offload"
-    config = load_config("demo")
-    matrices = [of for several in matrices_of_model(on_meta(config)).values() for of in several]
-    numbers, neurons = sum(math.prod(of.shape) for of in matrices), sum(len(of.rows) for of in matrices)
-    crossed = {}
-    for name in ("adamw", "muon", "normuon"):
-        settings = parse(words(f"{flags} --optimizer {name}"))
-        settings = dataclasses.replace(settings, compile=False, attention="sdpa", fused_loss=True)
-        step = predict.record_whole_step(settings, train_fsdp.RECIPE, config, 4, 1)
-        predict.move_states_to_host(step, settings)
-        crossed[name] = step.counts["host_link_bytes", "optimizer"]
-    assert crossed["adamw"] == 0
-    assert crossed["muon"] == pytest.approx(2 * numbers / 2 * (1 / 2 + 1), rel=0.02)
-    assert crossed["normuon"] - crossed["muon"] == pytest.approx(4 * neurons / 2 * (1 / 2 + 1), rel=0.02)
 
 
 def test_a_loss_in_many_chunks_is_planned_by_three_of_them():
@@ -349,36 +285,12 @@ def test_a_loss_in_many_chunks_is_planned_by_three_of_them():
 
 def plan_many_chunks() -> None:
     """In a process of its own: a plan makes a process group."""
-    settings = parse(words("--plan --demo --no-compile --plan-gpus 2 --sequence-length 112"))
-    settings = dataclasses.replace(settings, batch_size=1, compile=False, attention="sdpa", fused_loss=True)
-
-    def record(tokens: int) -> recorder.StepRecorder:
-        recorder.loss.tokens_at_once = lambda weight: tokens
-        return recorder.record_step(settings, train_fsdp.RECIPE, load_config("demo"), 2, 2, 1)
-
-    whole, few, many = (record(tokens) for tokens in (112, 56, 4))  # 1, 2 and 28 chunks
-    flops = [sum(op.flops * times for (_, op), times in one.operators.items()) for one in (whole, few, many)]
+    settings = parse(words("--plan --demo --no-compile --plan-rates none --sequence-length 112 --batch-size 1"))
+    flops = []
+    for tokens in (112, 56, 4):  # 1, 2 and 28 chunks
+        loss.tokens_at_once = lambda weight, tokens=tokens: tokens
+        flops.append(planning.predict_run(settings, train_fsdp.RECIPE, 2).flops_executed)
     assert flops[1:] == [flops[0]] * 2
-    calls = [one.counts["dispatches", "forward"] for one in (whole, few, many)]
-    assert calls[2] - calls[0] == 27 * (calls[1] - calls[0])
-    assert len(many.kinds) < len(few.kinds) + 60  # what is recorded does not grow with them
-
-
-def test_asking_a_fake_tensor_for_its_device_is_no_operator_of_the_host():
-    step = recorder.StepRecorder(gpus_per_node=8)
-    with recorder.on_fake_tensors(step):
-        step.start_microbatch(0, 1, 1)
-        tensor = torch.zeros(4)
-        before = step.counts["dispatches", "forward"]
-        torch.ops.prim.device.default(tensor)
-        assert step.counts["dispatches", "forward"] == before
-        torch.ops.aten.neg.default(tensor)
-        assert step.counts["dispatches", "forward"] == before + 1
-
-
-def test_what_overflows_is_null_in_json():
-    tree = {"a": [1.5, float("inf")], "b": {"c": float("nan"), "d": "Infinity"}, "e": (float("-inf"), True)}
-    assert planning.without_infinities(tree) == {"a": [1.5, None], "b": {"c": None, "d": "Infinity"}, "e": [None, True]}
 
 
 def test_attentions_backward_takes_two_and_a_half_times_its_forward():
@@ -396,17 +308,11 @@ def test_attentions_backward_takes_two_and_a_half_times_its_forward():
     assert operator_flops(backward, given, {}, None) == 2.5 * whole
 
 
-@pytest.mark.parametrize("rates", [[1], "fast", {"matmul_tflops": "5"}, {"matmul_tflops": -1}, {"matmul_tflops": True}])
-def test_rates_that_are_no_positive_numbers_are_refused(rates):
-    with pytest.raises(UserError, match="--plan-rates: needs a JSON object of positive numbers"):
-        gpus.find_rates("H100 SXM", rates)
-
-
 @pytest.mark.parametrize("gpu, has_range", [("H100", True), ("B200", False)])
 def test_a_range_is_given_for_the_kinds_that_published_runs_are_of(gpu, has_range):
     flags = "--plan --demo --no-compile --plan-seconds 0 --plan-rates none --precision bf16 --plan-gpus 8 --plan-gpu"
     printed = " ".join(python(*words(flags), gpu, "--gpus-per-node", 8).stdout.split())
-    assert ("reached 83 to 121 % of such plans" in printed) == has_range
+    assert ("reached 83 to 121 %" in printed) == has_range
     assert "dense models on A100, H100 and H200" in printed
 
 

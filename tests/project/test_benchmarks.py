@@ -23,7 +23,7 @@ import multirank
 import psutil
 from user_lines import user_lines
 
-from harness.base.errors import UserError
+from harness.base import UserError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -28,9 +28,8 @@ from conftest import ROOT, parse, start, torchrun_command, write_checkpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
-from harness.base import gpu_names
-from harness.flags import rules
-from harness.flags.parser import make_parser
+from harness.base import gpus
+from harness.flags import make_parser, rules
 from tools import figure_table, flag_table
 
 DOCUMENTS = [*(path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists())]
@@ -334,7 +333,7 @@ def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, t
         if flag == "--resume" and value != "auto":
             write_checkpoint(tmp_path / value, 1)
         if flag == "--plan-rates":
-            (tmp_path / value).write_text(json.dumps(gpu_names.DESCRIBED))
+            (tmp_path / value).write_text(json.dumps(gpus.DESCRIBED))
         if flag == "--config":
             (tmp_path / value).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / value).write_text('{"given": {}}' if value.endswith(".json") else "")
@@ -388,7 +387,6 @@ OTHERS = {
     "benchmarks/faults.py": {"--sequences"},
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
-    "harness/report/page.py": {"--output"},
     "launch/datatrove.py": {"--executor", "--executor-option", "--tasks", "--workers"},
 }
 

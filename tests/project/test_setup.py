@@ -1,4 +1,4 @@
-"""setup.sh installs a list of pins into a folder; the list of the oldest versions is the other one but for two pins."""
+"""setup.sh installs lists of pins into a folder; an interpreter that cannot run the program is named in one line."""
 
 import ast
 import os
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from conftest import PROGRAM, ROOT, start
@@ -16,7 +17,8 @@ from harness.base import versions
 PYTHON = """#!/bin/sh
 [ "$1" = -c ] && exit
 mkdir -p "$3/bin"
-printf '#!/bin/sh\\necho "$@" >> installed-with\\n' > "$3/bin/python"
+printf '#!/bin/sh\\ncat "$3/wanted.txt" >> installed; echo "$@" >> installed-with\\n' > "$3/bin/python"
+sed -i "s|\\$3|$3|" "$3/bin/python"
 chmod +x "$3/bin/python"
 """
 
@@ -26,79 +28,55 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
-def test_the_oldest_versions_are_the_others_but_for_torch_and_transformers():
-    newest, oldest = pins("requirements.txt"), pins("requirements-floor.txt")
-    assert list(newest) == list(oldest)
-    assert {name for name in newest if newest[name] != oldest[name]} == {"torch", "transformers"}
-    said = dict(re.findall(r"(torch|transformers) (\S+) or newer", (ROOT / "README.md").read_text()))
-    assert {name: f"{version}.0" for name, version in said.items()} == {name: oldest[name] for name in said}
-    assert len(said) == 2
-    assert {name: ".".join(map(str, least)) + ".0" for name, least in versions.OLDEST.items()} == {
-        name: oldest[name] for name in said
-    }
+def test_the_floor_is_what_the_program_refuses_to_go_below():
+    oldest = {name: ".".join(map(str, least)) + ".0" for name, least in versions.OLDEST.items()}
+    assert pins("requirements-floor.txt") == oldest
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    least = dict(dependency.split(">=") for dependency in declared)
+    assert {name: f"{least[name]}.0" for name in oldest} == oldest
+    assert least.keys() <= pins("requirements.txt").keys()
 
 
-def test_what_only_tests_use_is_pinned_and_changes_no_version_that_a_run_has():
-    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
-    assert "--constraint requirements.txt" in lines
-    pinned = dict(line.split("==") for line in lines if line and not line.startswith(("#", "--")))
-    assert {"matplotlib", "peft"} <= pinned.keys() and not pinned.keys() & pins("requirements.txt").keys()
+def test_what_only_tests_use_is_pinned_apart():
+    assert not pins("requirements-dev.txt").keys() & pins("requirements.txt").keys()
 
 
-STEPS_OF_CI = ["setup.sh", "-m pytest -n 2", "requirements-dev.txt", "-m pytest -n 2 -m slow", "tests/pair/test_gpu.py"]
-
-
-@pytest.mark.parametrize(
-    "failing, code, done",
-    [
-        ("nothing", 0, STEPS_OF_CI),
-        ("requirements-dev.txt", 0, STEPS_OF_CI),
-        ("-m pytest -n 2 -m slow", 7, STEPS_OF_CI[:4]),
-        ("-m pytest -n 2", 7, STEPS_OF_CI[:2]),
-        ("setup.sh", 7, STEPS_OF_CI[:1]),
-    ],
-)
-def test_ci_runs_both_tiers_and_fails_with_either_but_not_for_want_of_a_network(tmp_path, failing, code, done):
-    (tmp_path / ".ci").mkdir()
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
-    for name in ("setup.sh", ".venv/bin/python"):
-        stand_in = f'#!/bin/sh\necho "$0 $*" | tee -a steps | grep -q -e "{failing} *$" && exit 7 || exit 0\n'
-        (tmp_path / name).write_text(stand_in)
-        (tmp_path / name).chmod(0o755)
-    process = start([tmp_path / ".ci" / "run"])
-    steps = (tmp_path / "steps").read_text().splitlines()
-    assert process.returncode == code
-    assert len(steps) == len(done)
-    assert all(step.rstrip().endswith(expected) for step, expected in zip(steps, done, strict=True))
-    assert ("not installed" in process.stderr) == (failing == "requirements-dev.txt")
-
-
-def test_setup_installs_the_list_that_is_named_into_the_folder_that_is_named_once(tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with setup.sh, its lists, and an interpreter that writes down what it is asked to install."""
     (tmp_path / "python").write_text(PYTHON)
     (tmp_path / "python").chmod(0o755)
-    for name in ("setup.sh", "requirements.txt", "requirements-floor.txt"):
+    for name in ("setup.sh", "requirements.txt", "requirements-dev.txt", "requirements-floor.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    floor = {"VENV": ".venv-floor", "REQUIREMENTS": "requirements-floor.txt"}
-    for names in ({}, floor, floor, {}):
-        done = start(["./setup.sh"], cwd=tmp_path, PYTHON="./python", **names)
-        assert done.returncode == 0, done.stderr
-    installs = (tmp_path / "installed-with").read_text().splitlines()
-    assert all("--quiet" in line for line in installs)
-    assert [line.split()[-1] for line in installs] == ["requirements.txt", "requirements-floor.txt"]
-    assert (tmp_path / ".venv-floor" / "installed.txt").read_text() == (ROOT / "requirements-floor.txt").read_text()
+    return tmp_path
 
 
-def test_setup_shows_pips_progress_on_a_terminal(tmp_path):
-    (tmp_path / "python").write_text(PYTHON)
-    (tmp_path / "python").chmod(0o755)
-    for name in ("setup.sh", "requirements.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+def setup(folder, *flags: str, **names: str):
+    done = start(["./setup.sh", *flags], cwd=folder, PYTHON="./python", **names)
+    assert done.returncode == 0, done.stderr
+    installed = folder / "installed"
+    lines = installed.read_text().splitlines() if installed.exists() else []
+    installed.unlink(missing_ok=True)
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_setup_installs_the_pins_once_and_what_tests_need_where_it_is_asked_for(folder):
+    assert setup(folder) == pins("requirements.txt")
+    assert setup(folder) == {}
+    assert setup(folder, "--dev") == pins("requirements.txt") | pins("requirements-dev.txt")
+    assert setup(folder) == setup(folder, "--dev") == {}
+    floor = setup(folder, "--floor", "--dev", VENV=".venv-floor")
+    assert floor == pins("requirements.txt") | pins("requirements-dev.txt") | pins("requirements-floor.txt")
+    wrong = start(["./setup.sh", "--dve"], cwd=folder, PYTHON="./python")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("setup.sh: error: --dve: no such flag")
+
+
+def test_setup_shows_pips_progress_on_a_terminal(folder):
     shown, terminal = pty.openpty()
-    subprocess.run(["./setup.sh"], cwd=tmp_path, env=os.environ | {"PYTHON": "./python"}, stderr=terminal, check=True)
+    subprocess.run(["./setup.sh"], cwd=folder, env=os.environ | {"PYTHON": "./python"}, stderr=terminal, check=True)
     os.close(terminal)
-    assert "--quiet" not in (tmp_path / "installed-with").read_text()
-    assert os.read(shown, 4096).split(b"\r\n")[0].startswith(b"setup.sh: installing requirements.txt into .venv")
+    assert "--quiet" not in (folder / "installed-with").read_text()
+    assert os.read(shown, 4096).split(b"\r\n")[0].startswith(b"setup.sh: installing into .venv")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,13 +126,14 @@ def test_what_is_imported_before_the_line_can_be_said_is_read_by_old_pythons():
         "train_fsdp.py",
         "harness/__init__.py",
         "harness/base/__init__.py",
+        "harness/base/doors.py",
         "harness/base/console.py",
         "harness/base/versions.py",
     ):
         ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
-    before, refusal, after = (ROOT / "train_fsdp.py").read_text().partition("\nversions.refuse_old_python()")
-    assert refusal and re.findall("^(?:from|import).*", before, re.M) == ["from harness.base import console, versions"]
-    assert re.findall("^(?:from|import).*", after, re.M)[0] == "from harness.job import startup"
+    before, refusal, after = (ROOT / "train_fsdp.py").read_text().partition("\nbase.refuse_old_python()")
+    assert refusal and re.findall("^(?:from|import).*", before, re.M) == ["from harness import base"]
+    assert re.findall("^(?:from|import).*", after, re.M)[0] == "from harness import job"
 
 
 def test_the_packages_that_are_looked_for_are_those_that_the_program_imports_at_its_start():
@@ -165,10 +144,3 @@ def test_the_packages_that_are_looked_for_are_those_that_the_program_imports_at_
     packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"harness", "utils"}
     assert packages - {"huggingface_hub"} <= set(versions.IMPORTED)  # which transformers stands on
     assert set(versions.IMPORTED) <= {name.replace("-", "_") for name in pins("requirements.txt")}
-
-
-def test_pip_is_told_in_one_line_that_this_installs_nowhere():
-    process = start([sys.executable, "-m", "pip", "install", "--no-index", "--disable-pip-version-check", ROOT])
-    assert process.returncode == 1
-    said = [line for line in (process.stdout + process.stderr).splitlines() if "./setup.sh" in line]
-    assert len(said) == 1 and said[0].strip().startswith("train_fsdp is run from its folder: ")

@@ -12,7 +12,8 @@ import train_fsdp
 from harness import data
 from harness.base import saved
 from harness.model.skipping import WINDOW
-from harness.report.skipped_steps import SkippedStep, StepResult, count_skipped, runs_of, too_many
+from harness.report import log as of_report
+from harness.report.health import StepNumbers, count_skipped
 from harness.state.train_state import TrainState
 
 
@@ -75,11 +76,11 @@ def test_a_run_through_bad_batches_is_one_without_their_updates(device, argument
         assert {key: line[key] for key in shared} == {key: other[key] for key in shared}
     entries = [entry for line in lines for entry in line.get("skipped", [])]
     assert [entry["step"] for entry in entries] == [3, 6, 7, 8] and entries[0]["samples"] == [4, 5]
-    assert "skipped    step 3: gradient norm is nan; samples 4 to 5, which this shows: " in console
-    assert re.search("^skipped    steps 6 to 8: .*; samples 10 to 15, which", console, re.MULTILINE)
+    assert "skipped    step 3: gradient norm is nan; which had samples 4 to 5, shown by: " in console
+    assert re.search("^skipped    steps 6, 7, 8: .*; the first of which had samples 10 to 11", console, re.MULTILINE)
     assert "step  8/12  skipped  lr " in console and "done       12 steps (4 skipped), " in console
 
-    command = re.search("^skipped    steps 6.*shows: (.*)$", console, re.MULTILINE)[1]
+    command = re.search("^skipped    steps 6.*shown by: (.*)$", console, re.MULTILINE)[1]
     shown = shlex.split(command)
     assert train_fsdp.run(parse(shown[shown.index("--config") :]), device, Stop()) == 0
     assert "step 6: 2 samples, from sample 10 on" in capfd.readouterr().out
@@ -93,8 +94,8 @@ def test_a_run_without_a_bad_batch_counts_none_and_says_nothing(device, argument
 
 def test_steps_that_neither_log_nor_save_are_not_read(device, arguments, monkeypatch):
     reads = []
-    original = train_fsdp.read_results
-    monkeypatch.setattr(train_fsdp, "read_results", lambda results: reads.append(len(results)) or original(results))
+    original = of_report.read_results
+    monkeypatch.setattr(of_report, "read_results", lambda results: reads.append(len(results)) or original(results))
     train([*arguments, "--num-steps", 9, "--log-interval", 4, "--checkpoint-interval", 6], device)
     assert reads == [1, 3, 2, 2, 1]
 
@@ -106,11 +107,11 @@ def test_a_resumed_run_skips_and_counts_as_the_one_that_went_on(device, argument
     whole = tmp_path / "out" / "r"
     stopped = tmp_path / "out" / "stopped"
     train([*flags, "--run-name", "stopped"], device, Stop(steps=5))
-    manifest = saved.read_manifest(saved.newest(stopped))
+    manifest = saved.read_manifest(saved.newest_checkpoint(stopped))
     assert (manifest["skipped_steps"], manifest["recent_skipped"], len(manifest["recent_norms"])) == (2, [3, 5], 3)
     train([*flags, "--run-name", "stopped", "--resume", "auto"], device)
     assert logged(stopped) == logged(whole)
-    manifests = [saved.read_manifest(saved.newest(folder)) for folder in (stopped, whole)]
+    manifests = [saved.read_manifest(saved.newest_checkpoint(folder)) for folder in (stopped, whole)]
     for key in ("skipped_steps", "recent_skipped", "recent_norms"):
         assert manifests[0][key] == manifests[1][key]
 
@@ -119,7 +120,7 @@ def test_a_streak_goes_on_over_a_restart(device, arguments, mistake, tmp_path, m
     plant(monkeypatch, dict.fromkeys(range(4, 9), math.nan))
     flags = ["--checkpoint-interval", 6, "--num-steps", 12, "--log-interval", 1, "--max-skipped", 4]
     train([*arguments, *flags], device, Stop(steps=6))
-    assert saved.newest(tmp_path / "out" / "r").name == "step-00000006"
+    assert saved.newest_checkpoint(tmp_path / "out" / "r").name == "step-00000006"
     message = mistake(*flags, "--resume", "auto", exit_code=1)
     assert message.startswith("the gradient norm is nan at step 4; 5 steps in a row skipped, more than --max-skipped 4")
     assert "the last good checkpoint is step-00000006" in message
@@ -129,7 +130,7 @@ def test_weights_are_saved_after_a_bad_batch_as_they_still_give_a_finite_loss(de
     plant(monkeypatch, dict.fromkeys((4, 5, 8), math.nan))
     flags = ["--num-steps", 8, "--checkpoint-interval", 4, "--keep-checkpoints", 9, "--log-interval", 8]
     train([*arguments, *flags], device)
-    assert [path.name for path in saved.by_name(tmp_path / "out" / "r")] == ["step-00000004", "step-00000008"]
+    assert [path.name for path in saved.named_checkpoints(tmp_path / "out" / "r")] == ["step-00000004", "step-00000008"]
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(device, arguments, tm
     assert entry["step"] == 140 and re.fullmatch(r"gradient norm is [\d.e+]+, z-score [\d.]+", entry["reason"])
     stopped = tmp_path / "out" / "stopped"
     train([*flags, "--run-name", "stopped"], device, Stop(steps=130))
-    assert len(saved.read_manifest(saved.newest(stopped))["recent_norms"]) == WINDOW
+    assert len(saved.read_manifest(saved.newest_checkpoint(stopped))["recent_norms"]) == WINDOW
     train([*flags, "--run-name", "stopped", "--resume", "auto"], device)
     assert logged(stopped) == lines
 
@@ -187,7 +188,7 @@ def ends(steps: int, skipped: list[int], max_skipped: int = 5):
     for first in range(1, steps + 1, 7):
         results = []
         for step in range(first, min(first + 7, steps + 1)):
-            results.append(StepResult(2.0, math.nan if step in skipped else 1.0, float(step in skipped)))
+            results.append(StepNumbers(2.0, math.nan if step in skipped else 1.0, float(step in skipped)))
         state.step = first + len(results) - 1
         _, problem = count_skipped(state, results, max_skipped)
         if problem:
@@ -205,9 +206,6 @@ def test_more_than_one_percent_of_the_last_thousand_steps_end_the_run():
     assert found == (1500 + 10 * 90, "11 of the last 1,000 steps skipped, more than 1 %")
 
 
-def test_steps_in_a_row_are_told_from_steps_apart():
-    assert too_many([3, 4, 6, 7], 2, "") is None
-    words = "3 steps in a row skipped, more than --max-skipped 2"
-    assert too_many([3, 4, 5], 2, "gradient norm is nan") == (3, "gradient norm is nan", words)
-    runs = runs_of([SkippedStep(step, "") for step in (3, 4, 6)])
-    assert [[step.step for step in run] for run in runs] == [[3, 4], [6]]
+def test_steps_apart_are_not_in_a_row():
+    assert ends(9, [3, 4, 6, 7], max_skipped=2) is None
+    assert ends(9, [3, 4, 5], max_skipped=2) == (3, "3 steps in a row skipped, more than --max-skipped 2")

@@ -1,13 +1,20 @@
 """An export serves: what was written loads everywhere with the weights, the tokenizer and the habits of its source."""
 
 import json
+import resource
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, metrics_of, train, words
-from multirank import SIZES
+from conftest import ROOT, Stop, metrics_of, train, words, write_model
+from multirank import MODELS, SIZES
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import train_fsdp
+from harness.base import saved
+from harness.base.errors import UserError
+from harness.state import exports
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 HABITS = {
@@ -22,6 +29,32 @@ HABITS = {
 }
 LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 32}
 SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32 --dataset demo")
+
+
+@pytest.fixture
+def run(device, tmp_path):
+    """Trains a tiny model in this process under tmp_path/NAME, or what is given; returns the exit code."""
+    model = write_model(tmp_path / "model", "llama", **SIZES | {"tie_word_embeddings": False})
+    places = ["--output-dir", tmp_path, "--cache-dir", tmp_path / "cache", "--tokenizer", ROOT / "assets" / "demo"]
+
+    def start_run(name: str, *more, stop_after: int = -1) -> int:
+        return train([*SMALL, *places, "--model", model, "--run-name", name, *more], device, Stop(stop_after))
+
+    return start_run
+
+
+@pytest.fixture
+def refused(run):
+    """The message of a run that ends with a mistake of the user."""
+
+    def start_run(*args, exit_code: int = 2) -> str:
+        with pytest.raises(UserError) as raised:
+            run(*args)
+        assert raised.value.exit_code == exit_code
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    return start_run
 
 
 def read(folder, name: str = "generation_config") -> dict:
@@ -66,6 +99,129 @@ def tuned(device, source, tmp_path_factory):
     return folder
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The weights
+
+
+def logits_of(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(0, 1500, 31).view(1, -1), use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["smollm3", "llama", "qwen3_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("size", [5e9, 2e5])
+def test_an_export_is_the_trained_model(run, tmp_path, monkeypatch, name, size):
+    """transformers loads it with the trained model's logits, and it is the next run's start."""
+    trained, build_model = [], train_fsdp.build_model
+    keep = lambda *args, **options: trained.append(build_model(*args, **options)) or trained[-1]  # noqa: E731
+    monkeypatch.setattr(train_fsdp, "build_model", keep)
+    monkeypatch.setattr(exports, "ONE_FILE", size)
+    model = write_model(tmp_path / "model", MODELS[name][0], **MODELS[name][1])
+    assert run("r", "--model", model, "--num-steps", 2, "--export", tmp_path / "export") == 0
+    files = sorted(path.name for path in (tmp_path / "export").glob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (size > 1e6) == (len(files) == 1)
+    if len(files) > 1:
+        index = saved.read_json(tmp_path / "export" / "model.safetensors.index.json")
+        sizes = [tensor.nbytes for file in files for tensor in load_file(tmp_path / "export" / file).values()]
+        assert index["metadata"]["total_size"] == sum(sizes)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values()), report
+    assert loaded.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").encode("The fox") != []
+    expected = logits_of(trained[-1])
+    assert torch.equal(logits_of(loaded), expected)
+    again = words(f"--init pretrained --num-steps 0 --model {tmp_path / 'export'} --export {tmp_path / 'again'}")
+    assert run("again", *again) == 0
+    assert torch.equal(logits_of(trained[-1]), expected)
+
+
+@pytest.mark.parametrize("technique", ["--precision bf16-pure", "--precision fp8 --fp8-emulate", "--precision bf16"])
+def test_an_export_keeps_the_precision_of_the_weights(run, tmp_path, technique):
+    assert run("r", "--num-steps", 2, "--export", tmp_path / "export", *words(technique)) == 0
+    pure = torch.bfloat16 if "pure" in technique else torch.float32
+    assert {tensor.dtype for tensor in load_file(tmp_path / "export" / "model.safetensors").values()} == {pure}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == pure
+
+
+def test_a_checkpoint_is_exported_without_training_and_leaves_the_run_as_it_was(run, tmp_path):
+    assert run("r", *words("--num-steps 4 --checkpoint-interval 2 --keep-checkpoints 9")) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    for step in (2, 4):
+        path = tmp_path / "r" / "checkpoints" / f"step-{step:08d}"
+        assert run("r", *words(f"--num-steps 0 --resume {path} --export {tmp_path / f'export-{step}'}")) == 0
+    two, four = (load_file(tmp_path / f"export-{step}" / "model.safetensors") for step in (2, 4))
+    assert two.keys() == four.keys() and not torch.equal(two["lm_head.weight"], four["lm_head.weight"])
+    assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()} == before
+
+
+def weights_of(export) -> dict[str, torch.Tensor]:
+    weights = {}
+    for file in export.glob("*.safetensors"):
+        weights |= load_file(file)
+    return weights
+
+
+@pytest.mark.parametrize("size", [5e9, 2e4])
+def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch, size):
+    monkeypatch.setattr(exports, "ONE_FILE", size)
+    export, same = tmp_path / "export", ("r", "--resume", "auto", "--export", tmp_path / "export")
+    assert run(*same) == 0
+    names, weights = {path.name for path in export.iterdir()}, weights_of(export)
+    assert ("model.safetensors" in names) == (size > 1e6)
+    (export / "config.json").unlink()
+    assert run(*same) == 0
+    assert {path.name for path in export.iterdir()} == names
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(export).items())
+    assert run(*same, "--num-steps", 3) == 0  # a step more, in the place of the first
+    assert {path.name for path in export.iterdir()} == names
+    assert not all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(export).items())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_what_is_no_export_of_this_program_is_never_written_over(run, refused, source, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("")
+    pretrained = shutil.copytree(source, tmp_path / "pretrained")
+    for folder in (tmp_path / "there", tmp_path / "file" / "below", tmp_path / "file", pretrained):
+        assert f"{folder}" in refused("r", "--export", folder)
+        assert not (tmp_path / "r").exists()
+    assert run("r", "--export", tmp_path / "export") == 0
+    own = ("--init", "pretrained", "--model", tmp_path / "export", "--export", tmp_path / "export")
+    assert "is the folder of --model" in refused("again", *own)
+
+
+def test_an_export_that_fails_is_one_line_and_leaves_what_was_there(run, refused, tmp_path):
+    assert run("r", "--export", tmp_path / "export", "--checkpoint-interval", 1) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # as on a full disk
+    try:
+        resume = ("--num-steps", 0, "--resume", tmp_path / "r", "--export", tmp_path / "export")
+        message = refused("r", *resume, exit_code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert message.startswith(f"--export {tmp_path / 'export'}: cannot be written")
+    assert {path: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_average_that_is_not_the_runs_is_one_line(run, refused, tmp_path):
+    ema = words("--export-weights ema --checkpoint-interval 1 --ema")
+    export = ("--export", tmp_path / "export")
+    assert run("r", "--checkpoint-interval", 1) == 0
+    message = refused("r", "--resume", "auto", *export, *ema, 0.9)  # no step is left
+    assert message == "--ema 0.9: there is no average of the weights, auto holds none"
+    assert run("e", "--checkpoint-interval", 1, "--ema", 0.9) == 0
+    other = refused("e", "--num-steps", 0, "--resume", tmp_path / "e", *export, *ema[:2], "--ema", 0.5)
+    held = f"{tmp_path / 'e'} holds that of --ema 0.9"
+    assert other == f"--ema 0.5: there is no average of the weights, {held}"
+    assert not (tmp_path / "export").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is beside them
+
+
 def test_an_export_of_a_tuned_model_generates_as_its_source_does_and_with_a_cache(tuned):
     end = AutoTokenizer.from_pretrained(tuned / "export").eos_token_id  # after each document of the training
     assert habits_of(tuned / "export") == HABITS | {"eos_token_id": [7, 8, end]}
@@ -94,18 +250,6 @@ def test_the_tokenizer_of_an_export_is_that_of_its_source(source, tuned):
     assert (after.chat_template, after.model_max_length) == (CHAT, 256)
     assert after.special_tokens_map == before.special_tokens_map
     assert after.all_special_ids == before.all_special_ids and len(after.all_special_ids) == 3
-
-
-def test_an_export_is_written_in_words_that_transformers_4_reads_too(source, tuned):
-    """Version 4 knows no class TokenizersBackend, no list of extra tokens and, without a word, no rope_parameters."""
-    tokenizer, config = read(tuned / "export", "tokenizer_config"), read(tuned / "export", "config")
-    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert tokenizer["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
-    assert not {"extra_special_tokens", "is_local", "local_files_only"} & tokenizer.keys()
-    assert config["rope_theta"] == 500_000 and config["rope_scaling"].items() >= LLAMA3.items()
-    before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, tuned / "export"))
-    differing = {key for key in before | after if before.get(key) != after.get(key)}
-    assert differing == {"_name_or_path", "use_cache"}  # version 5 sees what it saw
 
 
 def test_habits_in_a_config_as_old_models_have_them_become_a_generation_config(device, source, tmp_path):

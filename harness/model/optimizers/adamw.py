@@ -4,7 +4,7 @@ in torch 2.11 it leaks. The states are DTensors."""
 import torch
 from torch.optim.adamw import adamw
 
-from harness.flags.settings import Settings
+from harness import flags
 from harness.model.optimization import OptimizerKind, local
 
 
@@ -22,9 +22,9 @@ class AdamW(torch.optim.AdamW):
         self.grad_scale: torch.Tensor | None = None
         self.skip: torch.Tensor | None = None
         for group in self.param_groups:
-            self.make_states(group)
+            self.add_states(group)
 
-    def make_states(self, group: dict) -> None:
+    def add_states(self, group: dict) -> None:
         for parameter in group["params"]:
             zeros = {name: torch.zeros_like(parameter, dtype=self.moments) for name in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros
@@ -55,8 +55,8 @@ class AdamW(torch.optim.AdamW):
         adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
 
 
-def build(groups: list[dict], settings: Settings) -> AdamW:
+def build(groups: list[dict], settings: flags.Settings) -> AdamW:
     return AdamW(groups, lr=settings.lr, betas=settings.betas)
 
 
-OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 2 * weight)
+OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 2 * weight, skips_on_device=True)

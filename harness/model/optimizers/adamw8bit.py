@@ -2,15 +2,14 @@
 float8 weights, and on weights in bf16 with an error of the compiler."""
 
 import torch
+import torch._dynamo.utils  # private: for the limit of recompiles, see below
 from torch.distributed.tensor import DTensor
 
-from harness.base.package_internals import new_state_buffer
-from harness.base.torch_internals import unlimited_recompiles
-from harness.flags.settings import Settings
+from harness import flags
 from harness.model.optimization import OptimizerKind, local, weight_dtype
 
 
-def build(groups: list[dict], settings: Settings) -> torch.optim.Optimizer:
+def build(groups: list[dict], settings: flags.Settings) -> torch.optim.Optimizer:
     return adamw8bit()(groups, lr=settings.lr, betas=settings.betas)
 
 
@@ -27,11 +26,9 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
             self.update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    self.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": new_state_buffer(self, parameter, signed=True),
-                        "exp_avg_sq": new_state_buffer(self, parameter, signed=False),
-                    }
+                    # private: torchao makes its states in the first step, too late to load a checkpoint into them
+                    exp_avg, exp_avg_sq = (self._new_buffer(parameter, signed) for signed in (True, False))
+                    self.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
         @staticmethod
         def _subclass_zeros(tensor: torch.Tensor, signed: bool, block_size: int) -> torch.Tensor:
@@ -40,7 +37,8 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
 
         @torch.no_grad()
         def step(self) -> None:
-            with unlimited_recompiles():  # it is compiled for each shape
+            # private: it is compiled for each shape, and the limit of that has no public name
+            with torch._dynamo.utils.disable_cache_limit():
                 for group in self.param_groups:
                     for parameter in group["params"]:
                         if parameter.grad is not None:
@@ -56,7 +54,7 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
     return AdamW8bit
 
 
-def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
     """torchao quantizes in blocks of 256 numbers, and no parameter of fewer than 4,096, whose states are its zeros."""
     size, dtypes = local(parameter).numel(), {}
     for name in ("exp_avg", "exp_avg_sq"):

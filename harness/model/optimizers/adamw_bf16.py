@@ -3,8 +3,7 @@ updated here; compiled layers come with a compiled update."""
 
 import torch
 
-from harness.base.torch_internals import add_each, add_to_each
-from harness.flags.settings import Settings
+from harness import flags
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers.adamw import AdamW
 
@@ -38,19 +37,21 @@ class AdamWBf16(AdamW):
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         rate = torch.tensor(group["lr"])
         if self.skip is None:
-            add_to_each(steps, 1)
+            torch._foreach_add_(steps, 1)  # private: torch documents few operators on many tensors
         else:
-            add_each(steps, [1 - self.skip] * len(steps), 1)  # one tensor for all would be read on the host
+            # private: as above. One tensor for all would be read on the host.
+            torch._foreach_add_(steps, [1 - self.skip] * len(steps))
         for *tensors, step in zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True):
             self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, self.skip, rate, **options)
 
 
-def build(groups: list[dict], settings: Settings) -> AdamWBf16:
+def build(groups: list[dict], settings: flags.Settings) -> AdamWBf16:
     return AdamWBf16(groups, settings.compile, lr=settings.lr, betas=settings.betas)
 
 
 OPTIMIZER = OptimizerKind(
     build,
     state_bytes=lambda weight: 4,
+    skips_on_device=True,
     state_dtypes=lambda settings, parameter: dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16),
 )

@@ -4,6 +4,7 @@ once in the world, however it is sharded; docs/OPTIMIZERS.md has the formulas, i
 Momentum, Nesterov and update are those of torch.optim.Muon (torch 2.13), step for step.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,13 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.base.torch_internals import add_each, divide_each, lerp_each, multiply_each
-from harness.flags.settings import Settings
+from harness import flags
 from harness.model import newton_schulz, whole_matrices
-from harness.model.matrices import Matrix, matrices_of_model
+from harness.model.matrices import MatrixWeight, matrix_weights
 from harness.model.optimization import OptimizerKind, decay_matrices, local, weight_dtype
 from harness.model.optimizers.adamw import AdamW
-from harness.model.whole_matrices import Ranks, Stack, interleave
+from harness.model.whole_matrices import Batch, Ranks, interleave
 
 # `harness.flags.rules` reads this, before torch is loaded
 OWN_FLAGS = ("adamw_lr", "momentum_dtype", "muon_iteration", "muon_scale")
@@ -28,16 +28,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of --momentum-dtype
 class Muon(AdamW):
     """A group with `matrices` is updated by Muon, any other by AdamW."""
 
-    def __init__(self, groups: list[dict], settings: Settings):
+    def __init__(self, groups: list[dict], settings: flags.Settings):
         self.iteration, self.scale_by = settings.muon_iteration, settings.muon_scale
         self.momentum_dtype = DTYPES[settings.momentum_dtype]
         self.ranks: Ranks | None = None
-        self.stacks: dict[tuple[bool, ...], list[Stack]] = {}  # by which parameters have gradients
+        self.batches: dict[tuple[bool, ...], list[Batch]] = {}  # by which parameters have gradients
         super().__init__(groups, lr=settings.lr, betas=settings.betas)
 
-    def make_states(self, group: dict) -> None:
+    def add_states(self, group: dict) -> None:
         if "matrices" not in group:
-            super().make_states(group)
+            super().add_states(group)
             return
         for parameter in group["params"]:
             self.state[parameter] = {"momentum": torch.zeros_like(parameter, dtype=self.momentum_dtype)}
@@ -51,53 +51,99 @@ class Muon(AdamW):
             return
         if self.ranks is None:
             self.ranks = Ranks(group["params"][0].device_mesh)
-        if has_grad not in self.stacks:  # all ranks have the same gradients, so they divide alike
-            matrices = [matrix for matrix in group["matrices"] if has_grad[matrix.parameter]]
-            self.stacks[has_grad] = whole_matrices.divide(matrices, self.ranks.replicas, self.ranks.shards)
-        self.update_matrices(group, self.stacks[has_grad])
+        weights = [weight for weight in group["matrices"] if has_grad[weight.index]]
+        if has_grad not in self.batches:  # all ranks have the same gradients, so they deal alike
+            divided = [weight for weight in weights if not weight.is_of_experts]
+            self.batches[has_grad] = whole_matrices.deal(divided, self.ranks.replicas * self.ranks.shards)
+        averages = self.average_gradients(group)
+        tasks = [self.update_batch(group, batch, averages) for batch in self.batches[has_grad]]
+        for weight in weights:
+            if weight.is_of_experts:
+                tasks += self.expert_tasks(group, weight, averages[weight.index])
+        interleave(tasks)
 
-    def update_matrices(self, group: dict, stacks: list[Stack]) -> None:
+    def average_gradients(self, group: dict) -> list[torch.Tensor | None]:
+        """Moves the momenta, decays the weights, and gives what Nesterov takes in the place of each gradient."""
         with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
         gradients = [local(parameter.grad) for parameter in with_grad]
         if self.grad_scale is not None:
-            divide_each(gradients, self.grad_scale)
+            torch._foreach_div_(gradients, self.grad_scale)  # private: torch documents few operators on many tensors
         momenta = [local(self.state[parameter]["momentum"]) for parameter in with_grad]
         shrinks_to = 1 - group["lr"] * group["weight_decay"]
         if self.skip is not None:
             shrinks_to = torch.where(self.skip > 0, 1.0, shrinks_to)
         average_into(gradients, momenta, self.skip)
-        multiply_each([local(parameter) for parameter in with_grad], shrinks_to)
-        interleave(self.update_stack(group, stack) for stack in stacks)
+        torch._foreach_mul_([local(parameter) for parameter in with_grad], shrinks_to)  # private: as above
+        return [None if parameter.grad is None else local(parameter.grad) for parameter in group["params"]]
 
-    def update_stack(self, group: dict, stack: Stack) -> Iterator[None]:
-        """Updates the matrices of a stack; each yield is a place to wait, at which another stack may go on."""
-        ranks, dtype = self.ranks, newton_schulz.DTYPE
-        averages = [None if p.grad is None else local(p.grad) for p in group["params"]]
-        coming = ranks.gather(stack, averages, dtype)
+    def update_batch(self, group: dict, batch: Batch, averages: list[torch.Tensor | None]) -> Iterator[None]:
+        """Updates the weights of a batch; each yield is a place to wait, at which another batch may go on."""
+        ranks = self.ranks
+        coming = ranks.gather(batch, averages, newton_schulz.DTYPE)
         yield
-        whole = ranks.whole(stack, coming.take())
-        if whole is not None:
-            whole = newton_schulz.orthogonalize(whole, self.iteration)
-        coming = ranks.give_back(stack, whole, dtype)
+        whole = ranks.whole(batch, coming.take())
+        self.orthogonalize(batch.weight, whole)
+        coming = ranks.give_back(batch, whole)
         yield
         coming = ranks.share(coming.take())
         yield
-        self.add_updates(group, stack, coming.take())
+        weights, updates = ranks.results(batch, self.unless_skipped(coming.take()))
+        places = [(weight.index, ...) for weight in weights]
+        self.receive(group, batch.weight, places, updates, ranks.rows(batch.weight).start)
 
-    def add_updates(self, group: dict, stack: Stack, of_all: torch.Tensor) -> None:
-        weights = [local(parameter) for parameter in group["params"]]
-        of_all = of_all.to(weights[0].device)
-        if self.skip is not None:
-            of_all.masked_fill_(self.skip > 0, 0)
-        parts, updates = self.ranks.results(stack, of_all, weights)
-        if parts:
-            add_each(parts, updates, -group["lr"] * self.scale(first_matrix(stack)))
+    def expert_tasks(self, group: dict, weight: MatrixWeight, average: torch.Tensor) -> Iterator[Iterator[None]]:
+        """The tasks that update the experts that this rank holds, some at a time, divided among replicas."""
+        size = max(1, whole_matrices.MAX_BATCH_BYTES // (2 * weight.shape[1:].numel())) * self.ranks.replicas
+        for first in range(0, len(average), size):
+            yield self.update_experts(group, weight, average, range(first, min(first + size, len(average))))
 
-    def scale(self, matrix: Matrix) -> float:
-        """What the learning rate is multiplied by (torch.optim.Muon's adjust_lr_fn; arXiv 2502.16982)."""
+    def update_experts(
+        self, group: dict, weight: MatrixWeight, average: torch.Tensor, experts: range
+    ) -> Iterator[None]:
+        ranks = self.ranks
+        share = -(-len(experts) // ranks.replicas)
+        own = average[experts.start : experts.stop][ranks.replica * share :][:share]
+        whole = torch.zeros(share, *weight.shape[1:], dtype=newton_schulz.DTYPE, device=ranks.device)
+        whole[: len(own)] = own
+        self.orthogonalize(weight, whole)
+        coming = ranks.share(whole)
+        yield
+        updates = self.unless_skipped(coming.take()).flatten(0, 1)[: len(experts)]
+        self.receive(group, weight, [(weight.index, expert) for expert in experts], list(updates))
+
+    def unless_skipped(self, updates: torch.Tensor) -> torch.Tensor:
+        """The updates, or zeros in their place in a step that is skipped."""
+        return updates if self.skip is None else updates.masked_fill_(self.skip > 0, 0)
+
+    def orthogonalize(self, weight: MatrixWeight, whole: torch.Tensor) -> None:
+        """Makes each matrix of weights (count, rows, columns) orthogonal, in place."""
+        for matrices in weight.split(whole) if len(whole) else ():
+            matrices.copy_(newton_schulz.orthogonalize(matrices, self.iteration))
+
+    def receive(
+        self, group: dict, weight: MatrixWeight, places: list[tuple], updates: list[torch.Tensor], first_row: int = 0
+    ) -> None:
+        """Adds updates to weights of the kind of `weight`: of each this rank's rows, those from `first_row` on.
+        `places` are the index of a parameter and which of its experts, or `...`."""
+        if not updates or not updates[0].numel():
+            return
+        targets = [weight.split(target, first_row) for target in self.at(places, group["params"])]
+        sources = [weight.split(update.to(targets[0][0].device), first_row) for update in updates]
+        for number, size in enumerate(weight.sizes):
+            of_weights, of_updates = ([parts[number] for parts in tensors] for tensors in (targets, sources))
+            rate = -group["lr"] * self.scale(size)
+            torch._foreach_add_(of_weights, of_updates, alpha=rate)  # private: as above
+
+    def at(self, places: list[tuple], tensors: list[DTensor]) -> list[torch.Tensor]:
+        """This rank's part of the tensors of parameters, as views of those at `places`."""
+        return [local(tensors[index])[expert] for index, expert in places]
+
+    def scale(self, size: tuple[int, int]) -> float:
+        """What the learning rate is multiplied by, for a matrix of (outputs, inputs) (torch.optim.Muon's adjust_lr_fn;
+        arXiv 2502.16982)."""
         if self.scale_by == "match_rms_adamw":
-            return 0.2 * max(matrix.shape) ** 0.5
-        outputs, inputs = matrix.outputs_by_inputs
+            return 0.2 * max(size) ** 0.5
+        outputs, inputs = size
         return max(1, outputs / inputs) ** 0.5
 
 
@@ -109,8 +155,8 @@ def average_into(gradients: list[torch.Tensor], momenta: list[torch.Tensor], ski
         if skip is not None:
             for gradient, momentum in zip(gradients, momenta, strict=True):
                 torch.where(skip > 0, momentum, gradient, out=gradient)
-        lerp_each(momenta, gradients, 1 - MOMENTUM)
-        lerp_each(gradients, momenta, MOMENTUM)
+        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)  # private: as above
+        torch._foreach_lerp_(gradients, momenta, MOMENTUM)  # private: as above
         return
     for gradient, momentum in zip(gradients, momenta, strict=True):
         exact, average = gradient.float(), momentum.float()
@@ -121,23 +167,12 @@ def average_into(gradients: list[torch.Tensor], momenta: list[torch.Tensor], ski
         gradient.copy_(exact.lerp(average, MOMENTUM))
 
 
-def first_matrix(stack: Stack) -> Matrix:
-    for of_replica in stack.owned:
-        for of_rank in of_replica:
-            for matrix in of_rank:
-                return matrix
-    raise ValueError("a stack without a matrix")
-
-
-def groups(model: nn.Module, settings: Settings) -> list[dict]:
+def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     """The parameters that are matrices in a first group, with `matrices`; the others as AdamW groups them."""
-    found = matrices_of_model(model)
     parameters = dict(model.named_parameters())
-    trained = [name for name in found if parameters[name].requires_grad]
-    matrices = []
-    for index, name in enumerate(trained):
-        matrices += [matrix.of_parameter(index) for matrix in found[name]]
-    first = {"params": [parameters[name] for name in trained], "matrices": matrices}
+    found = {name: weight for name, weight in matrix_weights(model).items() if parameters[name].requires_grad}
+    weights = [dataclasses.replace(weight, index=index) for index, weight in enumerate(found.values())]
+    first = {"params": [parameters[name] for name in found], "matrices": weights}
     first |= {"lr": settings.lr, "weight_decay": settings.weight_decay}
     of_muon = {id(parameter) for parameter in first["params"]}
     result = [first]
@@ -147,36 +182,36 @@ def groups(model: nn.Module, settings: Settings) -> list[dict]:
     return result
 
 
-def matrix_state_bytes(parameter: nn.Parameter, matrices: list[Matrix], settings: Settings) -> int:
+def matrix_state_bytes(weight: MatrixWeight, settings: flags.Settings) -> int:
     """The momentum of one parameter."""
-    return parameter.numel() * DTYPES[settings.momentum_dtype].itemsize
+    return weight.shape.numel() * DTYPES[settings.momentum_dtype].itemsize
 
 
-def model_state_bytes(model: nn.Module, settings: Settings, of_matrices=matrix_state_bytes) -> int:
+def model_state_bytes(model: nn.Module, settings: flags.Settings, of_matrices=matrix_state_bytes) -> int:
     """Bytes of all states: `of_matrices` of the parameters that are matrices, two moments of the others."""
-    found, total = matrices_of_model(model), 0
+    found, total = matrix_weights(model), 0
     weight = weight_dtype(settings).itemsize
     for name, parameter in model.named_parameters():
         if name in found:
-            total += of_matrices(parameter, found[name], settings)
+            total += of_matrices(found[name], settings)
         else:
             total += 2 * weight * parameter.numel()
     return total
 
 
-def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight_dtype(settings))  # of what is no matrix
     return moments | {"momentum": DTYPES[settings.momentum_dtype]}
 
 
 def describe(model: nn.Module) -> str:
     """How many parameters each of the two updates, and which."""
-    found = matrices_of_model(model)
+    found = matrix_weights(model)
     kinds: dict[bool, Counter] = {True: Counter(), False: Counter()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             short = "biases" if name.endswith("bias") else name.removesuffix(".weight").split(".")[-1]
-            kinds[name in found][short] += len(found.get(name, [name]))
+            kinds[name in found][short] += found[name].count() if name in found else 1
     of_muon, of_adamw = (
         f"{sum(kind.values()):,} {what} ({', '.join(kind)})"
         for kind, what in ((kinds[True], "matrices"), (kinds[False], "other parameters"))
@@ -187,6 +222,7 @@ def describe(model: nn.Module) -> str:
 OPTIMIZER = OptimizerKind(
     Muon,
     state_bytes=lambda weight: 4,  # of a matrix
+    skips_on_device=True,
     groups=groups,
     state_dtypes=state_dtypes,
     model_state_bytes=model_state_bytes,

@@ -1,18 +1,17 @@
 """Muon with a second moment for each neuron, which evens out their updates (NorMuon, arXiv 2510.05491). The second
-moment is in fp32; it travels with its matrix to the rank that computes it."""
-
-from collections.abc import Iterator
+moment is in fp32 and lies with its neuron's rows: they are evened out after they came back from their matrix's owner,
+and one all-reduce gives the norms of whole matrices."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.flags.settings import Settings
-from harness.model import newton_schulz
-from harness.model.matrices import Matrix, neuron_shape
-from harness.model.optimization import OptimizerKind, local
+from harness import base, flags
+from harness.model.matrices import MatrixWeight
+from harness.model.optimization import OptimizerKind
 from harness.model.optimizers import muon
-from harness.model.whole_matrices import Stack, rows_of_shard
+from harness.model.whole_matrices import copy_each, rows_of_shard
 
 # `harness.flags.rules` reads this, before torch is loaded
 OWN_FLAGS = ("adamw_lr", "momentum_dtype", "muon_iteration", "muon_scale")
@@ -21,92 +20,112 @@ EPS = 1e-10
 
 
 class NorMuon(muon.Muon):
-    def make_states(self, group: dict) -> None:
-        super().make_states(group)
-        transposed = {matrix.parameter: matrix.is_transposed for matrix in group.get("matrices", [])}
-        for index, is_transposed in transposed.items():
-            parameter = group["params"][index]
-            self.state[parameter]["second_moment"] = zeros_of_neurons(parameter, is_transposed)
+    def add_states(self, group: dict) -> None:
+        super().add_states(group)
+        for weight in group.get("matrices", []):
+            parameter = group["params"][weight.index]
+            self.state[parameter]["second_moment"] = zeros_of_neurons(parameter, weight)
 
-    def update_stack(self, group: dict, stack: Stack) -> Iterator[None]:
-        ranks, dtype, neurons = self.ranks, newton_schulz.DTYPE, per_neuron(stack, group["params"])
-        averages = [None if p.grad is None else local(p.grad) for p in group["params"]]
-        moments = [local(self.state[parameter]["second_moment"]) for parameter in group["params"]]
-        coming = ranks.gather(stack, averages, dtype)
-        moments_coming = ranks.gather(neurons, moments, torch.float32)
-        yield
-        whole, moment = ranks.whole(stack, coming.take()), ranks.whole(neurons, moments_coming.take())
-        if whole is not None:
-            update = newton_schulz.orthogonalize(whole, self.iteration).float()
-            whole = self.even_out(update, moment, first_transposed(stack)).to(dtype)
-        coming = ranks.give_back(stack, whole, dtype)
-        moments_coming = ranks.give_back(neurons, moment, torch.float32)
-        yield
-        coming, moments_coming = ranks.share(coming.take()), ranks.share(moments_coming.take())
-        yield
-        parts, results = ranks.results(neurons, moments_coming.take(), moments)
-        for part, result in zip(parts, results, strict=True):
-            part.copy_(result if self.skip is None else torch.where(self.skip > 0, part, result))
-        self.add_updates(group, stack, coming.take())
+    def receive(
+        self, group: dict, weight: MatrixWeight, places: list[tuple], updates: list[torch.Tensor], first_row: int = 0
+    ) -> None:
+        """Divides each neuron by the root of its second moment, which moves. What comes of a weight of two dimensions
+        then waits, in the place of its gradient, until the norms of its matrices are known."""
+        if not updates[0].numel():  # a rank without rows takes part in the sum of norms
+            zeros = torch.zeros(len(updates), 2 * len(weight.outputs), device=self.ranks.device)
+            self.waiting.append((weight, [], zeros, first_row))
+            return
+        moments = self.at(places, [self.state[parameter]["second_moment"] for parameter in group["params"]])
+        evened = torch.stack(updates).to(moments[0].device, torch.float32)
+        before = squared_norms(weight.split(evened, first_row))
+        neurons = evened.mT if weight.is_transposed else evened
+        moment = torch.stack(moments).lerp_(neurons.square().mean(-1, keepdim=True), 1 - BETA2)
+        neurons.div_(moment.sqrt() + EPS)
+        if self.skip is not None:
+            moment = torch.where(self.skip > 0, torch.stack(moments), moment)
+        copy_each(moments, list(moment))
+        norms = torch.cat([before, squared_norms(weight.split(evened, first_row))], dim=1)
+        if weight.is_of_experts:
+            self.add_evened(group, weight, places, list(evened), norms, first_row)
+        else:
+            gradients = self.at(places, [parameter.grad for parameter in group["params"]])
+            copy_each(gradients, list(evened))
+            self.waiting.append((weight, places, norms, first_row))
 
-    def even_out(self, update: torch.Tensor, moment: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-        """Updates (count, rows, columns) with each neuron divided by the root of its second moment (count, neurons, 1),
-        which is moved in place, and then each matrix scaled: with match_rms_adamw to a root mean square of 1, as the
-        paper does, otherwise to the norm that it had, as the authors' code does."""
-        by_neuron = update.mT if is_transposed else update
-        moment.lerp_(by_neuron.square().mean(-1, keepdim=True), 1 - BETA2)
-        evened = by_neuron / (moment.sqrt() + EPS)
-        norm = torch.linalg.vector_norm(evened, dim=(-2, -1), keepdim=True)
-        wanted = (evened.shape[-2] * evened.shape[-1]) ** 0.5
-        if self.scale_by == "original":
-            wanted = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True)
-        evened = evened * (wanted / (norm + EPS))
-        return evened.mT if is_transposed else evened
+    def update_group(self, group: dict) -> None:
+        self.waiting: list[tuple] = []  # weights with squared norms of their matrices over this rank's rows
+        super().update_group(group)
+        if not self.waiting:
+            return
+        norms = torch.cat([norms.flatten() for _, _, norms, _ in self.waiting]).to(self.ranks.device)
+        if self.ranks.shards > 1:
+            dist.all_reduce(norms, group=self.ranks.shard_group)
+        of_each = norms.split([norms.numel() for _, _, norms, _ in self.waiting])
+        for (weight, places, own, first_row), whole in zip(self.waiting, of_each, strict=True):
+            gradients = self.at(places, [parameter.grad for parameter in group["params"]])
+            self.add_evened(group, weight, places, gradients, whole.view(own.shape), first_row)
+        self.waiting = []
 
-    def scale(self, matrix: Matrix) -> float:
-        return 0.2 if self.scale_by == "match_rms_adamw" else super().scale(matrix)
+    def add_evened(self, group, weight: MatrixWeight, places, evened: list, norms: torch.Tensor, first_row: int):
+        """Scales each matrix, with match_rms_adamw to a root mean square of 1, as the paper does, otherwise to the norm
+        that it had, as the authors' code does, and adds it. `norms` are squared, (weights, matrices of updates and then
+        of evened ones)."""
+        if not places:
+            return
+        had, has = norms.to(evened[0].device).sqrt().chunk(2, dim=1)
+        wanted = had
+        if self.scale_by == "match_rms_adamw":
+            wanted = had.new_tensor([(outputs * inputs) ** 0.5 for outputs, inputs in weight.sizes])
+        factors = wanted / (has + EPS)
+        for parts, of_weight in zip((weight.split(update, first_row) for update in evened), factors, strict=True):
+            torch._foreach_mul_(parts, list(of_weight))  # private: torch documents few operators on many tensors
+        super().receive(group, weight, places, evened, first_row)
+
+    def scale(self, size: tuple[int, int]) -> float:
+        return 0.2 if self.scale_by == "match_rms_adamw" else super().scale(size)
 
 
-def zeros_of_neurons(parameter: DTensor, is_transposed: bool) -> DTensor:
+def squared_norms(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """Of each of several (count, rows, columns), as (count, how many)."""
+    return torch.stack([part.square().sum((-2, -1)) for part in matrices], dim=1)
+
+
+def zeros_of_neurons(parameter: DTensor, weight: MatrixWeight) -> DTensor:
     """Zeros in fp32 for each neuron of a parameter, sharded as it is."""
-    shape = torch.Size(neuron_shape(parameter.shape, is_transposed))
     mesh = parameter.device_mesh
-    rows = rows_of_shard(shape[0], mesh.get_local_rank("shard"), mesh["shard"].size())
-    zeros = torch.zeros(len(rows), *shape[1:], dtype=torch.float32, device=parameter.to_local().device)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(zeros, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    rows = rows_of_shard(weight.shape[0], mesh.get_local_rank("shard"), mesh["shard"].size())
+    zeros = torch.zeros(len(rows), *weight.neurons[1:], dtype=torch.float32, device=parameter.to_local().device)
+    stride = torch.empty(weight.neurons, device="meta").stride()
+    return DTensor.from_local(zeros, mesh, parameter.placements, run_check=False, shape=weight.neurons, stride=stride)
 
 
-def per_neuron(stack: Stack, parameters: list[nn.Parameter]) -> Stack:
-    """The second moments of a stack's matrices, on the same ranks."""
-    owned = []
-    for replica in stack.owned:
-        owned.append([[m.per_neuron(parameters[m.parameter].shape) for m in of_rank] for of_rank in replica])
-    return Stack(owned, stack.crosses_ranks)
+def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
+    """As Muon's; a UserError where no rank has a whole neuron."""
+    result = muon.groups(model, settings)
+    if any(weight.is_transposed and not weight.is_of_experts for weight in result[0]["matrices"]):
+        family = type(model).__name__.removeprefix("FSDP")
+        raise base.UserError(f"--optimizer normuon: {family} stores its linears input by output; use muon")
+    return result
 
 
-def first_transposed(stack: Stack) -> bool:
-    return muon.first_matrix(stack).is_transposed
-
-
-def state_dtypes(settings: Settings, parameter: DTensor) -> dict[str, torch.dtype]:
+def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
     return muon.state_dtypes(settings, parameter) | {"second_moment": torch.float32}
 
 
-def matrix_state_bytes(parameter: nn.Parameter, matrices: list[Matrix], settings: Settings) -> int:
+def matrix_state_bytes(weight: MatrixWeight, settings: flags.Settings) -> int:
     """The momentum of one parameter, and 4 bytes for each neuron."""
-    neurons = torch.Size(neuron_shape(parameter.shape, matrices[0].is_transposed)).numel()
-    return muon.matrix_state_bytes(parameter, matrices, settings) + 4 * neurons
+    return muon.matrix_state_bytes(weight, settings) + 4 * weight.neurons.numel()
 
 
-def model_state_bytes(model: nn.Module, settings: Settings) -> int:
+def model_state_bytes(model: nn.Module, settings: flags.Settings) -> int:
     return muon.model_state_bytes(model, settings, matrix_state_bytes)
 
 
 OPTIMIZER = OptimizerKind(
     NorMuon,
     state_bytes=lambda weight: 4,  # of a matrix, but for its second moments
-    groups=muon.groups,
+    skips_on_device=True,
+    groups=groups,
     state_dtypes=state_dtypes,
     model_state_bytes=model_state_bytes,
     describe=muon.describe,

@@ -1,0 +1,58 @@
+"""Checkpoints, as far as flags need them before torch is loaded: which one --resume means, and the flags of the run in
+it. Whether its files are undamaged is found out when it is loaded."""
+
+import pathlib
+from typing import Any
+
+from harness import base
+from harness.flags.settings import Settings, flags_where
+from harness.flags.sources import same_dataset
+
+
+def checkpoint_folder(resume: str) -> pathlib.Path:
+    """The checkpoint that --resume PATH means: itself, or the newest of a run's folder."""
+    path = pathlib.Path(resume).expanduser()
+    if (path / base.MANIFEST).exists():
+        return path
+    return base.newest_checkpoint(path) or path
+
+
+def no_checkpoint(resume: str) -> str:
+    """Why there is no checkpoint at --resume PATH, and what could be resumed instead; empty where there is one, even a
+    damaged one."""
+    path, checkpoint = pathlib.Path(resume).expanduser(), checkpoint_folder(resume)
+    is_named_as_one = base.step_in_name(path) is not None or (path / base.MANIFEST).exists()
+    if checkpoint.is_dir() and (checkpoint != path or is_named_as_one):
+        return ""
+    problem = "it holds no checkpoint" if path.is_dir() else "no such folder"
+    if path.parent.name == "checkpoints":
+        others = set(base.complete_checkpoints(path.parent.parent))
+    else:
+        folders = {folder.parent for folder in (*path.parent.glob("*/checkpoints"), *path.glob("*/checkpoints"))}
+        others = {folder for folder in folders if base.newest_checkpoint(folder)}
+    if others:
+        return f"{problem}; what can be resumed is {', '.join(map(str, sorted(others)[-3:]))}"
+    return f"{problem}, and no checkpoint is beside it; a run saves some with --checkpoint-interval"
+
+
+def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
+    """The flags that a run of no step takes from the checkpoint of its --resume where none is given: those of the
+    model; of the average of the weights where it is evaluated or exported; for an evaluation or --show-samples those of
+    a step, and of the data unless another --dataset is given. None where the checkpoint cannot be read, which is
+    reported when it is loaded."""
+    try:
+        flags = base.read_manifest(checkpoint_folder(settings.resume))["flags"]
+        dataset = flags["dataset"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    evaluates, shows = settings.eval_interval > 0, settings.show_samples is not None
+    kinds = {"model"}
+    if evaluates or settings.export_weights == "ema":
+        kinds.add("average")
+    if evaluates or shows:
+        kinds.add("step")
+        if same_dataset(settings.given.get("dataset", dataset), dataset):
+            kinds.add("data")
+    names = [name for kind in kinds for name in flags_where("from_checkpoint", kind)]
+    found = {name: flags[name] for name in names if name in flags}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

@@ -1,0 +1,118 @@
+"""Files: config.json and metrics.jsonl of a run, written by its log and read back by the page in whatever state a kill
+left them."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from harness import base, flags, job
+from harness import state as states
+
+
+def as_json(metrics: dict) -> str:
+    """The object in JSON, which has no NaN and no infinity: they become null."""
+    values = {}
+    for key, value in metrics.items():
+        finite = not isinstance(value, float) or math.isfinite(value)
+        values[key] = value if finite else None
+    return json.dumps(values, allow_nan=False)
+
+
+def read_metrics(path: pathlib.Path) -> list[dict]:
+    """The lines of a metrics.jsonl, an empty list where there is none. Lines that a kill cut off, or that are not an
+    object with a step, are left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            entry = json.loads(line)
+            if entry["step"] >= 0:
+                lines.append(entry)
+    return lines
+
+
+class MetricsFile:
+    """metrics.jsonl, open for appending. What a full disk refuses waits in memory, about half a KB a line."""
+
+    def __init__(self, path: pathlib.Path, step: int):
+        """Opens it without what an earlier start wrote after `step`; `lines` and `final` are what that leaves.
+
+        Raises:
+            OSError: it cannot be read or written.
+        """
+        kept = [line for line in read_metrics(path) if line["step"] <= step]
+        self.lines = [line for line in kept if "final" not in line]
+        self.final = next((line for line in kept if "final" in line and line["step"] == step), None)
+        job.replace_file(path, "".join(as_json(line) + "\n" for line in self.lines))
+        self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
+        self.waiting = b""
+        self.lock = threading.Lock()  # a checkpoint's thread makes the lines durable while the loop adds more
+
+    def write(self, line: dict | None = None) -> None:
+        """Writes a line behind those that wait.
+
+        Raises:
+            OSError: it waits, or a part of it; the next call tries again.
+        """
+        with self.lock:
+            if line is not None:
+                self.waiting += as_json(line).encode() + b"\n"
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
+
+    def sync(self) -> None:
+        """Makes all lines so far durable.
+
+        Raises:
+            OSError: they are not.
+        """
+        try:
+            self.write()
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise OSError(f"metrics.jsonl: {error.strerror}") from error
+
+
+def describe_run(
+    settings: flags.Settings, folder: pathlib.Path, state: states.TrainState, data, changed: str = ""
+) -> dict:
+    """What config.json holds: what it takes to repeat the run, which run it is, and each of its starts.
+
+    A start has its time, the step that it went on from, how many logged steps after that one it repeats, the number of
+    ranks, and the flags that it `changed`. `data` is the record of the run's data.
+    """
+    before = base.read_config(folder)
+    starts, logged = [], []
+    if not state.branched_from or before.get("run_id") == state.run_id:  # else the files are another run's
+        starts = before.get("starts", [])
+        logged = read_metrics(folder / "metrics.jsonl")
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "step": state.step,
+        "lost_steps": max([line["step"] - state.step for line in logged if line["step"] > state.step], default=0),
+        "world_size": dist.get_world_size(),
+    }
+    if changed:
+        start["changed"] = changed
+    run = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
+    run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    run["world_size"] = dist.get_world_size()
+    run |= {"run_id": state.run_id, "folder": str(folder.resolve())}
+    if state.branched_from:
+        run["branched_from"] = state.branched_from
+    return run | {"starts": [*starts, start], "data": data.record()}
+
+
+def write_config(folder: pathlib.Path, run: dict, **ending: int) -> None:
+    """Writes config.json, with `ending` in the entry of the latest start: the exit code, which torchrun does not pass
+    on."""
+    *earlier, start = run["starts"]
+    job.replace_file(folder / "config.json", json.dumps(run | {"starts": [*earlier, start | ending]}, indent=2) + "\n")

@@ -1,0 +1,54 @@
+"""Trackers: where the figures of a run are shown beside its own files. Each file of this folder is one, and its name is
+a value of --log-with. A file begins with the sentence that --help shows and ends with `TRACKER`, a class of the
+interface below; the libraries that it needs are imported in its methods.
+"""
+
+import pathlib
+from typing import Any
+
+from harness import flags
+from harness import state as states
+from harness.report.figures import find, named
+
+
+class Tracker:
+    """What the log of a run calls, on rank 0 alone, in this order: the methods below, of which `log` comes once a log
+    line. A method that raises ends the run before training, up to `start`; later the run goes on without the tracker.
+    """
+
+    name = ""  # as --log-with has it
+
+    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
+        """Before anything is loaded. `folder` is the run's, in which alone a tracker may write.
+
+        Raises:
+            UserError: this cannot work: no package, no login. The message says what to do.
+        """
+
+    def start(self, run: dict, state: states.TrainState) -> str:
+        """Begins, or goes on after `state.step`: what was shown of later steps is void. `run` is what config.json
+        holds, `run["run_id"]` stays the same over restarts. Returns where to look, an address or a command."""
+        return ""
+
+    def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
+        """A line of metrics.jsonl, by its keys (`figures.named` gives the names to show), and the stories of this step,
+        each {"prompt": ..., "text": ...}."""
+
+    def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
+        """The last line, with the averages after warmup, and the last stories; of a run that took all its steps."""
+
+    def close(self, exit_code: int) -> None:
+        """The process is about to end with this exit code."""
+
+
+def over_tokens(metrics: dict[str, float]) -> dict[str, float]:
+    """The losses of a line, which are shown over tokens too: so runs of different batch sizes compare."""
+    losses = {}
+    for key, value in metrics.items():
+        figure = find(key)
+        if figure and figure.unit == "nats per token":
+            losses[f"by_tokens/{key}"] = value
+    return losses
+
+
+__all__ = ["Tracker", "named", "over_tokens"]

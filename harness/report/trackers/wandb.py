@@ -1,0 +1,76 @@
+"""Weights & Biases, by its own client: `wandb login`, or WANDB_MODE=offline."""
+
+import os
+import pathlib
+from typing import Any
+
+from harness import base, flags
+from harness import state as states
+from harness.report.trackers import Tracker, named, over_tokens
+
+FINISH_SECONDS = 60  # that the end of a run waits for what is not uploaded
+STOPPED = 143  # exit code of a run that a scheduler ended, after saving
+
+
+class Wandb(Tracker):
+    """A run in wandb, whose step is that of the optimizer. It keeps its id over restarts."""
+
+    name = "wandb"
+
+    def __init__(self, settings: flags.Settings, folder: pathlib.Path):
+        import wandb
+
+        self.settings, self.folder = settings, folder
+        try:
+            ready = wandb.setup().settings.mode != "online" or wandb.login(prompt=False)
+        except Exception as error:  # the server is not reached, or does not know the key
+            advice = "WANDB_MODE=offline keeps the run in its folder, for `wandb sync`"
+            raise base.UserError(
+                f"--log-with wandb: no login to wandb ({base.first_line(error)}); {advice}", 1
+            ) from error
+        if not ready:
+            raise base.UserError("--log-with wandb: not logged in; run `wandb login`, or set WANDB_MODE=offline")
+
+    def start(self, run: dict, state: states.TrainState) -> str:
+        import wandb
+
+        os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.resolve() / "wandb"))  # tables that are to be uploaded
+        self.run = wandb.init(
+            project=self.settings.project_name,
+            name=self.folder.name,
+            dir=str(self.folder),
+            id=run["run_id"],
+            resume="allow",
+            config=run,
+            settings=wandb.Settings(finish_timeout=FINISH_SECONDS),
+        )
+        self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
+        return self.run.url or f"offline; later: wandb sync {pathlib.Path(self.run.dir).parent}"
+
+    def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
+        row = named(metrics) | over_tokens(metrics)
+        if stories:
+            row["stories"] = self.table(stories)
+        self.run.log(row, step=metrics["step"], commit=True)
+
+    def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
+        summary = named(metrics)
+        if stories:
+            summary["stories"] = self.table(stories)
+        self.run.summary.update(summary)
+
+    def table(self, stories: list[dict[str, str]]):
+        import wandb
+
+        return wandb.Table(columns=["prompt", "text"], data=[[story["prompt"], story["text"]] for story in stories])
+
+    def close(self, exit_code: int) -> None:
+        import wandb
+
+        if exit_code == STOPPED:
+            self.run.mark_preempting()  # wandb then calls it preempted, else failed
+        self.run.finish(exit_code=exit_code)
+        wandb.teardown(exit_code)  # until its process has written the last record: it ends with this one
+
+
+TRACKER = Wandb

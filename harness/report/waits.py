@@ -1,0 +1,95 @@
+"""Waits: how long this rank is inside the collectives of a sharded model. Most of that is waiting for slower ranks: the
+slowest rank is inside them least. Independent of the other ranks' times."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness import model as models
+from harness.report.profiling import covered
+
+
+class Waits:
+    """A clock around every all-gather, reduce-scatter and all-reduce of a model's `fully_shard` groups, which work as
+    before.
+
+    On a CPU it runs in every step. On a GPU it is a pair of events on the collective's stream, which takes no time
+    there, and it runs in the last step before a log line only.
+    """
+
+    def __init__(self, model: nn.Module):
+        mesh = next(model.parameters()).device_mesh  # type: ignore[attr-defined]  # they are DTensors
+        self.cuda = mesh.device_type == "cuda"
+        self.runs = False  # whether the current step is timed
+        self.steps = 0  # that were timed
+        self.spans: list[tuple] = []  # of time inside collectives: (start, end)
+        self.begun: Any = None  # when the first step of `spans` began
+        self.reduced: Any = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
+        for module in models.sharded_modules(model):
+            group = models.fsdp_group(module)
+            # private: in public they can only be set
+            all_gather, reduce_scatter = group._all_gather_comm, group._reduce_scatter_comm
+            module.set_custom_all_gather(Timed(self, all_gather))  # type: ignore[arg-type]  # as FSDP2 uses it
+            module.set_custom_reduce_scatter(Timed(self, reduce_scatter))  # type: ignore[arg-type]
+            if mesh.ndim > 1:
+                module.set_all_reduce_hook(lambda _: self.add(self.reduced))
+
+    @contextlib.contextmanager
+    def step(self, logs: bool) -> Iterator[None]:
+        """A training step, with or without a log line after it."""
+        self.runs = logs or not self.cuda
+        if self.runs and self.begun is None:
+            self.begun = self.now()
+        yield
+        if self.runs:
+            self.steps += 1
+        self.runs = False
+
+    def now(self):
+        """This moment: seconds on a CPU, on a GPU an event on the current stream."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, start) -> None:
+        if self.runs:
+            self.spans.append((start, self.now()))
+
+    def take(self) -> float:
+        """Milliseconds of a step that this rank was in a collective, the mean since the last call. The device must be
+        synchronized. Time in which several collectives run counts once."""
+        spans = [(self.since_begun(start), self.since_begun(end)) for start, end in self.spans]
+        spent = covered(spans) / max(self.steps, 1)
+        self.begun, self.steps, self.spans = None, 0, []
+        return spent
+
+    def since_begun(self, moment) -> float:
+        """Milliseconds from the first timed step to a moment."""
+        return self.begun.elapsed_time(moment) if self.cuda else 1000 * (moment - self.begun)
+
+
+class Timed:
+    """A collective with a clock, in the place of one of FSDP2's `AllGather` or `ReduceScatter` objects."""
+
+    def __init__(self, waits: Waits, collective: Any):
+        self.waits, self.collective = waits, collective
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.waits.runs:
+            self.waits.reduced = self.waits.now()
+        return self.collective.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group, **options):
+        if not self.waits.runs:
+            return self.collective(output_tensor, input_tensor, group, **options)
+        start = self.waits.now()
+        work = self.collective(output_tensor, input_tensor, group, **options)
+        self.waits.add(start)
+        self.waits.reduced = self.waits.now()
+        return work

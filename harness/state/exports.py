@@ -1,0 +1,238 @@
+"""Export: a folder that transformers loads, written from a sharded model that no rank can hold whole. The script calls
+it at the end of a run. Independent of optimizer and data."""
+
+import contextlib
+import copy
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
+
+from harness import base, flags, job
+from harness import model as models
+from harness.state.train_state import TrainState, persistent_tensors
+
+ONE_FILE = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FOREIGN_CODE = ("auto_map", "_auto_class")  # name Python code of the source, which was not run and is not exported
+
+
+# ---- The folder ------------------------------------------------------------------------------------------------------
+
+
+def check_export(settings: flags.Settings) -> None:
+    """Raises a UserError where --export could not be written later, or would write over something else than an earlier
+    export. Called on rank 0, before anything is trained."""
+    final = folder_of(settings)
+    try:
+        existing = next(parent for parent in final.parents if parent.exists())
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise base.UserError(f"--export {settings.export}: cannot be written ({error.strerror})") from error
+    if os.path.realpath(os.path.expanduser(settings.model)) == os.path.realpath(final):
+        raise base.UserError(f"--export: {settings.export} is the folder of --model; choose another folder")
+    if os.path.lexists(final) and not is_export(final):
+        raise base.UserError(f"--export: {settings.export} exists and is no export; choose another folder or remove it")
+
+
+def folder_of(settings: flags.Settings) -> pathlib.Path:
+    return pathlib.Path(settings.export).expanduser()
+
+
+def is_export(folder: pathlib.Path) -> bool:
+    """Whether a folder was written here, by the header of a file of weights."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
+            return "run_id" in (file.metadata() or {})
+    return False
+
+
+def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
+    """Writes the folder of --export, which AutoModelForCausalLM and AutoTokenizer.from_pretrained load, in the place of
+    an earlier export there. The weights keep their training precision: fp32, or bf16 with bf16-pure. Every rank calls
+    this.
+
+    Raises:
+        UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
+    """
+    final, is_average = folder_of(settings), settings.export_weights == "ema"
+    temporary = final.with_name(f".{final.name}.writing")
+    with state.average.as_weights() if is_average else contextlib.nullcontext():
+        problem = state.what_is_broken()
+        if problem:
+            raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
+        error = write_weights(temporary, state)
+    if dist.get_rank() == 0 and not error:
+        try:
+            write_configs(temporary, settings, state.model, tokenizer)
+            replace_folder(final, temporary)
+        except Exception as exception:
+            error = base.first_line(exception)
+    error = base.of_all_ranks(error)[0]
+    if error:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise base.UserError(f"--export {settings.export}: cannot be written ({error})", exit_code=1)
+    parts = [str(final), f"step {state.step:,}"]
+    if is_average:
+        parts.append("the average of the weights")
+    if tokenizer is None:
+        parts.append("without a tokenizer")
+    job.say(f"exported   {', '.join(parts)}")
+
+
+def write_weights(folder: pathlib.Path, state: TrainState) -> str:
+    """Writes the weights into a new folder, by rank 0: into one file where they take at most ONE_FILE, else into a file
+    for each decoder layer and one for what is in none, so that no rank ever holds the model. Every rank calls this.
+
+    Returns the error with which the writing ended on rank 0, empty where it did not: an error is no exception here, as
+    rank 0 has to take part in gathering the layers that are left.
+    """
+    tensors = persistent_tensors(state.model)
+    groups = [tensors]
+    if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE:
+        groups = by_layer(tensors)
+    error, total_size = "", 0
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        job.enter_phase("export")
+        gathered = gather(group)
+        if dist.get_rank() > 0 or error:
+            continue
+        name = "model.safetensors"
+        if len(groups) > 1:
+            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        try:
+            if number == 1:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            weights = write_file(folder / name, state, gathered)
+        except Exception as exception:
+            error = base.first_line(exception)
+            continue
+        weight_map |= dict.fromkeys(weights, name)
+        total_size += sum(tensor.nbytes for tensor in weights.values())
+        if number == len(groups) > 1:
+            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            write_json(folder / "model.safetensors.index.json", index)
+    return error
+
+
+def by_layer(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each layer (`model.layers.7.`), and those that are in none."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        prefix = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(prefix[0] if prefix else "", {})[name] = tensor
+    return [*layers.values()]
+
+
+def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The full tensors on the host of rank 0, nothing on the other ranks. Every rank calls this."""
+    gathered = {}
+    for name, tensor in tensors.items():
+        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0:
+            gathered[name] = full.cpu()
+    return gathered
+
+
+def write_file(path: pathlib.Path, state: TrainState, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Writes tensors of the model under the names that they have on the hub; the header has the run's id and the step.
+    Returns them by these names."""
+    from safetensors.torch import save_file
+
+    weights = models.as_in_checkpoint(state.model, tensors)
+    for name, tensor in weights.items():  # copies: parts of a fused tensor share its storage
+        weights[name] = tensor.clone(memory_format=torch.contiguous_format)
+    save_file(weights, path, metadata={"format": "pt", "run_id": state.run_id, "step": str(state.step)})
+    return weights
+
+
+def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
+    """Gives the folder `new` the name `final`; what had it, an earlier export, is removed then."""
+    old = final.with_name(f".{final.name}.deleting")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    new.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# ---- What is beside the weights --------------------------------------------------------------------------------------
+
+
+def write_configs(folder: pathlib.Path, settings: flags.Settings, model, tokenizer) -> None:
+    write_json(folder / "config.json", model_config(model, tokenizer, settings.init == "pretrained"))
+    write_json(folder / "generation_config.json", generation_config(settings, model, tokenizer))
+    if tokenizer:
+        for name in FOREIGN_CODE:
+            vars(tokenizer).pop(name, None)
+            tokenizer.init_kwargs.pop(name, None)
+        tokenizer.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):  # they are written for the owner alone
+        shutil.copymode(folder / "config.json", path)
+
+
+def model_config(model, tokenizer, pretrained: bool) -> dict:
+    """The config of an export. For a model that began with random weights, the tokens that begin and end a text are the
+    tokenizer's, as in its training. The padding token stays: its embedding gets no gradient."""
+    config = copy.deepcopy(model.config)
+    config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], "use_cache": True})
+    config.get_text_config().use_cache = True
+    config.dtype = next(model.parameters()).dtype
+    if tokenizer and not pretrained:
+        config.get_text_config().bos_token_id = tokenizer.bos_token_id
+        config.get_text_config().eos_token_id = tokenizer.eos_token_id
+    # fields of generation, as old models have them there: save_pretrained would refuse the config
+    misplaced = GenerationConfig().to_dict().keys() - type(config)().to_dict().keys()
+    content = json.loads(config.to_json_string())
+    return {key: value for key, value in content.items() if key not in {*misplaced, *FOREIGN_CODE}}
+
+
+def generation_config(settings: flags.Settings, model, tokenizer) -> dict:
+    """The generation config of an export: that of the source of the weights, or, where they began at random, the
+    model's own. The token that ended documents in training ends a text too. A source's that cannot be read is said and
+    left out: at the end of a run it must not cost the export."""
+    config, pretrained = model.generation_config.to_diff_dict(), settings.init == "pretrained"
+    if pretrained:
+        try:
+            source = models.read_generation_config(settings.model)
+            GenerationConfig.from_dict(source)  # as whoever loads the export does
+            if not all(isinstance(end, int) for end in end_tokens(source)):
+                raise ValueError("its eos_token_id is no token id")
+            config = source
+        except Exception as error:  # the file may hold anything
+            problem = (
+                f"without the generation config of {settings.model}, which cannot be read ({base.first_line(error)})"
+            )
+            job.say(f"export     {problem}")
+    elif tokenizer:
+        config |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    ends = end_tokens(config)
+    end_of_text = tokenizer.eos_token_id if tokenizer else None
+    if pretrained and end_of_text is not None and end_of_text not in ends:
+        config["eos_token_id"] = [*ends, end_of_text] if ends else end_of_text
+    unwanted = {"use_cache", "_from_model_config", *FOREIGN_CODE}
+    return {key: value for key, value in config.items() if key not in unwanted and value is not None}
+
+
+def end_tokens(generation: dict) -> list:
+    """The `eos_token_id` of a generation config, which may be one, several or none."""
+    ends = generation.get("eos_token_id")
+    if ends is None:
+        return []
+    return ends if isinstance(ends, list) else [ends]
+
+
+def write_json(path: pathlib.Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,84 @@
+"""torchrun on the nodes of a Ray cluster: Ray gives each node's bundle of GPUs, torchrun starts a rank for each GPU.
+
+    python launch/ray_torchrun.py --nodes 2 --gpus-per-node 8 -- --model llama3.1-8b --dp-replicate-size 2
+
+What stands behind `--` goes to train_fsdp.py, in this folder on every node. SIGTERM and Ctrl-C reach every torchrun,
+whose ranks then save; the exit code is that of the first torchrun that failed. Without GPUs `--ranks-per-node` starts
+CPU ranks.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@ray.remote(max_concurrency=2)  # `stop` is answered while `run` waits
+class Node:
+    def address(self) -> str:
+        return ray.util.get_node_ip_address()
+
+    def run(self, command: list[str]) -> int:
+        environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        return self.process.wait()
+
+    def stop(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [options] -- FLAGS")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--cpus-per-node", type=int, default=1)
+    parser.add_argument("--ranks-per-node", type=int, help="by default a rank for each GPU")
+    parser.add_argument("--port", type=int, default=29500, help="on the first node, where the torchruns meet")
+    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
+
+    ray.init(log_to_driver=True)
+    resources = {"CPU": options.cpus_per_node, "GPU": options.gpus_per_node}
+    bundle = {name: count for name, count in resources.items() if count}
+    group = placement_group([bundle] * options.nodes, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+    nodes = []
+    for index in range(options.nodes):
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        resources = {"num_cpus": options.cpus_per_node, "num_gpus": options.gpus_per_node}
+        nodes.append(Node.options(scheduling_strategy=place, **resources).remote())
+
+    meeting = f"{ray.get(nodes[0].address.remote())}:{options.port}"
+    ranks = options.ranks_per_node or options.gpus_per_node
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={options.nodes}", f"--nproc_per_node={ranks}"]
+    torchrun += ["--max-restarts=3", "--rdzv_id=ray", "--rdzv_backend=c10d", f"--rdzv_endpoint={meeting}"]
+    waiting = []
+    for node in nodes:
+        has_store = f"--rdzv_conf=is_host={str(node is nodes[0]).lower()}"
+        waiting.append(node.run.remote([*torchrun, has_store, "train_fsdp.py", *flags]))
+
+    def forward(number: int, frame) -> None:
+        for node in nodes:
+            node.stop.remote(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=1)
+        for code in ray.get(done):
+            if code:
+                return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

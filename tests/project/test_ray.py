@@ -1,0 +1,38 @@
+"""launch/ray_torchrun.py on two nodes of Ray, which are processes of this machine: ranks meet, train and save."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs the package ray: ./setup.sh --dev")
+
+
+@pytest.mark.slow
+def test_two_nodes_of_ray_train_together_and_save_at_sigterm(tmp_path):
+    cluster = ray_cluster.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1)
+    launch = ["--nodes", 2, "--gpus-per-node", 0, "--ranks-per-node", 1, "--port", 29617, "--"]
+    flags = (
+        f"--demo --sequence-length 64 --num-steps 5000 --run-name r --output-dir {tmp_path} --log-interval 1".split()
+    )
+    environment = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "launch" / "ray_torchrun.py", *map(str, [*launch, *flags])]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        metrics = tmp_path / "r" / "metrics.jsonl"
+        while not metrics.exists() or not metrics.read_text():
+            assert process.poll() is None
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 1  # of torchrun, for any signal
+    finally:
+        process.kill()
+        cluster.shutdown()
+    assert json.loads((tmp_path / "r" / "config.json").read_text())["world_size"] == 2
+    assert list((tmp_path / "r" / "checkpoints").glob("step-*"))
