@@ -40,7 +40,7 @@ import train_fsdp
 from harness import plan as planning
 from harness.base.errors import UserError
 from harness.flags.parser import parse_args
-from harness.model.loss import full_loss
+from harness.model import loss  # past the door: it replaces the wing's own loss
 
 ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the eleven runs that have a constant here
 ON_SEVERAL = "MODEL_MATMUL_EFFICIENCY, CONTENTION"  # of those, the runs on several GPUs
@@ -121,14 +121,17 @@ def reduces_in_fp32() -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+FULL_LOSS = loss.full_loss
+
+
 def loss_in_bf16(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
-    """In the place of `train_fsdp.full_loss`: no copy of the logits in fp32."""
+    """In the place of `loss.full_loss`: no copy of the logits in fp32."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def compiled_loss(*logits_and_labels, **options) -> torch.Tensor:
-    """In the place of `train_fsdp.full_loss`: compiled, it reads the logits in bf16 and holds no copy in fp32."""
-    return torch.compile(full_loss)(*logits_and_labels, **options)
+    """In the place of `loss.full_loss`: compiled, it reads the logits in bf16 and holds no copy in fp32."""
+    return torch.compile(FULL_LOSS)(*logits_and_labels, **options)
 
 
 EVERY_SECOND, COMPILED_LOSS = "recomputes every second matmul", "compiles the loss"
@@ -358,7 +361,10 @@ def plan(run: Run) -> dict:
         flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", given]
         settings = parse_args([*flags, *run.flags.replace("CONFIG", folder).split()])
         otherwise = {name: value for key in run.otherwise for name, value in OTHERWISE[key].items()}
-        with mock.patch.multiple(train_fsdp, **otherwise) if otherwise else contextlib.nullcontext():
+        with contextlib.ExitStack() as replaced:
+            for name, value in otherwise.items():
+                owner = loss if name == "full_loss" else train_fsdp
+                replaced.enter_context(mock.patch.object(owner, name, value))
             _, result = planning.make_plan(settings, train_fsdp.RECIPE)
     return result
 
