@@ -14,11 +14,15 @@ doors of harness/, of which each `__init__.py` lists what there is:
     flags    every flag, and the rules between them
 """
 
-from harness import base, job
+from harness import base
 
 if __name__ == "__main__":
     base.never_fail()  # a closed stdout ends no run
-    base.refuse_old_python()
+base.refuse_old_python()  # which could not read the next import
+
+from harness import job
+
+if __name__ == "__main__":
     SETTINGS = job.begin()  # before the heavy imports, which take seconds, warn, and can be interrupted too
 
 import dataclasses
