@@ -36,8 +36,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import utils
-from harness import base
 from harness import model as models
+from harness.base import first_line
 
 SEQUENCE, STEPS, BATCH, TOLERANCE = 64, 4, 4, 1e-5
 RESULTS, TABLE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "MODELS.md"
@@ -155,6 +155,7 @@ def train(folder: pathlib.Path, device) -> dict:
     import torch.distributed as dist
 
     import train_fsdp
+    from harness import model as models
     from harness import plan
     from harness.flags import parse_args
 
@@ -218,7 +219,7 @@ def walk(names: list[str], out: pathlib.Path) -> None:
                 found["built"] = True
                 found |= train(pathlib.Path(folder), device)
         except Exception as error:  # of any kind: it is what is looked for
-            found["error"] = f"{type(error).__name__}: {base.first_line(error)}"[:200]
+            found["error"] = f"{type(error).__name__}: {first_line(error)}"[:200]
             found["error"] = re.sub(r"/tmp/\S+?: ", "", found["error"])
         if dist.get_rank() == 0:
             with out.open("a") as file:

@@ -35,12 +35,11 @@ sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
-from harness import base
 from harness import model as models
 from harness import plan as planning
+from harness.base import UserError, find_gpu
 from harness.flags import parse_args
 
-FULL_LOSS = models.full_loss  # before it is patched
 ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the eleven runs that have a constant here
 ON_SEVERAL = "MODEL_MATMUL_EFFICIENCY, CONTENTION"  # of those, the runs on several GPUs
 
@@ -87,7 +86,7 @@ def mpt(width: int, layers: int, heads: int, positions: int) -> dict:
 def hbm2e_h100() -> dict[str, float]:
     """Rates of torchtitan's H100: 96 GB of HBM2e at 2.4 TB/s and 500 W. Of their peak it says that it lies between the
     SXM card's and the NVL card's; here it is the NVL card's."""
-    sxm = planning.assumed_rates(base.find_gpu("H100 SXM"), flash=True)
+    sxm = planning.assumed_rates(find_gpu("H100 SXM"), flash=True)
     rates = {"memory_gib": 93.1, "memory_gb_per_s": 2400 / 3350 * sxm["memory_gb_per_s"]}
     return rates | {name: 835 / 989 * sxm[name] for name in ("matmul_tflops", "fp8_tflops", "attention_tflops")}
 
@@ -132,7 +131,8 @@ def compiled_loss(*logits_and_labels, **options) -> torch.Tensor:
 
 EVERY_SECOND, COMPILED_LOSS = "recomputes every second matmul", "compiles the loss"
 LOSS_IN_BF16, REDUCES_IN_FP32 = "loss in bf16", "accumulates and reduces gradients in fp32"
-OTHERWISE = {  # what is patched, and by what
+FULL_LOSS = models.full_loss
+OTHERWISE = {  # what is replaced, and by what
     EVERY_SECOND: ("train_fsdp.selective_contexts", every_second_matmul),
     COMPILED_LOSS: ("harness.model.loss.full_loss", compiled_loss),
     LOSS_IN_BF16: ("harness.model.loss.full_loss", loss_in_bf16),
@@ -356,9 +356,9 @@ def plan(run: Run) -> dict:
             pathlib.Path(folder, "config.json").write_text(json.dumps(run.config))
         flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", given]
         settings = parse_args([*flags, *run.flags.replace("CONFIG", folder).split()])
-        with contextlib.ExitStack() as patches:
-            for key in run.otherwise:
-                patches.enter_context(mock.patch(*OTHERWISE[key]))
+        with contextlib.ExitStack() as stack:
+            for name in run.otherwise:
+                stack.enter_context(mock.patch(*OTHERWISE[name]))
             _, result = planning.make_plan(settings, train_fsdp.RECIPE)
     return result
 
@@ -460,7 +460,7 @@ def main() -> None:
             continue
         try:
             rows[run.name] = row_of(run, plan(run))
-        except base.UserError as error:
+        except UserError as error:
             print(f"{run.name}: {error}", file=sys.stderr, flush=True)
             continue
         print(f"{run.name:60}{rows[run.name]['planned']:10,.0f}{100 * rows[run.name]['error']:+7.1f} %", flush=True)

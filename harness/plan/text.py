@@ -226,8 +226,8 @@ def assumptions(settings: flags.Settings, config, rates: Rates) -> dict[str, str
             where = f", in {rates.file}" if source != "assumed" else ": shares of datasheets, docs/PLAN.md"
             lines[source] = f"{', '.join(of_source)}{where}"
     return lines | {
-        "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {base.CONTEXT_GIB} GiB for CUDA and "
-        f"{base.NCCL_GIB} GiB a communicator",
+        "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {base.CONTEXT_GIB} GiB for CUDA "
+        f"and {base.NCCL_GIB} GiB a communicator",
         "attention": attention,
         "layers": f"{layers}; shallow models, extrapolated to {config.get_text_config().num_hidden_layers} layers",
         "time": f"one operator after the other; {order}; data always there",

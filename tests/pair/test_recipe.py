@@ -10,7 +10,6 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from conftest import one_source, parse, write_model
-from harness.base.torch_internals import DefaultReduceScatter
 from multirank import resolved
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter

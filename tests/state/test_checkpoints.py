@@ -40,7 +40,7 @@ from transformers import AutoTokenizer
 import train_fsdp
 from harness.base import saved
 from harness.base.errors import UserError
-from harness.data import sample_order
+from harness.data import mixture
 from harness.job import endings, folders
 from harness.job.signals import StopRequest
 from harness.state import store
@@ -191,9 +191,9 @@ def test_saving_changes_no_number(run, finished, tmp_path):
 
 def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
     seen = []
-    window_of = sample_order.WindowOrder.window_of
+    window_of = mixture.WindowOrder.window_of
     monkeypatch.setattr(
-        sample_order.WindowOrder, "window_of", lambda self, sample: seen.append(sample) or window_of(self, sample)
+        mixture.WindowOrder, "window_of", lambda self, sample: seen.append(sample) or window_of(self, sample)
     )
     run("r", stop_after=2)
     run("r", "--resume", "auto")
