@@ -312,7 +312,9 @@ def commands_of(path: pathlib.Path) -> list[Command]:
 
 
 LAUNCH = sorted(path for path in (ROOT / "launch").iterdir() if path.is_file())
-COMMANDS = [command for path in [*DOCUMENTS, *LAUNCH] if path.name != "CONTRIBUTING.md" for command in commands_of(path)]
+COMMANDS = [
+    command for path in [*DOCUMENTS, *LAUNCH] if path.name != "CONTRIBUTING.md" for command in commands_of(path)
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.file}: {command.launcher} {command.flags}")
