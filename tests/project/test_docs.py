@@ -302,7 +302,7 @@ def commands_of(path: pathlib.Path) -> list[Command]:
         code = INLINE.findall(re.sub(r"^\| it says \|.*\n(?:\|.*\n)+", "", unfenced(path), flags=re.MULTILINE))
         with_values = [words for words in code if re.match("--.* ", words) and set(FLAG.findall(words)) <= FLAGS]
         for words in with_values:  # a plan takes a flag without those that give it an effect
-            code.append(f"train_fsdp.py {words}" + ("" if "--num-steps 0" in words else " --plan"))
+            code.append(f"train_fsdp.py {words}" + ("" if "--resume" in words else " --plan"))
         text = "\n".join([*(block[2] for block in FENCED.finditer(text)), *code])
     elif path.suffix == ".yaml":
         text += "\n".join(" ".join(words) for part in yaml.safe_load_all(text) for words in containers(part))
