@@ -186,7 +186,9 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
 
 def walk(top: str) -> list[str]:
     """What lies in a folder and in those below it but hidden ones, each real folder once; links come last."""
-    paths, folders, links, entered = [], [top], [], set()
+    paths, folders = [], [top]
+    links: list[str] = []
+    entered: set[str] = set()
     while folders or links:
         folder = folders.pop() if folders else links.pop()
         if os.path.realpath(folder) in entered:
@@ -218,7 +220,7 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
             place = snapshot_download(dataset, repo_type="dataset", local_files_only=True)
         found = datasets.load_dataset_builder(place, subset).config.data_files or {}
     except Exception as error:
-        cause = error
+        cause: BaseException = error
         for _ in range(2):  # `datasets` wraps what happened up to twice
             cause = cause.__cause__ or cause
         problem = f"not a local file or folder, and not to be had from the hub ({base.first_line(cause)})"

@@ -240,8 +240,6 @@ class PackedDataset(Dataset):
     documents are not to see each other.
     """
 
-    padding_share = 0.0  # of the inputs of all windows
-
     def __init__(
         self, tokens: Tokens | np.ndarray, seq_len: int, document_mask: bool = False, end_of_text: int | None = None
     ):
@@ -300,6 +298,11 @@ class PackedDataset(Dataset):
     def total_tokens(self) -> int:
         """Inputs of all windows that are not padding."""
         return len(self) * self.seq_len
+
+    @property
+    def padding_share(self) -> float:
+        """Padding as a part of the inputs of all windows."""
+        return 0.0
 
     def documents(self, index: int) -> list[tuple[int, str, int]]:
         """(where it begins in the window, its place in words, offset in it of the token there) of each document that
@@ -396,7 +399,6 @@ class BestFitDataset(PackedDataset):
 
     @property
     def padding_share(self) -> float:
-        """Padding as a part of the inputs of all windows."""
         return 1 - self.total_tokens() / max(1, len(self) * self.seq_len)
 
     def documents(self, index: int) -> list[tuple[int, str, int]]:

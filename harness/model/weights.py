@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+from typing import Any
 
 import torch
 import transformers
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, conversion_mapping, core_model_lo
 
 from harness import base, job
 from harness.model.attention import ONE_KERNEL
+from harness.model.configs import text_config
 
 
 def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -38,7 +40,7 @@ def count_parameters(config) -> int:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of decoder layers: the outermost ModuleList with as many modules as the config has layers."""
-    count = model.config.get_text_config().num_hidden_layers
+    count = text_config(model).num_hidden_layers
     lists = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -126,9 +128,10 @@ class PretrainedWeights:
         transformers.utils.logging.disable_progress_bar()  # of each layer, but it ends those of downloads too
         if downloads_are_shown:
             enable_progress_bars()
-        self.model, self.source, self.dtype = model, source, dtype
+        self.model: Any = model
+        self.source, self.dtype = source, dtype
         # private: how names and layouts of a checkpoint become the model's; `from_pretrained` reads whole models only
-        self.rules = conversion_mapping.get_model_conversion_mapping(model)
+        self.rules: Any = conversion_mapping.get_model_conversion_mapping(self.model)
         self.names = model.state_dict()
         path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
@@ -158,9 +161,10 @@ class PretrainedWeights:
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
-        options = {"dtype": self.dtype, "weight_mapping": self.rules, "device_map": {"": device}}
         # private: as above
-        config = modeling_utils.LoadStateDictConfig(**options)
+        config = modeling_utils.LoadStateDictConfig(
+            dtype=self.dtype, weight_mapping=self.rules, device_map={"": device}
+        )
         core_model_loading.convert_and_load_state_dict_in_model(self.model, self.slices.get(layer, {}), config)
         self.model.tie_weights()
         for path, module in self.model.named_modules():

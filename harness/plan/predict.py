@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from torch._subclasses import fake_tensor
+from torch._subclasses import fake_tensor  # private: the cache of what operators give has no public switch
 
 from harness import base, flags
 from harness import model as models

@@ -226,8 +226,8 @@ def assumptions(settings: flags.Settings, config, rates: Rates) -> dict[str, str
             where = f", in {rates.file}" if source != "assumed" else ": shares of datasheets, docs/PLAN.md"
             lines[source] = f"{', '.join(of_source)}{where}"
     return lines | {
-        "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, {base.CONTEXT_GIB} GiB for CUDA and "
-        f"{base.NCCL_GIB} GiB a communicator",
+        "memory": f"rank 0, the fullest; {100 * FRAGMENTATION:.0f} % fragmentation, "
+        f"{base.CONTEXT_GIB} GiB for CUDA and {base.NCCL_GIB} GiB a communicator",
         "attention": attention,
         "layers": f"{layers}; shallow models, extrapolated to {config.get_text_config().num_hidden_layers} layers",
         "time": f"one operator after the other; {order}; data always there",
@@ -250,8 +250,8 @@ def fill(title: str, text: str) -> str:
     """A title and its text, wrapped to the terminal, to 80 columns where there is none; no number leaves its %."""
     width = min(job.width() or 80, 120)
     line = job.columns({title: text.replace(" %", "\N{NO-BREAK SPACE}%")})
-    options = {"subsequent_indent": " " * 11, "break_on_hyphens": False, "break_long_words": False}
-    return textwrap.fill(line, width, **options).replace("\N{NO-BREAK SPACE}", " ")
+    filled = textwrap.fill(line, width, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False)
+    return filled.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def figures(row: dict, share: tuple | None = None) -> str:
