@@ -6,8 +6,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils, modeling_flash_attention_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils
 from transformers.integrations import sdpa_attention
 
 from harness import base, flags
@@ -121,7 +122,8 @@ def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> 
     forward, or in every layer with flash_attention_2. A UserError where a family cannot keep documents apart."""
     # private: a function of a mask could be registered in public, but these are called before it
     masking_utils.find_packed_sequence_indices = documents if document_mask else one_document
-    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False  # private: as above
+    # private: as above
+    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
     kinds = set(getattr(text_config(model), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):

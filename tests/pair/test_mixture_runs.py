@@ -166,7 +166,6 @@ def test_sources_are_added_removed_and_reweighted_at_a_resume_and_the_others_go_
     assert (lines[4]["share/a"], lines[4]["share/b"]) == (0.5, 0.5)
     assert (lines[8]["share/a"], lines[8]["share/c"]) == (0.25, 0.75)
     assert lines[8]["epochs/a"] == pytest.approx(12 / 62) and lines[8]["epochs/c"] == pytest.approx(12 / 62)
-    assert "Mixture" in (tmp_path / "r" / "report.html").read_text()
     assert len({tuple(window) for window in windows_of("a", first, then)}) == 12  # none of it twice
 
     (tmp_path / "alone").mkdir()
@@ -277,7 +276,7 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
     steps = run(*mixed, stop_after=3)
     steps |= run(*mixed, "--batch-size", 2)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    places = {"--resume": saved.newest(tmp_path / "r"), "--config": tmp_path / "r" / "config.json"}
+    places = {"--resume": saved.newest_checkpoint(tmp_path / "r"), "--config": tmp_path / "r" / "config.json"}
     ways = [[flag, str(path)] for flag, path in places.items()]
     ways.append([*flags, *mixed, "--output-dir", str(tmp_path), "--resume", "none"])
     for way in ways:
