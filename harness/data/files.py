@@ -91,7 +91,7 @@ class Listing:
         return f"{files:,} of {files + len(self.left_out):,} (left out: {base.shortened(self.left_out)})"
 
 
-def find(place: str, subset: str | None = None) -> Listing:
+def find_files(place: str, subset: str | None = None) -> Listing:
     """The data files of a file, folder, pattern, URL or data set of the hub; a UserError where there are none."""
     path = os.path.expanduser(place)
     if base.is_url(path):

@@ -130,8 +130,10 @@ class Tokens:
             ends = file.find_ends()
         else:
             chunks = [np.empty(0, np.int64)]
-            for start in range(0, len(file.tokens), CHUNK):
-                chunks.append(np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1)
+            chunks += [
+                np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1
+                for start in range(0, len(file.tokens), CHUNK)
+            ]
             ends = np.concatenate(chunks)
             if len(file.tokens) and (not len(ends) or ends[-1] != len(file.tokens)):
                 ends = np.append(ends, len(file.tokens))

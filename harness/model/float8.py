@@ -105,7 +105,7 @@ def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Mo
 def float8_weights(model: nn.Module) -> list[Any]:
     """This rank's parts of the weights that are cast before their all-gather, each with its `_precomputed_scale`."""
     parameters: Any = model.parameters()  # DTensors, whatever torch's types say
-    # private: `to_local` makes another object, which takes no scale to the next all-gather
+    # private: public `to_local` makes another object, which takes no scale to the next all-gather
     shards = [parameter._local_tensor for parameter in parameters]
     return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]  # private: as in the cast
 
