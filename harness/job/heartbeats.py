@@ -166,7 +166,7 @@ class Heartbeats(threading.Thread):
         return ranks
 
     def run(self) -> None:
-        moves, waited, without, before, now = 0, 0.0, 0.0, None, time.monotonic()
+        moves, waited, gone_for, before, now = 0, 0.0, 0.0, None, time.monotonic()
         while True:
             time.sleep(self.interval)
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
@@ -180,8 +180,8 @@ class Heartbeats(threading.Thread):
             try:
                 self.beat()
                 gone = self.gone()
-                without = without + slept if gone else 0.0
-                if without > GONE_PATIENCE:
+                gone_for = gone_for + slept if gone else 0.0
+                if gone_for > GONE_PATIENCE:
                     self.end(self.describe_gone(gone[0], self.read()))
                 if waited < self.seconds:
                     continue
@@ -261,7 +261,9 @@ class Heartbeats(threading.Thread):
         except RuntimeError as no_answer:
             return f"{rank_name(self.rank)} lost the others, and {no_answer}"
         if not ranks:
-            ranks = [r for r in range(self.world) if now[r] is None or (before[r] or {}).get("beat") == now[r]["beat"]]
+            for rank, (earlier, later) in enumerate(zip(before, now, strict=True)):
+                if later is None or (earlier and earlier["beat"] == later["beat"]):
+                    ranks.append(rank)
         return self.describe_gone(ranks[0], now) if ranks else ""
 
     def speaks_first(self) -> bool:
