@@ -1,7 +1,6 @@
 """A run that is killed at any moment loses at most the steps since its last checkpoint, and goes on as the same run."""
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -19,6 +18,7 @@ import psutil
 import pytest
 import safetensors
 import torch
+from checkpoints import forge, reseal
 from conftest import (
     PROGRAM,
     ROOT,
@@ -29,7 +29,6 @@ from conftest import (
     start,
     torchrun_command,
     train,
-    without_repeated_flags,
     words,
     write_model,
 )
@@ -40,7 +39,7 @@ from transformers import AutoTokenizer
 import train_fsdp
 from harness.base import saved
 from harness.base.errors import UserError
-from harness.data import sample_order
+from harness.data import mixture
 from harness.job import endings, folders
 from harness.job.signals import StopRequest
 from harness.state import store
@@ -101,12 +100,6 @@ def finished(device, flags, tmp_path_factory):
 def copied(finished, tmp_path):
     """The finished run, as its only one."""
     return shutil.copytree(finished, tmp_path / "r")
-
-
-def reseal(checkpoint, **changes) -> None:
-    manifest = json.loads((checkpoint / "manifest.json").read_text()) | changes
-    del manifest["sha256"]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
 
 
 def steps_of(folder) -> list[list]:
@@ -191,9 +184,9 @@ def test_saving_changes_no_number(run, finished, tmp_path):
 
 def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
     seen = []
-    window_of = sample_order.WindowOrder.window_of
+    window_of = mixture.WindowOrder.window_of
     monkeypatch.setattr(
-        sample_order.WindowOrder, "window_of", lambda self, sample: seen.append(sample) or window_of(self, sample)
+        mixture.WindowOrder, "window_of", lambda self, sample: seen.append(sample) or window_of(self, sample)
     )
     run("r", stop_after=2)
     run("r", "--resume", "auto")
@@ -357,7 +350,7 @@ def test_a_second_start_beside_a_running_one_is_refused(flags, tmp_path):
     second = start([sys.executable, PROGRAM, *flags, *same, "--resume", "auto"])
     first.kill()
     first.communicate()
-    (line,) = without_repeated_flags(second.stderr).splitlines()
+    (line,) = second.stderr.splitlines()
     assert line.startswith(f"train_fsdp.py: error: --run-name r: another run is in {tmp_path / 'r'}")
 
 
@@ -722,15 +715,6 @@ class Attack:
         return os.system, (self.command,)
 
 
-def forge(checkpoint) -> None:
-    """Makes the manifest fit the files, as somebody with ill intent would."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    del manifest["sha256"]
-    files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
-    manifest["files"] = {f.name: [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
-
-
 @pytest.mark.parametrize("place", ["index", "bytes entry", "tensor"])
 def test_a_checkpoint_runs_no_code(refused, copied, tmp_path, place):
     checkpoint, mark, name = copied / "checkpoints" / "step-00000004", tmp_path / "mark", "model.model.norm.weight"
@@ -890,7 +874,7 @@ def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
     wait_until(lambda: steps_done(tmp_path / "r") >= 3, process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=600)
-    assert (process.returncode, without_repeated_flags(errors)) == (143, "")
+    assert (process.returncode, errors) == (143, "")
     assert f"stopped    by {number.name} after step" in output
     assert names(tmp_path / "r") == checkpoint_names(steps_done(tmp_path / "r"))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from torch import nn
 
 from harness.base import saved
-from harness.flags.parser import record_flags
+from harness.flags import record_flags
 from harness.state import train_state
 from harness.state.train_state import Counters, TrainState
 from utils import PerformanceTracker
