@@ -14,11 +14,15 @@ doors of harness/, of which each `__init__.py` lists what there is:
     flags    every flag, and the rules between them
 """
 
-from harness import base, job
+from harness import base
 
 if __name__ == "__main__":
     base.never_fail()  # a closed stdout ends no run
-    base.refuse_old_python()
+base.refuse_old_python()  # which could not read the next import
+
+from harness import job
+
+if __name__ == "__main__":
     SETTINGS = job.begin()  # before the heavy imports, which take seconds, warn, and can be interrupted too
 
 import dataclasses
@@ -332,7 +336,7 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     )
 
 
-def prepare_without_training(settings: flags.Settings, device: torch.device) -> Run:
+def load(settings: flags.Settings, device: torch.device) -> Run:
     """--num-steps 0: a checkpoint or pretrained weights, and the data that an evaluation of them reads."""
     if settings.export:
         base.on_main_rank(lambda: state.check_export(settings))
@@ -412,30 +416,21 @@ def evaluate_and_log(run: Run, log: report.Log, due: job.Due, metrics: dict, pro
     return problem
 
 
-def finish(run: Run, log: report.Log, checkpoints: state.Checkpoints, planned) -> int:
-    """The end of a run that has no step left, whether it took the last one now or before: figures, stories, an export,
-    gates, what to do next. Returns the exit code."""
-    predicted = plan.predicted_figures(planned) if planned and log.took_steps() else {}
-    metrics = log.finish(run.stories(), predicted)
-    if run.settings.export:
-        state.export(run.settings, run.state, run.tokenizer)
-    prompt = run.prompts[0] if run.prompts else run.data.beginning
-    job.say(report.next_commands(run.settings, run.folder, prompt, log.page))
-    checkpoints.check_saved()
-    log.check_written()
-    base.on_main_rank(lambda: report.check_gates(run.settings, metrics))
-    return 0
-
-
-def finish_without_training(run: Run, stdout) -> int:
-    """The end of a run of no step: its evaluation, stories and an export. Returns the exit code."""
-    if run.settings.eval_interval:
-        losses, tokens = evaluate_with_average(run)
-        report.say_evaluation(run, losses, tokens, stdout)
-    for story in run.stories():
-        job.say_story("\n" + report.describe_stories([story]))
-    if run.settings.export:
-        state.export(run.settings, run.state, run.tokenizer)
+def finish(run: Run, log, checkpoints: state.Checkpoints | None = None, planned=None) -> int:
+    """The end of a run that has no step left, whether it took the last one now, before, or has none at all: figures,
+    stories, an export, gates, what to do next. Returns the exit code."""
+    settings = run.settings
+    if not run.folder and settings.eval_interval:  # in training the last step was evaluated
+        log.say_evaluation(run, *evaluate_with_average(run))
+    metrics = log.finish(run.stories(), plan.predicted_figures(planned))
+    if settings.export:
+        state.export(settings, run.state, run.tokenizer)
+    if run.folder:
+        prompt = run.prompts[0] if run.prompts else run.data.beginning
+        job.say(report.next_commands(settings, run.folder, prompt, log.page))
+        checkpoints.check_saved()
+        log.check_written()
+        base.on_main_rank(lambda: report.check_gates(settings, metrics))
     return 0
 
 
@@ -447,10 +442,11 @@ def run(settings: flags.Settings, device: torch.device, stop) -> int:
     if settings.show_samples is not None:
         return show_samples(settings)
     if settings.num_steps == 0:
-        with report.only_json_on_stdout(settings) as stdout:
-            return finish_without_training(prepare_without_training(settings, device), stdout)
+        with report.Answer(settings) as answer:
+            return finish(load(settings, device), answer)
     ready = prepare(settings, device)
-    with report.Log(ready) as log, plan.planning_in_background(ready.settings, device) as planned:
+    steps_left = ready.settings.num_steps - ready.state.step
+    with report.Log(ready) as log, plan.planning_in_background(ready.settings, device, steps_left) as planned:
         checkpoints = state.Checkpoints(ready.settings, ready.folder, ready.identity, device, log.sync)
         if train(ready, log, checkpoints, stop):
             return report.leave_early(ready, log, checkpoints, stop)

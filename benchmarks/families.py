@@ -36,9 +36,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import utils
+from harness import model as models
 from harness.base import first_line
-from harness.model.configs import load_config
-from harness.model.flops import MENDED
 
 SEQUENCE, STEPS, BATCH, TOLERANCE = 64, 4, 4, 1e-5
 RESULTS, TABLE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "MODELS.md"
@@ -122,7 +121,7 @@ def flops_on_real_tensors(config) -> float:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # it does not see into a grouped matmul
     tokens = torch.randint(1, 500, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    with FlopCounterMode(display=False, custom_mapping=MENDED) as counter, sdpa_kernel(SDPBackend.MATH):
+    with FlopCounterMode(display=False, custom_mapping=models.MENDED) as counter, sdpa_kernel(SDPBackend.MATH):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     return counter.get_total_flops() / SEQUENCE
 
@@ -164,7 +163,7 @@ def train(folder: pathlib.Path, device) -> dict:
     flags = f"--dataset synthetic --precision fp32 --no-compile --sequence-length {SEQUENCE} --num-steps {STEPS}"
     flags += f" --batch-size {BATCH // world} --lr 1e-4 --lr-scheduler constant"
     settings = parse_args(["--model", str(folder), *flags.split()])
-    config = load_config(settings.model)
+    config = models.load_config(settings.model)
     settings = plan.resolve(settings, config)
     mesh = train_fsdp.build_mesh(settings, device)
     model = train_fsdp.build_model(settings, config, mesh)

@@ -34,13 +34,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
-from harness.base.gpu_table import find_gpu
-
 import train_fsdp
+from harness import model as models
 from harness import plan as planning
-from harness.base.errors import UserError
-from harness.flags.parser import parse_args
-from harness.model.loss import full_loss
+from harness.base import UserError, find_gpu
+from harness.flags import parse_args
 
 ALL_RUNS = "MODEL_MATMUL_EFFICIENCY"  # one number for the eleven runs that have a constant here
 ON_SEVERAL = "MODEL_MATMUL_EFFICIENCY, CONTENTION"  # of those, the runs on several GPUs
@@ -122,22 +120,23 @@ def reduces_in_fp32() -> MixedPrecisionPolicy:
 
 
 def loss_in_bf16(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Tensor:
-    """In the place of `train_fsdp.full_loss`: no copy of the logits in fp32."""
+    """In the place of the model wing's `full_loss`: no copy of the logits in fp32."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def compiled_loss(*logits_and_labels, **options) -> torch.Tensor:
-    """In the place of `train_fsdp.full_loss`: compiled, it reads the logits in bf16 and holds no copy in fp32."""
-    return torch.compile(full_loss)(*logits_and_labels, **options)
+    """In the place of the model wing's `full_loss`: compiled, it reads the logits in bf16 and holds no copy in fp32."""
+    return torch.compile(FULL_LOSS)(*logits_and_labels, **options)
 
 
 EVERY_SECOND, COMPILED_LOSS = "recomputes every second matmul", "compiles the loss"
 LOSS_IN_BF16, REDUCES_IN_FP32 = "loss in bf16", "accumulates and reduces gradients in fp32"
-OTHERWISE = {
-    EVERY_SECOND: {"selective_contexts": every_second_matmul},
-    COMPILED_LOSS: {"full_loss": compiled_loss},
-    LOSS_IN_BF16: {"full_loss": loss_in_bf16},
-    REDUCES_IN_FP32: {"MixedPrecisionPolicy": reduces_in_fp32},
+FULL_LOSS = models.full_loss
+OTHERWISE = {  # what is replaced, and by what
+    EVERY_SECOND: ("train_fsdp.selective_contexts", every_second_matmul),
+    COMPILED_LOSS: ("harness.model.loss.full_loss", compiled_loss),
+    LOSS_IN_BF16: ("harness.model.loss.full_loss", loss_in_bf16),
+    REDUCES_IN_FP32: ("train_fsdp.MixedPrecisionPolicy", reduces_in_fp32),
 }
 
 # The report's memory is torch.cuda.max_memory_allocated by 2**30. Its batches are those of mfu_bench.sh, which made it.
@@ -357,8 +356,9 @@ def plan(run: Run) -> dict:
             pathlib.Path(folder, "config.json").write_text(json.dumps(run.config))
         flags = ["--plan", "--json", "--plan-seconds", "0", "--plan-rates", given]
         settings = parse_args([*flags, *run.flags.replace("CONFIG", folder).split()])
-        otherwise = {name: value for key in run.otherwise for name, value in OTHERWISE[key].items()}
-        with mock.patch.multiple(train_fsdp, **otherwise) if otherwise else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for name in run.otherwise:
+                stack.enter_context(mock.patch(*OTHERWISE[name]))
             _, result = planning.make_plan(settings, train_fsdp.RECIPE)
     return result
 

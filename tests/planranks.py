@@ -69,10 +69,6 @@ def measure(argv, device) -> dict:
     def rounded(storages) -> int:
         return sum(-(-storage.nbytes() // 512) * 512 for storage in storages)
 
-    def sent_to_others(given: torch.Tensor, to_each: list[int]) -> int:
-        """By rank 0, which is the first of its groups."""
-        return sum(to_each[1:]) * given.itemsize
-
     def of(tensors) -> int:
         local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)
         return rounded({id(t.untyped_storage()): t.untyped_storage() for t in local}.values())
@@ -103,8 +99,6 @@ def measure(argv, device) -> dict:
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
                 if "c10d" in op.namespace and kind.replace("_", "") in op.name().replace("_", ""):
                     size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-                    if kind == "all_to_all":
-                        size = sent_to_others(args[1], args[4])
                     calls, total = self.sent.get(kind, (0, 0))
                     self.sent[kind] = calls + 1, total + size
             return result

@@ -175,7 +175,7 @@ class Reading:
         return chat
 
     def tokens(self, corpus: Corpus, split: str) -> Tokens:
-        """The tokens of a split, mapped; text is tokenized where it was not yet. A slice is cut at ends of documents."""
+        """The tokens of a split, mapped; text is tokenized where it was not. A slice is cut at ends of documents."""
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):

@@ -31,7 +31,7 @@ FILES = {
     "precision": ("choose_precision",),
     "float8": ("check_float8", "compute_float8_scales", "fp8_converter"),
     "routing": ("describe_routing",),
-    "flops": ("computes_every_score", "count_flops", "eager_on_meta", "known_flops"),
+    "flops": ("MENDED", "computes_every_score", "count_flops", "eager_on_meta", "known_flops"),
     # how it is sharded, and how it learns
     "collectives": ("finish_sharding", "fsdp_group", "sharded_modules", "use_symmetric_memory"),
     "verify": ("verify_sharding",),

@@ -5,8 +5,9 @@ from importlib.util import find_spec
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils, modeling_flash_attention_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils
 from transformers.integrations import sdpa_attention
 
 from harness import base, flags
@@ -110,7 +111,9 @@ def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> 
     forward, or in every layer with flash_attention_2. A UserError where a family cannot keep documents apart."""
     # private: a function of a mask could be registered in public, but these are called before it
     masking_utils.find_packed_sequence_indices = lambda ids: (ids == 0).cumsum(-1) if document_mask else None
-    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False  # private: as above
+    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: (
+        False
+    )  # private: as above
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):

@@ -80,7 +80,7 @@ def watch_routers(model: nn.Module, init: str) -> None:
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
-def find_routers(model: transformers.PreTrainedModel) -> list[tuple[nn.Module, int]]:
+def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """(module, index of the logits in its output) of each router of a mixture of experts, in the order of the layers;
     none where a model has none, or of several kinds. In public transformers only returns their logits, by hooks that
     the compiler cannot trace."""

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, conversion_mapping, core_model_loading, modeling_utils
+from transformers import AutoModelForCausalLM
 
 from harness import base, job
 from harness.model.attention import ONE_KERNEL
@@ -128,7 +128,7 @@ class PretrainedWeights:
             enable_progress_bars()
         self.model, self.source, self.dtype = model, source, dtype
         # private: how names and layouts of a checkpoint become the model's; `from_pretrained` reads whole models only
-        self.rules = conversion_mapping.get_model_conversion_mapping(model)
+        self.rules = transformers.conversion_mapping.get_model_conversion_mapping(model)
         self.names = model.state_dict()
         path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
@@ -151,17 +151,19 @@ class PretrainedWeights:
     def name_in_model(self, key: str) -> str:
         """The model's name of a tensor of the checkpoint."""
         # private: as above
-        renamings = [rule for rule in self.rules if isinstance(rule, core_model_loading.WeightRenaming)]
-        converters = [rule for rule in self.rules if isinstance(rule, core_model_loading.WeightConverter)]
+        renamings = [rule for rule in self.rules if isinstance(rule, transformers.core_model_loading.WeightRenaming)]
+        converters = [rule for rule in self.rules if isinstance(rule, transformers.core_model_loading.WeightConverter)]
         prefix = self.model.base_model_prefix
-        return core_model_loading.rename_source_key(key, renamings, converters, prefix, self.names)[0]
+        return transformers.core_model_loading.rename_source_key(key, renamings, converters, prefix, self.names)[0]
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
         options = {"dtype": self.dtype, "weight_mapping": self.rules, "device_map": {"": device}}
         # private: as above
-        config = modeling_utils.LoadStateDictConfig(**options)
-        core_model_loading.convert_and_load_state_dict_in_model(self.model, self.slices.get(layer, {}), config)
+        config = transformers.modeling_utils.LoadStateDictConfig(**options)
+        transformers.core_model_loading.convert_and_load_state_dict_in_model(
+            self.model, self.slices.get(layer, {}), config
+        )
         self.model.tie_weights()
         for path, module in self.model.named_modules():
             if module not in modules:
@@ -172,6 +174,8 @@ class PretrainedWeights:
                     raise base.UserError(f"--init pretrained: {self.source} has no {missing}")
 
 
-def as_in_checkpoint(model: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_in_checkpoint(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Some tensors of a model by the names and in the layouts of its checkpoints."""
-    return core_model_loading.revert_weight_conversion(model, tensors)  # private: `save_pretrained` takes whole models
+    return transformers.core_model_loading.revert_weight_conversion(
+        model, tensors
+    )  # private: `save_pretrained` takes whole models

@@ -90,9 +90,13 @@ def choose_batch_size(settings: flag_rules.Settings) -> int:
 
 
 @contextlib.contextmanager
-def planning_in_background(settings: flag_rules.Settings, device: torch.device) -> Iterator[subprocess.Popen | None]:
-    """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run."""
-    if dist.get_rank() or not settings.own_plan or not (settings.plan_gpu or device.type == "cuda"):
+def planning_in_background(
+    settings: flag_rules.Settings, device: torch.device, steps_left: int
+) -> Iterator[subprocess.Popen | None]:
+    """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run. None where no
+    step is left."""
+    has_gpu = settings.plan_gpu or device.type == "cuda"
+    if dist.get_rank() or not settings.own_plan or not has_gpu or steps_left <= 0:
         yield None
         return
     process = start_plan(settings)
@@ -102,8 +106,10 @@ def planning_in_background(settings: flag_rules.Settings, device: torch.device) 
         process.kill()
 
 
-def predicted_figures(process: subprocess.Popen) -> dict[str, float]:
+def predicted_figures(process: subprocess.Popen | None) -> dict[str, float]:
     """The figures that a run's own plan adds to the last line of its metrics; none where there is no plan."""
+    if process is None:
+        return {}
     if process.poll() is None:
         job.say(f"planned    waiting for this run's plan, {PATIENCE} s at most; --no-own-plan leaves it out")
     predicted, problem = read_plan(process, PATIENCE)

@@ -180,9 +180,6 @@ class StepRecorder(TorchDispatchMode):
         kind, group = names.get(match[0], match[0]), group_of(args)
         ranks, nodes, of_node = self._sizes_of(group)
         sent = max(map(nbytes, inputs)) * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-        if kind == "all_to_all":
-            given, to_each = args[1], args[4]  # how many numbers it sends to each rank
-            sent = nbytes(given) - to_each[dist.get_rank(group)] * given.itemsize
         key = (self.phase, kind, ranks, nodes, of_node)
         self.counts["calls", *key] += self.weight
         self.counts["sent_bytes", *key] += sent * self.weight

@@ -2,9 +2,8 @@
 
 Before anything is loaded: `check_measurable`, `open_trackers`, `record_memory`; then `describe_setup`, the header.
 The log (`Log`) of its steps, lines and end; `StepResult` is what a step gives it.
-What ends a run is found by `first_not_finite`, `broken_update` and `find_divergence`, and said by `give_up`; gates by
-`check_gates`. The last lines: `next_commands`; without training `only_json_on_stdout`, `say_evaluation`,
-`describe_stories`. `FIGURES`, the table of all figures, and `memory_figures` are for tools and benchmarks.
+What ends a run is found by `first_not_finite` and `check_pass`, and said by `give_up`; gates by `check_gates`. The last lines: `next_commands`, `leave_early`; without training an `Answer`. `FIGURES`, the table of all figures, and
+`memory_figures` are for tools and benchmarks.
 """
 
 from harness.base import doors
@@ -12,6 +11,7 @@ from harness.base import doors
 __getattr__, __all__ = doors.open_door(
     __name__,
     {
+        "Answer": "summary",
         "FIGURES": "figures",
         "Log": "log",
         "StepResult": "health",
@@ -21,15 +21,12 @@ __getattr__, __all__ = doors.open_door(
         "check_measurable": "figures",
         "describe_setup": "header",
         "describe_start": "header",
-        "describe_stories": "summary",
         "first_not_finite": "health",
         "give_up": "health",
         "leave_early": "summary",
         "memory_figures": "figures",
         "next_commands": "summary",
-        "only_json_on_stdout": "summary",
         "open_trackers": "log",
         "record_memory": "profiling",
-        "say_evaluation": "summary",
     },
 )

@@ -6,8 +6,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import torch.distributed as dist
 from tqdm import tqdm
@@ -57,37 +56,50 @@ def describe_stories(stories: list[dict[str, str]]) -> str:
     return "\n\n".join(story["text"] for story in stories)
 
 
-@contextlib.contextmanager
-def only_json_on_stdout(settings: flags.Settings) -> Iterator[TextIO]:
-    """With --json every other line goes to stderr; yields the real stdout."""
-    stdout = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr) if settings.json else contextlib.nullcontext():
-        yield stdout
+class Answer(contextlib.AbstractContextManager):
+    """What a run of no step prints, in the place of a log. With --json one object on stdout, and all else on stderr."""
 
+    page = None
 
-def say_evaluation(run: Any, losses: dict[str, float], tokens: int, stdout: TextIO) -> None:
-    """The line of an evaluation without training, and with --json its object on stdout. `tokens` is how many the losses
-    are over.
+    def __init__(self, settings: flags.Settings):
+        self.json, self.stdout = settings.json, sys.stdout
 
-    Raises:
-        UserError: a loss is NaN or infinite.
-    """
-    settings = run.settings
-    step = run.manifest["step"] if run.manifest else None
-    problem = first_not_finite({"step": step or 0} | losses, [])
-    if problem:
-        raise base.UserError(f"--eval-interval: the {problem.words} by {run.checkpoint or settings.model}", exit_code=1)
-    weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
-    size = f"{tokens:,} tokens"
-    if settings.chat_loss == "assistant" and any(windows.is_chat for windows in run.data.held_out.values()):
-        size += ", of conversations the assistant's alone"
-    job.say(
-        job.columns({"evaluated": f"{weights} on {settings.describe_dataset()}: {describe_held_out(losses)}, {size}"})
-    )
-    if settings.json and dist.get_rank() == 0:
-        figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}
-        figures |= losses | {"perplexity": perplexity(losses["eval_loss"])}
-        print(as_json(figures), file=stdout, flush=True)
+    def __enter__(self) -> "Answer":
+        if self.json:
+            sys.stdout = sys.stderr
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        sys.stdout = self.stdout
+
+    def say_evaluation(self, run: Any, losses: dict[str, float], tokens: int) -> None:
+        """The line of an evaluation, and with --json the object. `tokens` is how many the losses are over.
+
+        Raises:
+            UserError: a loss is NaN or infinite.
+        """
+        settings = run.settings
+        step = run.manifest["step"] if run.manifest else None
+        problem = first_not_finite({"step": step or 0} | losses, [])
+        if problem:
+            whose = run.checkpoint or settings.model
+            raise base.UserError(f"--eval-interval: the {problem.words} by {whose}", exit_code=1)
+        weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
+        size = f"{tokens:,} tokens"
+        if settings.chat_loss == "assistant" and any(windows.is_chat for windows in run.data.held_out.values()):
+            size += ", of conversations the assistant's alone"
+        said = f"{weights} on {settings.describe_dataset()}: {describe_held_out(losses)}, {size}"
+        job.say(job.columns({"evaluated": said}))
+        if settings.json and dist.get_rank() == 0:
+            figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}
+            figures |= losses | {"perplexity": perplexity(losses["eval_loss"])}
+            print(as_json(figures), file=self.stdout, flush=True)
+
+    def finish(self, stories: list[dict[str, str]], predicted: dict[str, float]) -> dict:
+        """Prints the stories; there are no figures."""
+        for story in stories:
+            job.say_story("\n" + describe_stories([story]))
+        return {}
 
 
 # ---- Skipped steps ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import utils
-from harness.data import corpora
+from harness import base
 from harness.data.token_files import TokenFile
 from harness.data.windows import (
     IGNORE_INDEX,
@@ -197,9 +197,9 @@ def test_one_process_of_a_node_reads_all_tokens_for_the_ends_of_documents(tmp_pa
         answers.append(make())
         return answers[-1]
 
-    monkeypatch.setattr(corpora, "from_main_process", on_main_process)
+    monkeypatch.setattr(base, "from_main_process", on_main_process)
     windows = list(utils.get_dataset(tokenizer, 4, **corpus))
-    monkeypatch.setattr(corpora, "from_main_process", lambda make, is_main: answers.pop(0))
+    monkeypatch.setattr(base, "from_main_process", lambda make, is_main: answers.pop(0))
     with monkeypatch.context() as patched:
         patched.setattr(Tokens, "ends_of_file", None)
         data = utils.get_dataset(tokenizer, 4, **corpus)

@@ -8,6 +8,7 @@ import datasets
 import pytest
 from conftest import parse
 
+from harness import base
 from harness.base.errors import NoSplitError, UserError
 from harness.data import corpora, files
 
@@ -128,7 +129,7 @@ def hub(tmp_path, monkeypatch):
         "validation": [str(tmp_path / "validation.jsonl")],
     }
     builder = types.SimpleNamespace(config=types.SimpleNamespace(data_files=data_files))
-    monkeypatch.setattr(files, "answer_from_cache_without_network", lambda name: None)
+    monkeypatch.setattr(base, "answer_from_cache_without_network", lambda name: None)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda place, subset: builder)
     return texts
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-import train_fsdp
+from harness import model
 from harness.base.errors import UserError
 from harness.data import cache
 from harness.data.files import find
@@ -416,7 +416,7 @@ def test_a_tokenizer_without_an_end_of_text_or_with_too_many_ids_is_refused(load
 
 
 def test_data_that_is_not_there_is_named_before_the_tokenizer_is_looked_for(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_fsdp, "load_tokenizer", lambda *_: pytest.fail("it was looked for"))
+    monkeypatch.setattr(model, "load_files", lambda *_: pytest.fail("it was looked for"))
     with pytest.raises(UserError) as raised:
         train(["--model", "demo", "--dataset", "none.jsonl.gz", "--output-dir", tmp_path], device)
     assert str(raised.value) == "--dataset none.jsonl.gz: no such file or folder"

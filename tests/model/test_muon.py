@@ -8,7 +8,7 @@ import types
 import muonranks
 import pytest
 import torch
-from conftest import forked, losses_of, parse, slow_case, words
+from conftest import forked, losses_of, slow_case, words
 from multirank import resolved
 from muonranks import MODELS, case
 from torch.optim import _muon as torchs
@@ -16,7 +16,6 @@ from transformers import AutoConfig
 
 import train_fsdp
 from harness.base.errors import UserError
-from harness.flags import rules
 from harness.model import newton_schulz, whole_matrices
 from harness.model.matrices import matrix_weights
 from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, parameter_bytes
@@ -393,11 +392,3 @@ def test_the_header_says_how_many_of_each_and_which(built):
     assert "muon on 14 matrices (o_proj, qkv_proj, gate_up_proj, down_proj)" in header
     assert "adamw on 7 other parameters (embed_tokens," in header
     assert find_optimizer("adamw").describe is None
-
-
-@pytest.mark.parametrize("flag", ["--adamw-lr 1e-3", "--muon-scale original", "--momentum-dtype bf16"])
-def test_a_flag_of_muon_has_no_effect_with_adamw_and_is_taken_by_both_muons(flag):
-    (warning,) = rules.without_effect(parse(flag.split()))
-    assert warning == f"{flag.split()[0]}: --optimizer adamw takes no such number or choice"
-    for name in ("muon", "normuon"):
-        assert not [*rules.without_effect(parse([*flag.split(), "--optimizer", name]))]

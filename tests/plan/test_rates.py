@@ -7,9 +7,9 @@ import sys
 import multirank
 import pytest
 from conftest import ROOT, forked, parse, python, start, words
-from harness.base.gpu_table import find_gpu
 
-from harness.base import gpu_names
+from harness.base import find_gpu
+from harness.base import gpus as gpu_names
 from harness.base.errors import UserError
 from harness.plan import measure, predict, rates
 from harness.plan.rates import Rates
