@@ -89,7 +89,7 @@ def unmarked(sources: dict[pathlib.Path, str]) -> list[str]:
 
 def is_marked(source: str, line: int) -> bool:
     """Whether a line, or the one before, says why no public name does."""
-    return re.search(r"# private: \w", "\n".join(source.splitlines()[max(0, line - 2) : line])) is not None
+    return re.search(r"# private: \S", "\n".join(source.splitlines()[max(0, line - 2) : line])) is not None
 
 
 def aliases_of(tree: ast.Module) -> dict[str, str]:

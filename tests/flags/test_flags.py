@@ -7,7 +7,8 @@ import re
 import shlex
 
 import pytest
-from conftest import ROOT, cold_python, parse, python, words, write_checkpoint
+from checkpoints import write_checkpoint
+from conftest import ROOT, cold_python, parse, python, words
 
 from harness import flags
 from harness.base import UserError
@@ -51,7 +52,7 @@ def test_help_comes_at_once_without_torch_and_names_every_flag_with_its_default(
         if described:
             described[list(described)[-1]] += line.strip() + " "
     off_unless_given = words("demo config sample_prompt sample_prompts peak_tflops defer_grad_sync cpu_offload export")
-    off_unless_given += words("fp8_emulate plan measure plan_rates gpu_hour_usd json")
+    off_unless_given += words("fp8_emulate plan plan_details measure plan_rates gpu_hour_usd json")
     for field in FIELDS:
         text = described["--" + field.name.replace("_", "-")].replace("[:5%]", "")
         assert field.name in off_unless_given or re.search(r"\[[^\]]+\]", text), field.name
