@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import data, plan
+from harness import base, data, plan
 from harness import model as models
 from harness.base import from_main_process, of_all_ranks, on_main_rank
 from harness.flags import parse_args
@@ -243,13 +243,11 @@ def worst_of_two() -> None:
 def uneven(*argv: str) -> None:
     """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and works for
     300 ms longer than rank 0 in each of the first 4 steps, of two microbatches each."""
-    from harness.job import preflight
-
     rank = int(os.environ["RANK"])
-    node, own, make_batches = f"node-{'ab'[rank]}", preflight.versions(), train_fsdp.training_batches
+    node, own, make_batches = f"node-{'ab'[rank]}", base.package_versions(), data.training_batches
     socket.gethostname = lambda: node
     heartbeats.RANKS[0] = node, os.getpid()
-    preflight.versions = lambda: own | ({"torch": "0.1"} if rank else {})
+    base.package_versions = lambda: own | ({"torch": "0.1"} if rank else {})
 
     def slowed(*arguments):
         for number, batch in enumerate(make_batches(*arguments)):
@@ -257,7 +255,7 @@ def uneven(*argv: str) -> None:
                 time.sleep(0.15)
             yield batch
 
-    train_fsdp.training_batches = slowed
+    data.training_batches = slowed
     program(*argv)
 
 
@@ -298,7 +296,7 @@ def stalled(how: str, *argv: str) -> None:
             if (phase, heartbeats.HERE.step) == (where, 8):
                 hang()
 
-        heartbeats.enter_phase = train_fsdp.enter_phase = hang_there
+        heartbeats.enter_phase = hang_there
     if how in ("alone", "signalled"):  # rank 1 dies, and rank 0 is where it cannot notice
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
 
@@ -309,16 +307,16 @@ def stalled(how: str, *argv: str) -> None:
 
         ends = forever if os.environ["RANK"] == "0" else die
         if how == "alone":
-            train_fsdp.load_data = ends
+            data.load = ends
         else:
-            entered = train_fsdp.enter_phase
+            entered = heartbeats.enter_phase
 
             def end_there(phase: str, step: int | None = None):
                 entered(phase, step)
                 if (phase, heartbeats.HERE.step) == ("backward", 3):
                     ends()
 
-            train_fsdp.enter_phase = end_there
+            heartbeats.enter_phase = end_there
     if os.environ["RANK"] == "1":
         if how == "never":
             stopped()
@@ -339,7 +337,7 @@ def stalled(how: str, *argv: str) -> None:
             read, calls = packed.__getitem__, itertools.count()
             packed.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "evaluation":
-            train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
+            data.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":
             store.sha256 = forever
     elif how == "print":

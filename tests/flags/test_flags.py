@@ -7,7 +7,8 @@ import re
 import shlex
 
 import pytest
-from conftest import ROOT, cold_python, parse, python, words, write_checkpoint
+from checkpoints import write_checkpoint
+from conftest import ROOT, cold_python, parse, python, words
 
 from harness import flags
 from harness.base import UserError

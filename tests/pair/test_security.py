@@ -21,10 +21,10 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
+from checkpoints import forge
 from conftest import ROOT, parse, train
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_checkpoints import forge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 

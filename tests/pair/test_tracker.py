@@ -87,23 +87,6 @@ def test_mfu_of_no_time_or_no_gpu_is_refused(seconds, gpus):
 TOKENS, FLOPS = 4000, 1e9
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(utils.time, "perf_counter", clock)
-    return clock
-
-
 def test_warmup_says_nothing_then_that_it_is_over_then_gives_figures(clock):
     tracker = utils.PerformanceTracker(warmup_steps=3)
     seen = []

@@ -47,7 +47,7 @@ def leave_out(monkeypatch, steps: set[int]) -> None:
         if len(taken) not in steps:
             optimizer.step()
 
-    monkeypatch.setattr(train_fsdp, "step_or_skip", step_unless_left_out)
+    monkeypatch.setattr(models, "step_or_skip", step_unless_left_out)
 
 
 def logged(folder) -> list[dict]:
