@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 
 import multirank
+import object_stores
 import pytest
 from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
 
@@ -22,9 +23,6 @@ from harness.data.encode import TextFormat
 from harness.data.files import find_files
 from harness.data.stream import BEGINNING, LaneReader, Stream
 from harness.flags.settings import is_local
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import object_stores
 
 
 class Store:
