@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from harness import base, flags, job
 from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
 from harness.data.stream import Position, Stream, StreamReader, report_left_out
-from harness.data.windows import IGNORE_INDEX, Window, create_collate_fn, squared_lengths, tokens_of
+from harness.data.windows import IGNORE_INDEX, PackedDataset, Window, create_collate_fn, squared_lengths, tokens_of
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
@@ -332,9 +332,8 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
             )
         (window,), _ = reader.read(range(sample, sample + 1))
         tokens = tokens_of(window)
-        if name in reader.streams:
-            lines.append(f"sample {sample:,}: {name}, lane {lane:,}")
-            lines.append(f"  {excerpt(tokens, tokenizer)}")
+        if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
+            lines += [f"sample {sample:,}: {name}, lane {lane:,}", f"  {excerpt(tokens, tokenizer)}"]
             continue
         source, index = data.locate(sample)
         lines.append(f"sample {sample:,}: {name}, window {index:,} of {len(source):,}")

@@ -24,9 +24,7 @@ from harness.data.windows import Tokens
 
 VERSION = 3  # of the files; another one makes them anew
 LEFT_OUT = ("empty documents", "bad records", "conversations without a trained token")
-TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30  # between two reports of progress, on a terminal and elsewhere
-ESTIMATE_SECONDS = 1.5  # of tokenizing, after which it is said how long all of it takes
-HOUR = 3600
+FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a log has a line of progress, and between two
 
 # Arrays of encoded documents; how many bytes of the corpus were read, and how many there are.
 Batches = Iterator[tuple[Encoded, int, int]]
@@ -129,32 +127,23 @@ def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, cou
 
 
 def with_progress(batches: Batches, counts: Counter) -> Iterator[Encoded]:
-    """The arrays of `batches`. Prints on rank 0 how far the tokenizing is: on a terminal in one line that goes away at
-    the end, elsewhere in a line each half minute. Where it takes longer than that, a first line says how long."""
-    start = last_report = time.monotonic()
+    """The arrays of `batches`. Rank 0 shows how far the tokenizing is: on a terminal in one line that goes away at the
+    end, elsewhere in a line each half minute, after one that says how long it takes."""
+    speaks = not dist.is_initialized() or dist.get_rank() == 0
     on_terminal = job.is_terminal(sys.stderr)
-    speaks, estimated = not dist.is_initialized() or dist.get_rank() == 0, False
-    for encoded, read, total in batches:
-        yield encoded
-        now = time.monotonic()
-        seconds = max(now - start, 1e-9)
-        speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
-        whole = seconds * max(1, total / max(read, 1))
-        if speaks and not estimated and seconds >= ESTIMATE_SECONDS:
-            estimated = True
-            if whole >= LOG_SECONDS:
-                line = f"data       tokenizing the text, once, takes about {tqdm.format_interval(whole)} at {speed}"
-                if whole > HOUR:
-                    line += "; launch/datatrove.py does it beforehand, on several machines"
-                print(line, flush=True)
-        if speaks and now - last_report >= (TERMINAL_SECONDS if on_terminal else LOG_SECONDS):
-            last_report = now
-            left = tqdm.format_interval(whole - seconds)
-            line = f"tokenizing {seconds / whole:4.0%}  {counts['documents']:,} documents, {speed}, {left} left"
-            if on_terminal:
-                width = shutil.get_terminal_size().columns - 1
-                print(job.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
-            else:
-                print(f"data       {line}", flush=True)
-    if speaks and on_terminal and last_report > start:
-        print(job.CLEAR, end="", file=sys.stderr, flush=True)
+    hidden = not (speaks and on_terminal)
+    bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, leave=False, disable=hidden)
+    start, next_line = time.monotonic(), FIRST_LINE_SECONDS
+    with bar:
+        for encoded, read, total in batches:
+            yield encoded
+            bar.total = total
+            bar.update(read - bar.n)
+            seconds = time.monotonic() - start
+            if speaks and not on_terminal and seconds >= next_line:
+                left = tqdm.format_interval(seconds * max(0, total / max(read, 1) - 1))
+                line = (
+                    f"tokenizing, once: {counts['documents']:,} documents, {counts['tokens'] / seconds:,.0f} tokens/s"
+                )
+                print(f"data       {line}, {left} left", flush=True)
+                next_line = seconds + LOG_SECONDS

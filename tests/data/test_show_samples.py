@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 import utils
 from harness.data.batches import describe_step, mix
-from harness.data.windows import BestFitDataset, PackedDataset, held_out_numbers
 
 SEQ_LEN = 40
 COUNT = 50  # documents
@@ -108,25 +107,6 @@ def test_documents_are_named_with_their_own_text_and_without_padding(tokenizer, 
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
-@pytest.mark.parametrize("kind", ["chat", "text"])
-def test_held_out_documents_keep_their_numbers(tokenizer, tmp_path, kind, packing):
-    source = write_chat(tmp_path) if kind == "chat" else write_text(tmp_path)
-    packed = load(tmp_path, tokenizer, source, packing=packing)
-    kept, held = packed.tokens.divide()
-    if packing == "best-fit":
-        kept, held = BestFitDataset(kept, SEQ_LEN, 0), BestFitDataset(held, SEQ_LEN, 0)
-    else:
-        kept = PackedDataset(kept, SEQ_LEN)
-    numbers = set((held_out_numbers(COUNT) + 1).tolist())
-    if packing == "best-fit":
-        check_documents(shown(kept, tokenizer), numbers=set(range(1, COUNT + 1)) - numbers)
-        check_documents(shown(held, tokenizer), numbers=numbers)
-    else:
-        seen = {int(place.split()[1].strip(",")) for place, _ in shown(kept, tokenizer)}
-        assert seen <= set(range(1, COUNT + 1)) - numbers and len(seen) > COUNT / 2
-
-
-@pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
 @pytest.mark.parametrize("ends_with", [[], [0]])
 def test_documents_of_token_files_are_named_with_their_file(tokenizer, tmp_path, packing, ends_with):
     source = write_megatron(tmp_path, tokenizer, ends_with)
@@ -139,13 +119,3 @@ def test_documents_of_token_files_are_named_with_their_file(tokenizer, tmp_path,
         if packing == "concatenate" and name == "b":
             numbers = range(1, 1 + max(int(place.rpartition("document ")[2].split(",")[0]) for place, _ in of_file))
         check_documents(of_file, prefix, numbers)
-
-
-def test_a_flat_token_file_whose_documents_are_packed_whole_is_named(tokenizer, tmp_path):
-    ids = [token for number in range(1, COUNT + 1) for token in [*tokenizer(text_of(number))["input_ids"], 0]]
-    np.array(ids, "<u2").tofile(tmp_path / "flat.bin")
-    packed = load(tmp_path, tokenizer, tmp_path / "flat.bin", packing="best-fit")
-    for place, text in shown(packed, tokenizer):
-        found = re.fullmatch(re.escape(f"{tmp_path / 'flat.bin'}") + r"(, from token ([\d,]+))?", place)
-        first = int((found[2] or "0").replace(",", ""))
-        assert tokenizer.decode(ids[first : first + 200]).replace(" ", "").startswith(text.replace(" ", ""))

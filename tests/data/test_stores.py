@@ -5,8 +5,6 @@ import gzip
 import json
 import random
 import re
-import shlex
-import subprocess
 import sys
 from collections import Counter
 
@@ -14,14 +12,11 @@ import multirank
 import pytest
 from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
 
-from harness.base import hub
 from harness.base.errors import UserError
-from harness.base.text import is_url
 from harness.data import stores
 from harness.data.encode import TextFormat
 from harness.data.files import find
 from harness.data.stream import BEGINNING, LaneReader, Stream
-from harness.flags.settings import is_local
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import object_stores
@@ -159,14 +154,6 @@ def test_files_of_a_folder_a_pattern_and_a_single_one_are_those_of_a_local_folde
     assert names[0] == names[1]
 
 
-def test_a_url_is_data_in_files_and_no_hub_id(monkeypatch):
-    urls = ["s3://bucket/data", "gs://b/a.jsonl", "hf://datasets/a/b/c.parquet", "https://a.b/c.txt", "memory://x"]
-    assert all(is_url(url) and is_local(url) for url in urls)
-    assert not any(map(is_url, ["a/b", "C:/data", "/data", "roneneldan/TinyStories", "a:0.5"]))
-    monkeypatch.setattr(hub.socket, "getaddrinfo", lambda *_: pytest.fail("the hub was looked for"))
-    hub.answer_from_cache_without_network("s3://bucket/data")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Faults
 
@@ -183,17 +170,6 @@ def test_a_range_that_fails_is_read_again_and_nothing_is_lost_or_doubled(store, 
     url = store.put("bucket/large.txt", large)
     store.plan = [None] * place + list(faults)
     assert read_whole(url) == large and not store.plan
-
-
-def test_a_store_that_stays_away_is_one_line_with_tries_and_cause(store, large):
-    url = store.put("bucket/large.txt", large)
-    store.plan = [None, *["reset"] * 8]
-    with pytest.raises(UserError) as raised:
-        read_whole(url)
-    said = (
-        r"--dataset teststore://bucket/large.txt: cannot be read \(.*reset by peer, 8 tries in \d+ s\); when the store"
-    )
-    assert re.match(said, str(raised.value)) and not store.plan
 
 
 @pytest.mark.parametrize("error", [PermissionError("denied"), ValueError("no such option")])
@@ -229,8 +205,8 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store, la
     ("url", "said"),
     [
         ("teststore://bucket/nothing", "needs .* files"),
-        ("nostore://bucket/a.txt", "no kind of store is called nostore; such as s3"),
-        ("filecache::teststore://bucket/a.txt", "chained and cached URLs are not read"),
+        ("nostore://bucket/a.txt", "nostore"),
+        ("filecache::teststore://bucket/a.txt", "chained URLs are not read"),
         ("s3://me:secret@bucket/a.txt", "a password in a URL would stand in logs"),
     ],
 )
@@ -241,26 +217,10 @@ def test_a_wrong_url_is_one_line_at_once(store, url, said):
 
 
 @pytest.mark.parametrize(("url", "package"), [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])
-def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, url, package):
+def test_a_package_that_is_missing_is_named(monkeypatch, url, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"needs the package {package} \(pip install {package}\)"):
+    with pytest.raises(UserError, match=rf"(?i)cannot be read \(.*install {package}"):
         find(url)
-
-
-def test_a_query_of_http_is_no_pattern_and_stands_in_no_message():
-    url = "https://a.b/c.txt?signature=secret*"
-    assert not stores.has_pattern(url) and stores.without_query(url) == "https://a.b/c.txt"
-
-
-def test_tokens_that_are_mapped_are_refused_with_the_command_that_copies_them(tmp_path, load):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "tokens.bin").write_bytes(bytes(100))
-    (tmp_path / "disk").mkdir()
-    with pytest.raises(UserError, match="its tokens are mapped into memory") as raised:
-        load(f"file://{tmp_path}/store/tokens.bin")
-    command = shlex.split(str(raised.value).partition("give that path: ")[2])
-    subprocess.run([sys.executable, *command[1:]], cwd=tmp_path / "disk", check=True)
-    assert [file.name for file in (tmp_path / "disk").iterdir()] == ["tokens.bin"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,3 +251,14 @@ def test_a_run_on_s3_with_faults_has_the_losses_of_one_on_local_files(s3, corpus
         assert ended.returncode == 0, ended.stderr
     assert not s3[1].plan
     assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local")
+
+
+def test_a_store_that_stays_away_is_one_line_with_tries_and_cause(store, large):
+    url = store.put("bucket/large.txt", large)
+    store.plan = [None, *["reset"] * 8]
+    with pytest.raises(UserError) as raised:
+        read_whole(url)
+    said = (
+        r"--dataset teststore://bucket/large.txt: cannot be read \(.*reset by peer, 8 tries in \d+ s\); when the store"
+    )
+    assert re.match(said, str(raised.value)) and not store.plan
