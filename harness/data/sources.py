@@ -347,14 +347,11 @@ def describe(
 
 
 def describe_tokenizer(train) -> str:
-    """For the header: which tokenizer made a corpus of token ids; "" for text."""
-    if isinstance(train, Stream):
+    """For the header: which tokenizer made the token files; "" for others."""
+    if isinstance(train, Stream) or not train.tokens.is_mapped:
         return ""
-    if train.tokens.is_mapped:
-        named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
-        name = f"{named}, as the files say" if named else "not known"
-        return f"{name} (tokens are read in place)"
-    return "not known (the records are token ids)" if train.tokens.counts.get("token ids") else ""
+    named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
+    return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
 
 
 def first_words(sources: dict[str, Any], tokenizer) -> str:
@@ -370,10 +367,8 @@ def first_words(sources: dict[str, Any], tokenizer) -> str:
 def show_samples(settings: flag_rules.Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:
     """Prints what the step --show-samples trains on, by the order that a run's manifest or config.json recorded, if
     there is one."""
-    if recorded:
-        record = read_record(recorded)
-        if len(record.sources) == len(data.sources) == 1:
-            record = renamed(record, next(iter(data.sources)))
+    record = recorded_data(settings, recorded)
+    if record:
         data = dataclasses.replace(data, record=record)
     job.say(describe_step(data, tokenizer, settings.show_samples))
 

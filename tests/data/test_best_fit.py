@@ -1,7 +1,5 @@
 """Best-fit packing: whole documents in windows, each label once and inside its document, padding counted nowhere."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.data.token_files import TokenFile
-from harness.data.windows import IGNORE_INDEX, BestFitDataset, Tokens, best_fit
+from harness.data.windows import IGNORE_INDEX, BestFitDataset, Tokens
 from harness.model import loss
 
 PADDING = 60_000
@@ -42,27 +40,6 @@ def test_each_token_is_there_and_each_but_a_documents_first_is_a_label_once(leng
     firsts = {int(end - length) for end, length in zip(ends, lengths, strict=True) if length}
     assert seen == set(range(sum(lengths)))
     assert sorted(labels) == sorted(seen - firsts)
-
-
-def slow_best_fit(lengths, size: int) -> list[list[int]]:
-    """Lengths in bins, by the definition: the longest first, into the bin with the least room that is enough."""
-    bins = []
-    for length in sorted(lengths, reverse=True):
-        fitting = [(size - sum(one), number) for number, one in enumerate(bins) if size - sum(one) >= length]
-        if fitting:
-            bins[min(fitting)[1]].append(length)
-        else:
-            bins.append([length])
-    return bins
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(1, 20), max_size=60), st.integers(0, 9))
-def test_the_bins_are_those_of_best_fit_decreasing(lengths, seed):
-    items, begins = best_fit(np.array(lengths, np.int64), 20, seed)
-    assert sorted(items.tolist()) == list(range(len(lengths)))
-    found = [[lengths[item] for item in items[a:b]] for a, b in itertools.pairwise(begins.tolist())]
-    assert sorted(map(sum, found)) == sorted(map(sum, slow_best_fit(lengths, 20)))  # among equal bins any may be taken
 
 
 @settings(deadline=None, max_examples=30)

@@ -21,8 +21,8 @@ from harness.base.errors import UserError
 from harness.data import corpora as data_of_run
 from harness.data import load as load_run
 from harness.data.chat import TODAY, ChatFormat
-from harness.data.records import Conversation, check_value
-from harness.data.windows import BestFitDataset, create_collate_fn
+from harness.data.records import Conversation
+from harness.data.windows import BestFitDataset
 
 TEMPLATE = """{%- for message in messages %}
 {%- if message['role'] == 'assistant' %}{{- 'A: ' }}
@@ -98,34 +98,18 @@ def test_the_mask_is_that_of_transformers(tokenizer, corpus, tmp_path):
     assert mask_of(data).tolist() == list(itertools.chain(*encoded["assistant_masks"]))
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-def test_a_conversation_that_is_cut_keeps_its_mask(tokenizer, corpus, tmp_path, packing):
-    whole = load(tokenizer, tmp_path, corpus, 200)
-    mask, tokens = mask_of(whole), whole.tokens[:]
-    cut = load(tokenizer, tmp_path, corpus, 7, packing=packing)
-    labels = [cut[index].tokens[1:][cut[index].trained] for index in range(len(cut))]
-    seen = sorted(np.concatenate(labels).tolist())
-    reached = len(cut) * 7 + 1 if packing == "concatenate" else len(tokens)
-    assert seen == sorted(tokens[:reached][mask[:reached].astype(bool)].tolist())
-    if packing == "concatenate":
-        assert [len(one) for one in labels] == [cut.trained_tokens(index) for index in range(len(cut))]
-
-
 BAD = [
-    ("hello", "instead of a list of messages"),
     ([], "instead of a list of messages"),
-    (["hello"], r'messages\[0\] is "hello" instead of an object'),
-    ([{"content": "hello"}], r"messages\[0\] has no role"),
-    ([says("user", "a"), {"role": "assistant"}], r"messages\[1\] has no content"),
-    ([{"role": "user", "content": 5}], r"messages\[0\] has 5 instead of text"),
+    (["hello"], r'messages\[0\] is "hello" instead of an object with role and content'),
+    ([{"content": "hello"}], r"messages\[0\] is .* instead of an object"),
+    ([says("user", "a"), {"role": "assistant"}], r"messages\[1\] is .* instead of an object"),
+    ([{"role": "user", "content": 5}], r"messages\[0\] is .* instead of an object"),
     ([says("user", "\ud800")], "half a surrogate pair"),
 ]
 
 
 @pytest.mark.parametrize("value, fault", BAD)
 def test_a_bad_conversation_is_named(tokenizer, tmp_path, value, fault):
-    if not isinstance(value, str):
-        assert re.search(fault, check_value(value, "messages").fault)
     file = write(tmp_path / "chat.jsonl", [{"messages": CONVERSATIONS[0]}, {"messages": value}])
     with pytest.raises(UserError, match=f"chat.jsonl, line 2: .*{fault}"):
         load(tokenizer, tmp_path, file)
@@ -185,14 +169,6 @@ def open_data(tokenizer, tmp_path, source: str, *flags: str):
     return settings, load_run(settings, corpora, tokenizer, config)
 
 
-@pytest.mark.parametrize("flags, is_chat", [([], False), (["--text-field", "text"], True)])
-def test_a_field_that_is_asked_for_decides_whether_conversations_are_read(device, tokenizer, tmp_path, flags, is_chat):
-    records = [{"input_ids": [5, 6, 7] * 9, "messages": messages} for messages in CONVERSATIONS * 9]
-    settings, data = open_data(tokenizer, tmp_path, write(tmp_path / "data.jsonl", records), *flags)
-    (train,) = data.sources.values()
-    assert train.is_chat == bool(settings.document_mask) == is_chat
-
-
 @pytest.fixture(scope="module")
 def without_end():
     """A tokenizer without an end-of-text token."""
@@ -200,16 +176,6 @@ def without_end():
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATE.replace("eos_token", "'!'"), None
     assert tokenizer.eos_token_id is None
     return tokenizer
-
-
-def test_conversations_need_no_end_of_text_token(device, without_end, corpus, tmp_path):
-    settings, data = open_data(without_end, tmp_path, corpus, "--batch-size", "1")
-    assert settings.document_mask
-    window, (source, index) = data[0], data.locate(0)
-    begins = [start for start, _, _ in source.documents(index)]
-    assert window.starts.tolist() == [*begins, source.real_tokens(index)]  # and the padding
-    positions = create_collate_fn()([window])["position_ids"][0]
-    assert (positions == 0).nonzero().ravel().tolist() == window.starts.tolist()
 
 
 @pytest.mark.parametrize("flags", [["--document-mask"], ["--packing", "best-fit"], ["--eval-interval", "1"]])

@@ -1,16 +1,12 @@
 """Mixtures: exact shares after any number of samples, and an order that is a function of the sample and the history."""
 
-import itertools
 import random
 from collections import Counter
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
-from harness.data.batches import RankBatches, TrainingData
-from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, record_of_run
-from harness.data.windows import PackedDataset
+from harness.data.mixture import DataRecord, Mixture, Segment, record_of_run
 from harness.flags import parse_args
 
 SEQ_LEN = 4
@@ -85,62 +81,6 @@ def test_a_stage_given_at_a_resume_begins_at_its_step_though_steps_before_it_had
     ones = dict.fromkeys("ab", Fraction(1))
     then = record_of_run(settings, {"a": {}, "b": {}}, ones, ones, 4, 1, first, step=50, samples=400)
     assert then.history[-1].first == then.samples_of_step(76).start == 500
-
-
-# ---- The samples of ranks --------------------------------------------------------------------------------------------
-
-
-def data_of(history: list[Segment], lengths: dict[str, int], plain: str | None = None) -> TrainingData:
-    """Sources whose tokens say where they come from: 1,000 x (number of the source + 1) + window."""
-    sources = {}
-    for number, (name, length) in enumerate(lengths.items(), 1):
-        tokens = np.repeat(np.arange(length, dtype=np.uint32), SEQ_LEN) + 1000 * number
-        sources[name] = PackedDataset(np.append(tokens, tokens[-1]), SEQ_LEN)
-    record = DataRecord({name: {} for name in sources}, plain, 1, {}, history, [StepSize(0, 0, 24)])
-    return TrainingData(sources, record, SEQ_LEN, seed=5)
-
-
-def samples_seen(data: TrainingData, world: int, batch_size: int, accumulation: int, first: int, count: int) -> list:
-    """The first tokens of `count` samples from `first` on, as so many ranks see them."""
-    seen = {}
-    for rank in range(world):
-        batches = iter(RankBatches(data, batch_size, accumulation, rank, world, first))
-        for microbatch in range(count // (world * batch_size)):
-            windows = next(batches)["input_ids"][:, 0].tolist()
-            begin = first + (microbatch * world + rank) * batch_size
-            seen |= dict(zip(range(begin, begin + batch_size), windows, strict=True))
-    return [seen[sample] for sample in range(first, first + count)]
-
-
-@pytest.mark.parametrize("world, batch_size, accumulation", [(1, 24, 1), (2, 3, 4), (3, 8, 1), (4, 2, 3), (8, 1, 3)])
-def test_ranks_batches_and_resumes_see_the_same_samples(world, batch_size, accumulation):
-    history = [segment(0, a=7, b=3), segment(48, a=1, b=1, c=1)]
-    data = data_of(history, {"a": 20, "b": 9, "c": 30})
-    expected = samples_seen(data, 1, 1, 1, 0, 240)
-    assert samples_seen(data, world, batch_size, accumulation, 0, 240) == expected
-    for first in (24, 48, 96):
-        assert samples_seen(data, world, batch_size, accumulation, first, 120) == expected[first : first + 120]
-
-
-def test_workers_divide_the_microbatches_in_turn():
-    data = data_of([segment(0, a=1, b=2)], {"a": 20, "b": 9})
-    batches = RankBatches(data, 2, 3, rank=1, world_size=2)
-    whole = [batch["input_ids"].tolist() for batch in itertools.islice(batches.batches_of(0, 1), 12)]
-    for workers in (2, 3, 5):
-        readers = [batches.batches_of(worker, workers) for worker in range(workers)]
-        assert [next(readers[n % workers])["input_ids"].tolist() for n in range(12)] == whole
-
-
-def test_a_source_is_read_whole_before_any_of_it_repeats():
-    data = data_of([segment(0, a=1, b=3)], {"a": 10, "b": 7})
-    seen = samples_seen(data, 1, 4, 1, 0, 80)
-    of_a, of_b = ([token for token in seen if token // 1000 == number] for number in (1, 2))
-    for epoch in range(2):
-        assert len(set(of_a[10 * epoch : 10 * (epoch + 1)])) == 10
-    for epoch in range(8):
-        assert len(set(of_b[7 * epoch : 7 * (epoch + 1)])) == 7
-    assert data.epochs(80) == {"a": 2.0, "b": 60 / 7}
-    assert data.figures(80, 80 * SEQ_LEN) == {"share/a": 0.25, "share/b": 0.75, "epochs/a": 2.0, "epochs/b": 60 / 7}
 
 
 # ---- What a checkpoint records ---------------------------------------------------------------------------------------

@@ -14,9 +14,7 @@ from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
 
 from harness.base.errors import UserError
 from harness.data import stores
-from harness.data.encode import TextFormat
 from harness.data.files import find
-from harness.data.stream import BEGINNING, LaneReader, Stream
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import object_stores
@@ -114,13 +112,6 @@ def upload(folder, put) -> None:
             put(f"bucket/data/{file.relative_to(folder)}", file.read_bytes())
 
 
-def windows_of(tokenizer, place: str, lanes: int = 3, count: int = 60) -> list[list[int]]:
-    """The first windows of each lane of a stream."""
-    stream = Stream(find(place).of_split("train"), TextFormat(tokenizer, 1536), "text", 64, 7, lanes=lanes)
-    readers = [LaneReader(stream, lane, BEGINNING, Counter()) for lane in range(lanes)]
-    return [reader.window(number).tolist() for number in range(count) for reader in readers]
-
-
 def read_whole(url: str, block: int = 100_000) -> bytes:
     (file,) = find(url).of_split("train")
     with file.open() as opened:
@@ -129,17 +120,6 @@ def read_whole(url: str, block: int = 100_000) -> bytes:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The same as local files
-
-
-def test_a_folder_in_a_store_is_the_tokens_of_the_local_one_streamed_and_cached(store, corpus, load, tokenizer):
-    upload(corpus, store.put)
-    store.put("bucket/data2/other.txt", b"another folder whose name begins the same")
-    store.put("bucket/data/empty/", b"")
-    url = "teststore://bucket/data"
-    assert windows_of(tokenizer, url) == windows_of(tokenizer, str(corpus))
-    for split in ("train", "validation", "train[:50%]"):
-        one, other = load(url, 64, split=split), load(corpus, 64, split=split)
-        assert one.tokens[:].tolist() == other.tokens[:].tolist()
 
 
 @pytest.mark.parametrize("within", ["", "/", "/*", "/*.jsonl", "/**/*.jsonl", "/packed/*", "/a.jsonl"])

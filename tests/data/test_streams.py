@@ -6,10 +6,8 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from fractions import Fraction
 
 import multirank
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,10 +15,8 @@ from conftest import ROOT, STORIES, metrics_of, parse, train, words, write_model
 
 from harness.base.errors import UserError
 from harness.data import stream as streams
-from harness.data.batches import RankBatches, TrainingData
 from harness.data.encode import TextFormat
 from harness.data.files import find
-from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.records import DOCUMENT_MARK
 from harness.data.stream import LaneReader, Stream
 
@@ -61,11 +57,6 @@ def open_stream(tokenizer, monkeypatch):
     return open_stream
 
 
-def data_of(stream: Stream) -> TrainingData:
-    history = [Segment(0, {"a": Fraction(1)}, {"a": Fraction(1)})]
-    return TrainingData({"a": stream}, DataRecord({}, "a", stream.lanes, {}, history, [StepSize(0, 0, 8)]), SEQ_LEN, 7)
-
-
 def documents_of(stream: Stream, lane: int, epoch: int) -> list[str]:
     """The documents of one epoch of a lane in their order."""
     chunks = len(stream.chunks_of(lane))
@@ -75,18 +66,6 @@ def documents_of(stream: Stream, lane: int, epoch: int) -> list[str]:
             return found
         found += documents
     raise AssertionError
-
-
-def samples_of(stream, count: int, batch_size: int, rank: int = 0, world: int = 1, first: int = 0, positions=None):
-    """(windows of a rank's batches, the positions that came with them)."""
-    batches = RankBatches(data_of(stream), batch_size, 1, rank, world, first, positions)
-    windows, found = [], []
-    for batch in itertools.islice(batches, count):
-        assert not isinstance(batch, UserError), batch
-        found.append(batch["positions"])
-        for inputs, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-            windows.append([*inputs.tolist(), labels[-1].item()])
-    return windows, found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,42 +78,6 @@ def test_an_epoch_of_all_lanes_holds_each_document_once_in_another_order_each_ti
     epochs = [[text for lane in range(lanes) for text in documents_of(stream, lane, epoch)] for epoch in range(3)]
     assert all(sorted(epoch) == sorted(texts) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != texts
-
-
-@pytest.mark.parametrize("lanes", [1, 3, 8])
-def test_any_ranks_and_batches_see_the_same_samples_and_go_on_from_each_others_positions(open_stream, corpus, lanes):
-    stream = open_stream(corpus, lanes)
-    count = 240  # more than an epoch of some lanes
-    expected, positions = samples_of(stream, count // 8, 8)
-    assert len({tuple(window) for window in expected}) == count
-    for world, batch_size in ((2, 4), (4, 2), (8, 1), (3, 8)):
-        rounds = count // (world * batch_size)
-        of_ranks = [samples_of(stream, rounds, batch_size, rank, world)[0] for rank in range(world)]
-        seen = [
-            window
-            for turn in range(rounds)
-            for of_rank in of_ranks
-            for window in of_rank[turn * batch_size : (turn + 1) * batch_size]
-        ]
-        assert seen == expected[: len(seen)]
-    merged: dict = {}
-    for number, of_batch in enumerate(positions):
-        merged |= of_batch["a"]
-        if number % 7 == 0:
-            saved = {"a": {lane: json.loads(json.dumps(position)) for lane, position in merged.items()}}
-            first = 8 * (number + 1)
-            for rank in range(2):
-                windows, _ = samples_of(stream, 1, 4, rank, 2, first, saved)
-                assert windows == expected[first + 4 * rank : first + 4 * rank + 4] or first + 8 > count
-
-
-def test_documents_are_masked_where_they_begin_token_ids_too(open_stream, tmp_path, encoded):
-    rows = [[number, number + 1, number + 2] for number in range(1, 99)]
-    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    stream = open_stream(tmp_path / "ids.jsonl", document_mask=True)
-    window = LaneReader(stream, 0, streams.BEGINNING, Counter()).window(2)
-    jumps = np.flatnonzero(np.diff(window.tokens[:-1].astype(int)) != 1) + 1
-    assert window.starts.tolist() == [0, *jumps.tolist()]
 
 
 def test_what_is_held_out_does_not_depend_on_the_lanes_and_is_a_twentieth(open_stream, corpus, texts):
