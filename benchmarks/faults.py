@@ -46,9 +46,8 @@ from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
-from harness.base import saved, versions
+from harness import base, job
 from harness.flags import parse_args
-from harness.job import signals
 from harness.state import TrainState
 
 STEPS = 4
@@ -299,12 +298,12 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
             tokens = advance(state, *args)
             if state.step == step:
                 os.kill(os.getpid(), getattr(signal, name))
-                while not signals.LISTENING[0].name:  # until the thread that listens has it
+                while not job.LISTENING[0].name:  # until the thread that listens has it
                     time.sleep(0.01)
             return tokens
 
         TrainState.advance = counted
-    versions.commit = lambda: None  # it asks git, the slowest part of a start here
+    base.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
 
@@ -378,13 +377,12 @@ def steps_of(folder: pathlib.Path) -> list[list]:
 def is_whole(path: pathlib.Path) -> bool:
     """Whether a checkpoint is what its manifest says."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        seal = manifest.pop("sha256")
+        manifest = base.read_manifest(path)
         data = {name: (path / name).read_bytes() for name in manifest["files"]}
     except (OSError, ValueError):
         return False
     found = {name: [len(content), hashlib.sha256(content).hexdigest()] for name, content in data.items()}
-    return seal == saved.manifest_checksum(manifest) and found == manifest["files"]
+    return found == manifest["files"]
 
 
 def whole(folder: pathlib.Path) -> list[str]:

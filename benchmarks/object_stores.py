@@ -27,15 +27,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from unittest import mock
 from urllib.parse import urlsplit
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.base.errors import UserError
-from harness.data import stores
-from harness.data.files import find
-from harness.data.records import read_records
+from harness import base, data
 
 STORIES = ROOT / "assets" / "demo" / "stories" / "train.jsonl"
 FIELD = ("input_ids", "text")
@@ -202,13 +200,13 @@ def read_with(fault: str, url: str, local: pathlib.Path, faults: Faults) -> dict
     start = time.perf_counter()
     outcome = "every document once, unchanged"
     try:
-        (file,) = find(url).of_split("train")
-        documents = [record for _, record in read_records(file, FIELD)]
-    except UserError as error:
+        (file,) = data.find_files(url).of_split("train")
+        documents = [record for _, record in data.read_records(file, FIELD)]
+    except base.UserError as error:
         outcome, documents = str(error), []
     seconds = time.perf_counter() - start
-    (local_file,) = find(str(local)).of_split("train")
-    if documents and documents != [record for _, record in read_records(local_file, FIELD)]:
+    (local_file,) = data.find_files(str(local)).of_split("train")
+    if documents and documents != [record for _, record in data.read_records(local_file, FIELD)]:
         outcome = "WRONG"
     return {
         "fault": fault,
@@ -224,18 +222,18 @@ def read_with(fault: str, url: str, local: pathlib.Path, faults: Faults) -> dict
 def refusals(url: str, faults: Faults) -> list[dict]:
     """Rows of what is not waited for, or for which the tries run out."""
     rows = []
-    (file,) = find(url).of_split("train")
+    (file,) = data.find_files(url).of_split("train")
     for fault, what in (("503", "every request 503"), ("403", "every request 403")):
         for kind in ("listing", "reading"):
             faults.always = fault
             start = time.perf_counter()
             try:
                 if kind == "listing":
-                    find(url)
+                    data.find_files(url)
                 else:
                     file.open()
                 outcome = "WRONG"
-            except UserError as error:
+            except base.UserError as error:
                 outcome = str(error)
             faults.always = ""
             seconds = round(time.perf_counter() - start, 2)
@@ -248,9 +246,9 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--timeout", type=float, default=2.0, help="seconds after which a range is slow [2]")
     arguments = parser.parse_args()
-    stores.TIMEOUT_SECONDS = arguments.timeout
     rows = []
-    with s3_server() as (store, faults), tempfile.TemporaryDirectory() as folder:
+    quick = mock.patch("harness.data.stores.TIMEOUT_SECONDS", arguments.timeout)
+    with quick, s3_server() as (store, faults), tempfile.TemporaryDirectory() as folder:
         for name, content in contents().items():
             local = pathlib.Path(folder, name)
             local.write_bytes(content)

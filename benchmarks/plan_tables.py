@@ -11,8 +11,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
 import train_fsdp
+from harness import flags as flag_rules
 from harness import plan as planning
-from harness.flags.parser import parse_args
 
 PLAIN = "--attention flash --no-compile --no-fused-loss --plan-gpus 4"
 OF_MUON = "--plan-gpus 4 --sequence-length 8192 --gradient-accumulation-steps 4 --zero-stage 2 \
@@ -22,7 +22,7 @@ ONE_CARD_A_NODE = {"inter_node_gb_per_s": 5.9}
 
 def planned(flags: str, given: dict | None = None) -> dict:
     """The plan of SmolLM3-3B on H100 SXM with these flags and, where given, other rates."""
-    settings = parse_args(["--plan", "--plan-gpu", "H100 SXM", "--plan-rates", "none", *flags.split()])
+    settings = flag_rules.parse_args(["--plan", "--plan-gpu", "H100 SXM", "--plan-rates", "none", *flags.split()])
     return planning.predict_run(settings, train_fsdp.RECIPE, settings.plan_gpus[0], **(given or {})).to_json()
 
 

@@ -39,7 +39,8 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.base import UserError, saved
+import utils
+from harness.base import UserError
 from harness.flags import Settings, parse_args
 from harness.job import start_processes
 
@@ -168,15 +169,6 @@ def losses_of(folder: pathlib.Path) -> list[float]:
     return [line["loss"] for line in metrics_of(folder) if not line.get("final")]
 
 
-def write_checkpoint(run: pathlib.Path, step: int, **manifest) -> pathlib.Path:
-    """A complete checkpoint in a run's folder, but without shards."""
-    folder = run / "checkpoints" / saved.checkpoint_name(step)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"format": saved.FORMAT, "step": step, "files": {}} | manifest
-    (folder / saved.MANIFEST).write_text(json.dumps(content | {"sha256": saved.manifest_checksum(content)}))
-    return folder
-
-
 def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:
     AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
     return str(folder)
@@ -245,6 +237,24 @@ def device():
 
     yield start_processes()
     dist.destroy_process_group()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """The clock of utils, which moves only when the test says so."""
+    clock = Clock()
+    monkeypatch.setattr(utils.time, "perf_counter", clock)
+    return clock
 
 
 @dataclasses.dataclass

@@ -246,7 +246,7 @@ def uneven(*argv: str) -> None:
     from harness.job import preflight
 
     rank = int(os.environ["RANK"])
-    node, own, make_batches = f"node-{'ab'[rank]}", preflight.versions(), train_fsdp.training_batches
+    node, own, make_batches = f"node-{'ab'[rank]}", preflight.versions(), data.training_batches
     socket.gethostname = lambda: node
     heartbeats.RANKS[0] = node, os.getpid()
     preflight.versions = lambda: own | ({"torch": "0.1"} if rank else {})
@@ -257,7 +257,7 @@ def uneven(*argv: str) -> None:
                 time.sleep(0.15)
             yield batch
 
-    train_fsdp.training_batches = slowed
+    data.training_batches = slowed
     program(*argv)
 
 
@@ -298,7 +298,7 @@ def stalled(how: str, *argv: str) -> None:
             if (phase, heartbeats.HERE.step) == (where, 8):
                 hang()
 
-        heartbeats.enter_phase = train_fsdp.enter_phase = hang_there
+        heartbeats.enter_phase = hang_there
     if how in ("alone", "signalled"):  # rank 1 dies, and rank 0 is where it cannot notice
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
 
@@ -309,16 +309,16 @@ def stalled(how: str, *argv: str) -> None:
 
         ends = forever if os.environ["RANK"] == "0" else die
         if how == "alone":
-            train_fsdp.load_data = ends
+            data.load = ends
         else:
-            entered = train_fsdp.enter_phase
+            entered = heartbeats.enter_phase
 
             def end_there(phase: str, step: int | None = None):
                 entered(phase, step)
                 if (phase, heartbeats.HERE.step) == ("backward", 3):
                     ends()
 
-            train_fsdp.enter_phase = end_there
+            heartbeats.enter_phase = end_there
     if os.environ["RANK"] == "1":
         if how == "never":
             stopped()
@@ -339,7 +339,7 @@ def stalled(how: str, *argv: str) -> None:
             read, calls = packed.__getitem__, itertools.count()
             packed.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
         if how == "evaluation":
-            train_fsdp.held_out_batches = lambda *_: (forever() for _ in range(1))
+            data.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":
             store.sha256 = forever
     elif how == "print":

@@ -12,8 +12,7 @@ import pathlib
 import re
 import sys
 
-from harness import report
-from harness.base import console
+from harness import base, report
 
 BEGIN, END = "<!-- begin: python -m tools.figure_table -->", "<!-- end: python -m tools.figure_table -->"
 
@@ -57,5 +56,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    console.never_fail()
+    base.never_fail()
     main()

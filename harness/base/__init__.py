@@ -4,7 +4,7 @@ imports no torch, and none of it knows a wing."""
 from harness.base import doors
 
 FILES = {
-    "errors": "UserError UnreadableError NoSplitError",
+    "errors": "UserError NoSplitError",
     "ranks": "on_main_rank from_main_process of_all_ranks",
     "text": "counted first_line is_url one_line one_or_more shortened",
     "devices": "GIB wait_for_device",

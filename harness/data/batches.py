@@ -148,7 +148,8 @@ class SampleReader:
         ) == 1:  # the only source, which may have been renamed
             self.positions = {data.record.plain: next(iter(positions.values()))}
         self.lanes: dict[tuple[str, int], LaneReader] = {}
-        self.counts, self.reported = Counter(), 0
+        self.counts: Counter = Counter()
+        self.reported = 0
 
     def read(self, samples: range) -> tuple[list, Positions]:
         """(these samples, and for each lane of theirs where to begin to read the first of them again). A UserError
@@ -171,7 +172,7 @@ class SampleReader:
 
     def lane(self, name: str, lane: int) -> LaneReader:
         if (name, lane) not in self.lanes:
-            position = tuple(self.positions.get(name, {}).get(lane, BEGINNING))
+            position = self.positions.get(name, {}).get(lane, BEGINNING)
             self.lanes[name, lane] = LaneReader(self.data.sources[name], lane, position, self.counts)
         return self.lanes[name, lane]
 
@@ -270,7 +271,7 @@ class RankBatches(IterableDataset):
             first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
             samples = range(first, first + self.batch_size)
             windows, positions = reader.read(samples)
-            batch = collate(windows)
+            batch: dict[str, Any] = dict(collate(windows))
             if positions:
                 batch["positions"] = positions
             if not self.data.is_uniform:

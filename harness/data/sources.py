@@ -293,7 +293,8 @@ def describe_packing(train: PackedDataset, tokenizer, with_example: bool) -> dic
         conversations = base.counted(len(train.tokens.ends), "conversation")
         lines["chat"] = f"{conversations}, trained on {100 * share:.1f} % of their tokens"
     if train.is_chat and with_example:
-        example = describe_example(train[0], tokenizer, train.real_tokens(0))
+        window: Any = train[0]  # a `Window`, as all of conversations are
+        example = describe_example(window, tokenizer, train.real_tokens(0))
         lines["example"] = f"([[ ]] is around what is trained on)\n{example}"
     return lines
 
@@ -308,7 +309,8 @@ def describe(
     """The lines of the header about the text: what is trained on, in which shares, what is held out and left out."""
     if settings.dataset == "synthetic":
         return {"data": "synthetic, random tokens"}
-    alone, lines = len(corpora) == 1, {}
+    alone = len(corpora) == 1
+    lines: dict[str, str] = {}
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
     parts, held_out, tokenizers = [], [], []
     for corpus in corpora:
@@ -334,8 +336,7 @@ def describe(
     if not alone:
         first, *later = data.record.history
         shares = [first.describe()]
-        for segment in later:
-            shares.append(f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}")
+        shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
     if tokenizers:
         lines["tokenizer"] = "; ".join(tokenizers)

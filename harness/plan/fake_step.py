@@ -170,6 +170,7 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         dtensor_shapes_unrecorded(),
         models.without_data(three_chunks, on_gpu),
+        # private: there is no option for it, see `Chunks`
         mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         # private: a GPU's attention without dropout draws no random numbers, that of fake tensors counts as if it did
@@ -210,6 +211,7 @@ def dtensor_shapes_unrecorded() -> Iterator[None]:
     propagate = getattr(ShardingPropagator, name)
 
     def propagate_unrecorded(*args):
+        # private: no public context leaves all modes
         with _python_dispatch._disable_current_modes():
             return propagate(*args)
 
@@ -225,6 +227,7 @@ def recording_backend():
     from torch._inductor.decomposition import select_decomp_table  # private: the operators that inductor takes apart
 
     def run(graph, memory, *args):
+        # private: no public name gives the modes that are active
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         recorder = next(mode for mode in modes if isinstance(mode, StepRecorder))
         return recorder.run_compiled(graph, memory, *args)

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from torch._subclasses import fake_tensor
+from torch._subclasses import fake_tensor  # private: what fake tensors raise has no other name
 
 from harness import base, flags
 from harness import model as models
 from harness.plan.rates import HOST_LINK, HOST_MEMORY, PHASES, Rates, price_step
 from harness.plan.recorder import KINDS
 
-# What fake tensors raise where a model reads its data. private: these have no other name
+# What fake tensors raise where a model reads its data.
 ERRORS_WITHOUT_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
 # What published runs took of their plans' memory, the least, the median and the most:

@@ -307,6 +307,7 @@ class Log(contextlib.AbstractContextManager):
             metrics |= figures | (planned or {})
         elif self.file:
             metrics |= self.state.tracker.summary() | (self.file.final or {})
+            self.changed = ""  # what this start changed is in config.json
         metrics = {key: value for key, value in metrics.items() if key not in NOTES}
         if self.settings.memory_snapshot and took_steps:
             dump_memory(self.folder)

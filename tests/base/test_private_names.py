@@ -17,13 +17,11 @@ LIBRARIES = ("torch", "transformers", "torchao", "datasets", "accelerate", "argp
 DOCUMENTED = {"os._exit", "_replace"}  # Python's own documentation names them
 # Functions that take the name of an attribute, or a path with it, as a string.
 TAKES_NAMES = {"getattr", "hasattr", "setattr", "delattr", "mock.patch", "mock.patch.object", "importlib.import_module"}
-# Files whose private names go to the wings that use them.
-NOT_MOVED_YET = {"package_internals.py", "torch_internals.py", "transformers_internals.py"}
 
 
 def program() -> dict[pathlib.Path, str]:
     paths = [ROOT / "train_fsdp.py", ROOT / "utils.py", *sorted((ROOT / "harness").rglob("*.py"))]
-    return {path: path.read_text() for path in paths if path.name not in NOT_MOVED_YET}
+    return {path: path.read_text() for path in paths}
 
 
 def defined_names(tree: ast.Module) -> set[str]:
@@ -91,7 +89,7 @@ def unmarked(sources: dict[pathlib.Path, str]) -> list[str]:
 
 def is_marked(source: str, line: int) -> bool:
     """Whether a line, or the one before, says why no public name does."""
-    return re.search(r"# private: \w", "\n".join(source.splitlines()[max(0, line - 2) : line])) is not None
+    return re.search(r"# private: \S", "\n".join(source.splitlines()[max(0, line - 2) : line])) is not None
 
 
 def aliases_of(tree: ast.Module) -> dict[str, str]:
@@ -160,7 +158,7 @@ def test_every_private_name_is_in_the_installed_versions():
 
 
 @pytest.mark.parametrize(
-    ("line", "is_there"),
+    "line, is_there",
     [
         ("torch._foreach_norm(x)", True),
         ("torch._foreach_gone(x)", False),

@@ -14,7 +14,7 @@ from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
 
 from harness.base.errors import UserError
 from harness.data import stores
-from harness.data.files import find
+from harness.data.files import find_files
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import object_stores
@@ -113,7 +113,7 @@ def upload(folder, put) -> None:
 
 
 def read_whole(url: str, block: int = 100_000) -> bytes:
-    (file,) = find(url).of_split("train")
+    (file,) = find_files(url).of_split("train")
     with file.open() as opened:
         return b"".join(iter(lambda: opened.read(block), b""))
 
@@ -126,7 +126,7 @@ def read_whole(url: str, block: int = 100_000) -> bytes:
 def test_files_of_a_folder_a_pattern_and_a_single_one_are_those_of_a_local_folder(store, corpus, within):
     upload(corpus, store.put)
     store.put("bucket/data/.git/a.txt", b"in a hidden folder")
-    remote, local = find(f"teststore://bucket/data{within}"), find(f"{corpus}{within}")
+    remote, local = find_files(f"teststore://bucket/data{within}"), find_files(f"{corpus}{within}")
     names = [
         {split: [file.path.removeprefix(top) for file in files] for split, files in found.splits.items()}
         for found, top in ((remote, "teststore://bucket/data"), (local, str(corpus)))
@@ -170,11 +170,11 @@ def test_a_server_without_ranges_is_refused_and_never_mistaken_for_one(store, la
 
 def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store, large):
     url = store.put("bucket/large.txt", large)
-    (file,) = find(url).of_split("train")
+    (file,) = find_files(url).of_split("train")
     store.put("bucket/large.txt", large[::-1])  # of the same size
     with pytest.raises(UserError, match="it has changed since it was listed"):
         file.open()
-    (file,) = find(url).of_split("train")
+    (file,) = find_files(url).of_split("train")
     with file.open() as opened:
         store.plan = [FileNotFoundError("gone")]
         with pytest.raises(UserError, match="it has changed since it was listed, or is gone"):
@@ -182,7 +182,7 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store, la
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    "url, said",
     [
         ("teststore://bucket/nothing", "needs .* files"),
         ("nostore://bucket/a.txt", "nostore"),
@@ -192,15 +192,15 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store, la
 )
 def test_a_wrong_url_is_one_line_at_once(store, url, said):
     with pytest.raises(UserError, match=said) as raised:
-        find(url)
+        find_files(url)
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("url", "package"), [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])
+@pytest.mark.parametrize("url, package", [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])
 def test_a_package_that_is_missing_is_named(monkeypatch, url, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"(?i)cannot be read \(.*install {package}"):
-        find(url)
+        find_files(url)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from conftest import ROOT, STORIES, metrics_of, parse, train, words, write_model
 from harness.base.errors import UserError
 from harness.data import stream as streams
 from harness.data.encode import TextFormat
-from harness.data.files import find
+from harness.data.files import find_files
 from harness.data.records import DOCUMENT_MARK
 from harness.data.stream import LaneReader, Stream
 
@@ -51,7 +51,7 @@ def open_stream(tokenizer, monkeypatch):
     monkeypatch.setattr("harness.data.readers.parquet.PART_BYTES", 1500)
 
     def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
-        files = find(str(place)).of_split(split)
+        files = find_files(str(place)).of_split(split)
         return Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, lanes=lanes, **options)
 
     return open_stream

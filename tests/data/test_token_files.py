@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness import data
 from harness.base.errors import UserError
-from harness.data.files import find
+from harness.data.files import find_files
 from harness.data.token_files import TokenFile, open_token_files
 from harness.data.windows import Tokens, held_out_numbers
 
@@ -117,7 +117,7 @@ MAPPED = {  # how a corpus is written; whether its format has the ends of docume
 
 
 def open_tokens(file: pathlib.Path, vocab_size: int = VOCAB) -> Tokens:
-    return Tokens(open_token_files(find(str(file)).of_split("train"), vocab_size), vocab_size, END)
+    return Tokens(open_token_files(find_files(str(file)).of_split("train"), vocab_size), vocab_size, END)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -276,10 +276,10 @@ def test_what_belongs_to_a_token_file_is_not_listed(tmp_path):
     (tmp_path / "d").mkdir()
     write_datatrove(tmp_path / "d" / "a.ds")
     (tmp_path / "d" / "a.ds.loss").write_bytes(b"")
-    assert find(str(tmp_path / "m")).left_out == []
-    assert find(str(tmp_path / "d")).left_out == ["a.ds.loss"]
+    assert find_files(str(tmp_path / "m")).left_out == []
+    assert find_files(str(tmp_path / "d")).left_out == ["a.ds.loss"]
     with pytest.raises(UserError, match=r"no such file or folder; there is .*/m/a_text_document\.bin"):
-        find(str(tmp_path / "m" / "a_text_document"))  # as Megatron's flags name it
+        find_files(str(tmp_path / "m" / "a_text_document"))  # as Megatron's flags name it
 
 
 def test_token_files_are_not_joined_with_text_or_with_another_format(tmp_path, load):

@@ -35,10 +35,11 @@ TIMEOUT_MINUTES = 0.3  # much longer than a start or a step of ranks that share 
 STOPPED = ("stop", "replicas", "never", "meeting")  # a rank that is, has no exit code
 
 
-def wait_until(condition, seconds: float = 600) -> None:
+def wait_until(condition, processes=(), seconds: float = 600) -> None:
+    """Returns when a condition holds; none of the processes may end before."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline and all(process.exitcode is None for process in processes)
         time.sleep(0.05)
 
 
@@ -50,8 +51,10 @@ def stalled(tmp_path_factory):
 
     def end(how: str) -> dict:
         ends = {"lock": slice(1, 2)} | dict.fromkeys(STOPPED, slice(0, 1))  # the ranks that can
-        flags = ["--demo", *SIZES, "--output-dir", folder, "--run-name", how, "--eval-steps", 1, "--sample-tokens", 1]
-        flags += ["--eval-interval", 4 if how == "evaluation" else 0]
+        flags = ["--demo", *SIZES, "--output-dir", folder, "--run-name", how]
+        flags += words(
+            "--eval-interval 4 --eval-steps 1 --sample-tokens 1" if how == "evaluation" else "--eval-interval 0"
+        )
         flags += ["--num-steps", 1_000_000, "--timeout-minutes", TIMEOUT_MINUTES, "--cache-dir", folder / "cache"]
         flags += words("--checkpoint-interval 2 --no-async-checkpoint") if how == "save" else []
         flags += words("--zero-stage 0") if how == "replicas" else []
@@ -59,7 +62,7 @@ def stalled(tmp_path_factory):
             pids = [process.pid for process in world.processes]
             if how in ("stop", "kill"):
                 metrics = folder / how / "metrics.jsonl"
-                wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
+                wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, world.processes)
                 os.kill(pids[1], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
             for process in world.processes[ends.get(how, slice(0, 2))]:
                 process.join(300)

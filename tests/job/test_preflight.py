@@ -17,7 +17,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, parse, train, write_checkpoint
+from checkpoints import write_checkpoint
+from conftest import ROOT, parse, train
 
 from harness.base import GIB, UserError
 from harness.data import create_collate_fn

@@ -20,7 +20,8 @@ import time
 
 import psutil
 import pytest
-from conftest import PROGRAM, ROOT, metrics_of, parse, write_checkpoint
+from checkpoints import write_checkpoint
+from conftest import PROGRAM, ROOT, metrics_of, parse
 
 from harness.flags import record_flags
 from harness.job import terminal

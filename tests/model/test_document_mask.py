@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from conftest import write_model
 from multirank import resolved
-from test_recipe import END, MODELS, SIZES
+from tiny import END, MODELS, SIZES
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 

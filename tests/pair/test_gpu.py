@@ -22,7 +22,7 @@ import torch
 import torch._dynamo
 from conftest import ROOT, metrics_of, one_source, start, train, write_model
 from multirank import resolved
-from test_recipe import END, MODELS, NoReadBack
+from tiny import END, MODELS, NoReadBack
 from torch._dynamo.utils import counters
 
 import train_fsdp

@@ -24,7 +24,8 @@ import pytest
 import transformers
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, parse, start, torchrun_command, write_checkpoint
+from checkpoints import write_checkpoint
+from conftest import ROOT, parse, start, torchrun_command
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 

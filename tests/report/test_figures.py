@@ -10,7 +10,6 @@ from conftest import ROOT, forked, metrics_of, parse, start, words
 from multirank import worst_of_two
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_tracker import FLOPS, TOKENS
 from trackerfiles import read_events
 
 import utils
@@ -33,7 +32,7 @@ theoretical_tflops_total peak_memory_active peak_memory_alloc peak_memory_reserv
 
 def test_every_promised_key_and_every_figure_of_a_tracker_has_its_row(device):
     tracker = utils.PerformanceTracker(warmup_steps=0, num_gpus=2, peak_tflops=100)
-    keys = {*SPEC.split(), *tracker.step(TOKENS, FLOPS), *tracker.summary()}
+    keys = {*SPEC.split(), *tracker.step(4000, 1e9), *tracker.summary()}
     assert keys <= FIGURES.keys()
 
 

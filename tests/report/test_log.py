@@ -11,7 +11,6 @@ import types
 import pytest
 import torch
 from conftest import metrics_of, parse, python, train
-from test_tracker import clock  # noqa: F401 - the fixture
 
 import train_fsdp
 import utils
@@ -130,7 +129,7 @@ def test_a_run_leaves_a_trace_and_a_table(run, capsys):
     assert "tokens_per_sec" not in metrics_of(folder)[1]  # step 3 is profiled
 
 
-def test_starting_the_profiler_is_in_no_step(clock, device, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_starting_the_profiler_is_in_no_step(clock, device, tmp_path, monkeypatch, capsys):
     class SlowToStart:
         def __enter__(self):
             clock.advance(30)  # as CUPTI is

@@ -1,7 +1,6 @@
 """A run that is killed at any moment loses at most the steps since its last checkpoint, and goes on as the same run."""
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -19,6 +18,7 @@ import psutil
 import pytest
 import safetensors
 import torch
+from checkpoints import forge, reseal
 from conftest import (
     PROGRAM,
     ROOT,
@@ -29,7 +29,6 @@ from conftest import (
     start,
     torchrun_command,
     train,
-    without_repeated_flags,
     words,
     write_model,
 )
@@ -38,13 +37,15 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoTokenizer
 
 import train_fsdp
-from harness.base import saved
-from harness.base.errors import UserError
+from harness import job, report
+from harness import model as models
+from harness.base import UserError, saved
 from harness.data import mixture
 from harness.job import endings, folders
 from harness.job.signals import StopRequest
 from harness.state import store
 from harness.state.shards import SafeReader
+from harness.state.train_state import TrainState
 
 needs_stager = pytest.mark.skipif(torch.__version__ < store.STAGER_SINCE, reason="saves are waited for on this torch")
 STEPS = 6
@@ -103,12 +104,6 @@ def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "r")
 
 
-def reseal(checkpoint, **changes) -> None:
-    manifest = json.loads((checkpoint / "manifest.json").read_text()) | changes
-    del manifest["sha256"]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
-
-
 def steps_of(folder) -> list[list]:
     return [[line[key] for key in KEYS] for line in metrics_of(folder) if not line.get("final")]
 
@@ -136,7 +131,7 @@ def told(output: str, name: str) -> str:
 
 STOPPED = [
     "",
-    "--no-async-checkpoint --gradient-accumulation-steps 2",
+    "--gradient-accumulation-steps 2",
     "--precision bf16 --num-workers 2",
     "--precision bf16-pure --lr-scheduler warmup_stable_decay",
     "--precision fp8 --fp8-emulate",
@@ -321,7 +316,7 @@ def test_a_path_that_leads_to_no_checkpoint_is_named_with_those_that_are_there(r
     there = {
         "s": f"no such folder; what can be resumed is {copied}",
         "r/checkpoints/step-00000005": f"no such folder; what can be resumed is {step}6, {step}4, {step}2",
-        "no/r": "no such folder; no run is beside it",
+        "no/r": "no such folder, and no checkpoint is beside it; a run saves some with --checkpoint-interval",
     }
     for path, said in there.items():
         message, expected = refused("r", "--resume", tmp_path / path), f"--resume {tmp_path / path}: {said}"
@@ -357,7 +352,7 @@ def test_a_second_start_beside_a_running_one_is_refused(flags, tmp_path):
     second = start([sys.executable, PROGRAM, *flags, *same, "--resume", "auto"])
     first.kill()
     first.communicate()
-    (line,) = without_repeated_flags(second.stderr).splitlines()
+    (line,) = second.stderr.splitlines()
     assert line.startswith(f"train_fsdp.py: error: --run-name r: another run is in {tmp_path / 'r'}")
 
 
@@ -483,17 +478,17 @@ def test_the_stall_of_the_loop_is_said(run, capsys):
 @pytest.mark.parametrize("beside", ["--async-checkpoint", "--no-async-checkpoint"])
 def test_a_save_is_in_no_figure_of_speed(run, tmp_path, monkeypatch, beside):
     """Each takes a second more, when it copies the state."""
-    tensors = train_fsdp.TrainState.tensors
-    monkeypatch.setattr(train_fsdp.TrainState, "tensors", lambda state: time.sleep(1) or tensors(state))
+    tensors = TrainState.tensors
+    monkeypatch.setattr(TrainState, "tensors", lambda state: time.sleep(1) or tensors(state))
     assert run("r", "--checkpoint-interval", 1, "--num-steps", 4, "--perf-warmup-steps", 1, beside) == 0
     assert all(line["step_time_ms"] < 900 for line in metrics_of(tmp_path / "r") if "step_time_ms" in line)
 
 
 @needs_stager
 def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch):
-    save, say, skipped = store.dcp.save, store.say, threading.Event()
+    save, say, skipped = store.dcp.save, job.say, threading.Event()
     monkeypatch.setattr(store.dcp, "save", lambda *args, **to: skipped.wait(300) and save(*args, **to))
-    monkeypatch.setattr(store, "say", lambda text: skipped.set() if text.startswith("skipped") else say(text))
+    monkeypatch.setattr(job, "say", lambda *text: skipped.set() if text[0].startswith("skipped") else say(*text))
     run("r", "--checkpoint-interval", 2, "--keep-checkpoints", 9)
     assert names(tmp_path / "r") == checkpoint_names(2, 6)
     run("branch", "--resume", tmp_path / "r" / "checkpoints" / "step-00000002")
@@ -502,19 +497,19 @@ def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, fini
 
 @needs_stager
 def test_a_slow_disk_skips_checkpoints_and_says_so(run, monkeypatch, tmp_path, capsys):
-    save, say, last_skipped = store.dcp.save, store.say, threading.Event()
+    save, say, last_skipped = store.dcp.save, job.say, threading.Event()
 
     def save_slowly(*args, **options):
         assert last_skipped.wait(300)
         return save(*args, **options)
 
-    def say_and_note(text):
-        say(text)
-        if text.startswith(f"skipped    checkpoint at step {STEPS - 1}"):
+    def say_and_note(*text):
+        say(*text)
+        if text[0].startswith(f"skipped    checkpoint at step {STEPS - 1}"):
             last_skipped.set()
 
     monkeypatch.setattr(store.dcp, "save", save_slowly)
-    monkeypatch.setattr(store, "say", say_and_note)
+    monkeypatch.setattr(job, "say", say_and_note)
     assert run("r", "--checkpoint-interval", 1) == 0
     assert "skipped    checkpoint at step 2" in capsys.readouterr().out
     assert names(tmp_path / "r") == checkpoint_names(1, STEPS)
@@ -530,7 +525,7 @@ def test_copies_are_made_in_the_same_memory_at_every_save_and_none_for_a_save_th
         save(tensors, **options)
 
     monkeypatch.setattr(store.dcp, "save", watched)
-    monkeypatch.setattr(store, "say", lambda text: None)
+    monkeypatch.setattr(job, "say", lambda *_: None)
     trained, build_model = [], train_fsdp.build_model
     keep = lambda *args, **options: trained.append(build_model(*args, **options)) or trained[-1]  # noqa: E731
     monkeypatch.setattr(train_fsdp, "build_model", keep)
@@ -722,15 +717,6 @@ class Attack:
         return os.system, (self.command,)
 
 
-def forge(checkpoint) -> None:
-    """Makes the manifest fit the files, as somebody with ill intent would."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    del manifest["sha256"]
-    files = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
-    manifest["files"] = {f.name: [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": saved.manifest_checksum(manifest)}))
-
-
 @pytest.mark.parametrize("place", ["index", "bytes entry", "tensor"])
 def test_a_checkpoint_runs_no_code(refused, copied, tmp_path, place):
     checkpoint, mark, name = copied / "checkpoints" / "step-00000004", tmp_path / "mark", "model.model.norm.weight"
@@ -794,8 +780,8 @@ def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, re
         optimizer.param_groups[1]["params"][0].to_local().fill_(math.inf)
 
     with monkeypatch.context() as unchecked:  # as a version without the checks saved it
-        unchecked.setattr(train_fsdp, "check_pass", lambda job, batch: None)
-        unchecked.setattr(train_fsdp, "step_or_skip", overflow)
+        unchecked.setattr(report, "check_pass", lambda *_: None)
+        unchecked.setattr(models, "step_or_skip", overflow)
         run("r", "--max-skipped", STEPS)
     path = tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}"
     assert not all(tensor.isfinite().all() for tensor in saved_values(path).values())
@@ -890,7 +876,7 @@ def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
     wait_until(lambda: steps_done(tmp_path / "r") >= 3, process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=600)
-    assert (process.returncode, without_repeated_flags(errors)) == (143, "")
+    assert (process.returncode, errors) == (143, "")
     assert f"stopped    by {number.name} after step" in output
     assert names(tmp_path / "r") == checkpoint_names(steps_done(tmp_path / "r"))
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import train_fsdp
 from harness.base import saved
 from harness.base.errors import UserError
+from harness.job import endings
 from harness.state import exports
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
@@ -178,12 +179,15 @@ def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch, size):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_what_is_no_export_of_this_program_is_never_written_over(run, refused, source, tmp_path):
+def test_what_is_no_export_of_this_program_is_never_written_over(run, refused, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(endings, "LISTENERS", [])
     (tmp_path / "there").mkdir()
     (tmp_path / "file").write_text("")
     pretrained = shutil.copytree(source, tmp_path / "pretrained")
     for folder in (tmp_path / "there", tmp_path / "file" / "below", tmp_path / "file", pretrained):
         assert f"{folder}" in refused("r", "--export", folder)
+        for listener in endings.LISTENERS:  # as where the process ends
+            listener(2)
         assert not (tmp_path / "r").exists()
     assert run("r", "--export", tmp_path / "export") == 0
     own = ("--init", "pretrained", "--model", tmp_path / "export", "--export", tmp_path / "export")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
+from harness import base
 from harness.base import saved
-from harness.flags.parser import record_flags
-from harness.state import train_state
+from harness.flags import record_flags
 from harness.state.train_state import Counters, TrainState
 from utils import PerformanceTracker
 
@@ -73,6 +73,6 @@ def test_a_stream_that_several_ranks_read_goes_on_from_the_earliest_of_their_pla
     state.take({"positions": {"web": {"0": [9, 0, 1], "1": [8, 0, 1], "2": [7, 0, 1]}}}, of_another_run=False)
     state.move_positions({"web": {0: (60, 0, 5), 1: (50, 0, 4)}})
     other = {("web", 0): (40, 0, 3), ("code", 0): (5, 0, 2)}
-    monkeypatch.setattr(train_state, "of_all_ranks", lambda mine: [mine, other])
+    monkeypatch.setattr(base, "of_all_ranks", lambda mine: [mine, other])
     shared = {"web": {0: (40, 0, 3), 1: (50, 0, 4), 2: (7, 0, 1)}, "code": {0: (5, 0, 2)}}
     assert state.counters()["positions"] == shared
