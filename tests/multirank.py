@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
-from harness import data, plan
+from harness import base, data, plan
 from harness import model as models
 from harness.base import from_main_process, of_all_ranks, on_main_rank
 from harness.flags import parse_args
@@ -243,13 +243,11 @@ def worst_of_two() -> None:
 def uneven(*argv: str) -> None:
     """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and works for
     300 ms longer than rank 0 in each of the first 4 steps, of two microbatches each."""
-    from harness.job import preflight
-
     rank = int(os.environ["RANK"])
-    node, own, make_batches = f"node-{'ab'[rank]}", preflight.versions(), data.training_batches
+    node, own, make_batches = f"node-{'ab'[rank]}", base.package_versions(), data.training_batches
     socket.gethostname = lambda: node
     heartbeats.RANKS[0] = node, os.getpid()
-    preflight.versions = lambda: own | ({"torch": "0.1"} if rank else {})
+    base.package_versions = lambda: own | ({"torch": "0.1"} if rank else {})
 
     def slowed(*arguments):
         for number, batch in enumerate(make_batches(*arguments)):

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import train_fsdp
 import utils
+from harness import model as models
 from harness import plan as planning
 from harness.flags.parser import parse_args
 from harness.job import start_processes, stop_processes
@@ -107,7 +108,7 @@ def measure(argv, device) -> dict:
     config = load_config(settings.model)
     settings = planning.resolve(settings, config)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-    optimizer = train_fsdp.build_optimizer(settings, model)
+    optimizer = models.build_optimizer(settings, model)
     average = WeightAverage(model, settings.ema) if settings.ema else None
     averages = list(average.tensors.values()) if average else []
     seen = {}

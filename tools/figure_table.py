@@ -1,8 +1,8 @@
 """The table of all figures, made from `harness.report.figures`. Called by hand, and by the test that compares
-docs/TRACKING.md with it:
+docs/MONITORING.md with it:
 
     python -m tools.figure_table                     # prints the table
-    python -m tools.figure_table docs/TRACKING.md    # puts it between the two markers of that file
+    python -m tools.figure_table docs/MONITORING.md    # puts it between the two markers of that file
 
 Independent of how a figure is computed.
 """

@@ -154,7 +154,8 @@ def tiles(final: dict) -> str:
             value = short(final[key]) if final[key] >= 1e6 else format(final[key], figure.tile)
             unit = f" {figure.unit}" if figure.unit in ("%", "GiB", "ms") else ""
             drawn.append(f"<div class=tile><small>{in_words(key)}</small><b>{value}{unit}</b></div>")
-    return f"<div class=tiles>{''.join(drawn)}</div>"
+    rows = max(1, math.ceil(len(drawn) / 6))  # as equal as they can be
+    return f"<div class=tiles style=--columns:{max(1, math.ceil(len(drawn) / rows))}>{''.join(drawn)}</div>"
 
 
 def stories(lines: list[dict]) -> str:
@@ -256,7 +257,8 @@ def charts(lines: list[dict]) -> str:
     for key in dict.fromkeys(key for line in lines for key in line):
         figure = find(key)
         points = [(line["step"], line[key]) for line in lines if figure and is_number(line.get(key))]
-        if points and figure.chart:
+        drawn = of_titles.get(figure.chart, []) if figure else []
+        if points and figure.chart and all(line.points != points for line in drawn):  # of one rank it is the slowest
             name = key.partition("/")[2] or ("training" if key == "loss" else in_words(key))
             dots = len(points) == 1 or (figure.name.startswith("eval/") and len(points) <= MAX_DOTS)
             of_titles.setdefault(figure.chart, []).append(Line(name, points, dots))

@@ -9,15 +9,13 @@ import sys
 from collections import Counter
 
 import multirank
+import object_stores
 import pytest
 from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
 
 from harness.base.errors import UserError
 from harness.data import stores
 from harness.data.files import find_files
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import object_stores
 
 
 class Store:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, parse, start
 
 from harness.plan import own_plan
@@ -57,10 +58,11 @@ def test_only_a_process_that_plans_for_a_run_watches_it(monkeypatch):
 def test_a_run_is_planned_beside_it_unless_the_flag_leaves_it_out(device, monkeypatch):
     started = []
     monkeypatch.setattr(own_plan, "start_plan", lambda settings: started.append(sleeping(60)) or started[0])
-    for flags in (["--plan-gpu", "B200", "--no-own-plan"], []):  # there is no GPU here either
-        with own_plan.planning_in_background(parse(flags), device) as process:
+    gpu = torch.device("cuda")
+    for flags, where, steps in ((["--no-own-plan"], gpu, 1), ([], gpu, 0), ([], device, 1)):
+        with own_plan.planning_in_background(parse(flags), where, steps) as process:
             assert process is None and not started
-    with own_plan.planning_in_background(parse(["--plan-gpu", "B200"]), device) as process:
+    with own_plan.planning_in_background(parse([]), gpu, 1) as process:
         assert process.poll() is None
     assert process.wait(300) < 0
 

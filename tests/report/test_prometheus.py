@@ -178,7 +178,7 @@ def test_promtool_finds_nothing_wrong_with(command):
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_each_alert_is_tried_firing_and_silent_says_how_urgent_it_is_and_has_its_paragraph():
+def test_each_alert_is_tried_firing_and_silent_says_how_urgent_it_is_and_has_its_row():
     tests = yaml.safe_load((LAUNCH / "prometheus-rules.test.yml").read_text())["tests"]
     tried = [(case["alertname"], bool(case.get("exp_alerts"))) for test in tests for case in test["alert_rule_test"]]
     assert set(tried) == {(name, fires) for name in ALERTS for fires in (True, False)}
@@ -186,4 +186,4 @@ def test_each_alert_is_tried_firing_and_silent_says_how_urgent_it_is_and_has_its
     for name, rule in ALERTS.items():
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"]["description"].endswith(f" docs/MONITORING.md#{name.lower()}")
-        assert f"\n### {name}\n" in page
+        assert f'\n| <a id="{name.lower()}"></a>{name}, {rule["labels"]["severity"]} | ' in page

@@ -10,6 +10,7 @@ from conftest import Stop, metrics_of, parse, train
 
 import train_fsdp
 from harness import data
+from harness import model as models
 from harness.base import saved
 from harness.model.skipping import WINDOW
 from harness.report import log as of_report
@@ -46,7 +47,7 @@ def leave_out(monkeypatch, steps: set[int]) -> None:
         if len(taken) not in steps:
             optimizer.step()
 
-    monkeypatch.setattr(train_fsdp, "step_or_skip", step_unless_left_out)
+    monkeypatch.setattr(models, "step_or_skip", step_unless_left_out)
 
 
 def logged(folder) -> list[dict]:
@@ -166,14 +167,14 @@ def test_more_in_a_row_than_max_skipped_end_the_run(device, arguments, mistake, 
 
 
 def test_an_update_that_overflows_ends_the_run_and_is_not_saved(device, arguments, mistake, tmp_path, monkeypatch):
-    step = train_fsdp.step_or_skip
+    step = models.step_or_skip
 
     def overflow(optimizer, skip):
         step(optimizer, skip)
         with torch.no_grad():
             optimizer.param_groups[1]["params"][0].to_local()[0] = math.inf  # of a norm
 
-    monkeypatch.setattr(train_fsdp, "step_or_skip", overflow)
+    monkeypatch.setattr(models, "step_or_skip", overflow)
     found = "the update made weights or optimizer states infinite or NaN at step"
     saves = mistake("--num-steps", 20, "--checkpoint-interval", 2, "--log-interval", 20, exit_code=1)
     assert saves.startswith(f"{found} 1; nothing was saved")  # step 2 was skipped
