@@ -124,7 +124,7 @@ def with_progress(batches: Batches, counts: Counter) -> Iterator[Encoded]:
     on_terminal = job.is_terminal(sys.stderr)
     hidden = not (speaks and on_terminal)
     bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, leave=False, disable=hidden)
-    start, next_line = time.monotonic(), FIRST_LINE_SECONDS
+    start, next_line = time.monotonic(), float(FIRST_LINE_SECONDS)
     with bar:
         for encoded, read, total in batches:
             yield encoded

@@ -200,9 +200,9 @@ class Tokens:
         starts = np.linspace(0, max(0, len(self) - 4096), 256, dtype=np.int64).tolist()
         digest = hashlib.sha256()
         for start in starts:
-            digest.update(self[start : start + 4096])
+            digest.update(self[start : start + 4096].tobytes())
             if self.is_chat:
-                digest.update(self.trained(start, min(start + 4096, len(self))))
+                digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
 
