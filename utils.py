@@ -152,7 +152,7 @@ def attention_flops(config, seq_len: int, masked: bool = False, causal: bool = F
     if not layer_types:  # Moshi has a window in its config that no mask of it reads
         layer_types = ["full_attention" if config.model_type == "moshi" else "sliding_attention"]
         layer_types *= config.num_hidden_layers
-    total = 0
+    total = 0.0
     for index, layer_type in enumerate(layer_types):
         layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
         heads = getattr(layer, "num_attention_heads", 0)
@@ -160,11 +160,11 @@ def attention_flops(config, seq_len: int, masked: bool = False, causal: bool = F
             continue
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         of_keys, of_values = (getattr(layer, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-        keys = seq_len
+        keys: float = seq_len
         if masked and layer_type in windows:
             keys = min(getattr(layer, windows[layer_type], None) or seq_len, seq_len)
         if causal and layer_type == "chunked_attention":
-            keys /= 2
+            keys = keys / 2
         elif causal:
             keys *= 1 - keys / (2 * seq_len)  # the first queries of a sequence have no full window before them
         total += 6 * heads * (of_keys + of_values) * keys

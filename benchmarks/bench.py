@@ -102,8 +102,8 @@ def loss_gpu() -> tuple:
     )
 
 
-# Milliseconds for 8,192 tokens of SmolLM3-3B on one H200, predicted before any of it was measured. The budget behind
-# them stands in docs/BENCHMARK.md. The rungs before cuDNN ask for flash: left to itself, torch takes cuDNN on a Hopper.
+# Milliseconds for 8,192 tokens of SmolLM3-3B on one H200, predicted before any of it was measured, and why. The rungs
+# before cuDNN ask for flash: left to itself, torch takes cuDNN on a Hopper.
 LADDER = [
     ("published settings", PUBLISHED, 485, "the sum of the budget"),
     ("fp32 master weights", {"precision": "bf16"}, 510, "32 bytes a parameter in AdamW for 16, fp32 reduction"),

@@ -54,7 +54,7 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
     measured = ["smollm3-3b", "--sequence-length", "8192"] if not rehearse else ["demo", "--sequence-length", "64"]
     measure = ["train_fsdp.py", "--measure", "--model", *measured, "--zero-stage", "2", "--cache-dir", "OUT"]
     beside = ["benchmarks/beside_cpu.py", "--ranks"]
-    shown = "import sys; from harness.base.versions import package_versions; print(sys.version.split()[0], versions())"
+    shown = "import sys; from harness import base; print(sys.version.split()[0], base.package_versions())"
     demo = ["train_fsdp.py", "--demo", "--output-dir", "OUT", "--run-name", "demo"]
     found = [Step("versions", 0.2, ["-c", shown]), Step("demo", 1, [*demo, *["--num-steps", "3"] * rehearse])]
     for name in OPTIMIZERS:

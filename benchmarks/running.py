@@ -1,5 +1,5 @@
-"""Running: one program with its flags in fresh processes, and what its figures are stamped with. Called by `bench` and
-`learning`. Independent of what is measured."""
+"""Running: one program with its flags in fresh processes, and what its figures are stamped with. Called by `bench`.
+Independent of what is measured."""
 
 import datetime
 import hashlib
@@ -21,7 +21,7 @@ from importlib.util import find_spec
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-OPTIONAL = ("lightning", "liger-kernel", "torchtitan")
+OPTIONAL = ("lightning", "torchtitan")
 PEERS = {  # program in benchmarks/peers: the package that it needs
     "hf_trainer": "transformers",
     "accelerate_fsdp2": "accelerate",

@@ -1,6 +1,6 @@
 """The program with symmetric memory for FSDP2's all-gathers, which no flag turns on before a GPU has measured it:
 
-    torchrun --nproc_per_node=4 benchmarks/symmetric_memory.py --model smollm3-3b --dataset synthetic --num-steps 30
+torchrun --nproc_per_node=4 benchmarks/symmetric_memory.py --model smollm3-3b --dataset synthetic --num-steps 30
 """
 
 import pathlib

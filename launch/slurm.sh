@@ -2,7 +2,7 @@
 # sbatch launch/slurm.sh --model llama3.1-8b --dp-replicate-size 2
 # From the project's folder, on a file system that all nodes see; arguments go to train_fsdp.py. The run lies in
 # outputs/slurm-JOBID, or where RUN_FOLDER in the environment of sbatch says, and goes on if it is there already.
-# What happens at the time limit, when a rank or a node dies, and at scancel: docs/SLURM.md
+# What happens at the time limit, when a rank or a node dies, and at scancel: docs/LAUNCH.md
 #SBATCH --job-name=train_fsdp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -23,7 +23,7 @@ exit_code() {
 
 # the hub is asked once, here, and not by every rank: fill its cache before, or leave this out with a network
 # export HF_HUB_OFFLINE=1
-# export NCCL_SOCKET_IFNAME=ib0 # and what else a fabric may need: docs/SLURM.md
+# export NCCL_SOCKET_IFNAME=ib0 # and what else a fabric may need: docs/LAUNCH.md
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; torchrun of torch 2.11 kills after 30 whatever it says
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # --max-restarts on several nodes: no restart meets dead ranks' addresses

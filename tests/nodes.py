@@ -64,7 +64,7 @@ def two_nodes(folder: pathlib.Path) -> Iterator[list[Node]]:
     nodes = []
     try:
         for name in ("node1", "node2"):
-            nodes.append(Node(name, hosts))
+            nodes.append(Node(name, hosts))  # noqa: PERF401 - the first is ended even if the second does not start
         ends = ["type", "veth", "peer", "name", "eth0", "netns"]
         subprocess.run(["ip", "link", "add", "eth0", "netns", f"{nodes[0].pid}", *ends, f"{nodes[1].pid}"], check=True)
         for node, here, there in zip(nodes, ("10.77.0.1", "10.77.0.2"), ("10.77.0.2", "10.77.0.1"), strict=True):

@@ -1,8 +1,8 @@
 """The table of all figures, made from `harness.report.figures`. Called by hand, and by the test that compares
-docs/TRACKING.md with it:
+docs/MONITORING.md with it:
 
     python -m tools.figure_table                     # prints the table
-    python -m tools.figure_table docs/TRACKING.md    # puts it between the two markers of that file
+    python -m tools.figure_table docs/MONITORING.md    # puts it between the two markers of that file
 
 Independent of how a figure is computed.
 """
@@ -12,8 +12,7 @@ import pathlib
 import re
 import sys
 
-from harness import report
-from harness.base import console
+from harness import base, report
 
 BEGIN, END = "<!-- begin: python -m tools.figure_table -->", "<!-- end: python -m tools.figure_table -->"
 
@@ -57,5 +56,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    console.never_fail()
+    base.never_fail()
     main()

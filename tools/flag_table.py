@@ -3,16 +3,14 @@ that compares that file with what this makes. It knows the parser, not what a fl
 
 import argparse
 
-from harness import base
-from harness.flags import make_parser
+from harness import base, flags
 
 BEGINNING = """# All flags
 
 As `--help` has them, in its groups; made from the parser by \
 `python -m tools.flag_table > docs/FLAGS.md`. In brackets stands the default. \
-[Performance](PERFORMANCE.md#what-flags-trade) says what flags cost and gain; \
-names of other trainers in [Migration](MIGRATION.md), what does not go together in \
-[Troubleshooting](TROUBLESHOOTING.md). `--config FILE` sets them too, as `batch-size = 4` or `batch_size = 4`.
+What the main flags trade is in the [README](../README.md#what-it-trades), names of other trainers in \
+[Migration](MIGRATION.md). `--config FILE` sets them too, as `batch-size = 4` or `batch_size = 4`.
 """
 
 
@@ -33,7 +31,7 @@ def shown(action: argparse.Action) -> str:
 def table() -> str:
     """The page in Markdown, a table for each group of --help that has flags of this program."""
     parts = [BEGINNING]
-    for group in make_parser()._action_groups:
+    for group in flags.make_parser()._action_groups:
         rows = [
             f"| {shown(action)} | {escaped(action.help)} |"
             for action in group._group_actions

@@ -1,7 +1,4 @@
-"""What the peers share: flags, the model, the optimizers, the windows, the clock, the line of figures.
-
-A statement that ends its first line with `# comparison` is no line of a user's own program (user_lines.py).
-"""
+"""What the peers share: flags, the model, the optimizers, the windows, the clock, the line of figures."""
 
 import argparse
 import json

@@ -8,7 +8,8 @@
 an evaluation, `evaluates_own_data` says whether one reads what its run read, `show_samples` prints what a step trains
 on. `open_windows` with a `Reading` is the library's way in (`utils.get_dataset`). Of a checkpoint `read_record` reads
 the `DataRecord`, `renamed` and `describe_changes` compare it, and `vocabulary_of` tells tokenizers apart. `mix`,
-`PackedDataset`, `SyntheticDataset`, `create_collate_fn` and `squared_lengths` are for tests and comparisons.
+`find_files`, `read_records`, `PackedDataset`, `SyntheticDataset`, `create_collate_fn` and `squared_lengths` are for
+tests and comparisons.
 """
 
 from harness.base import doors
@@ -32,6 +33,8 @@ __getattr__, __all__ = doors.open_door(
         "renamed": "mixture",
         "describe_changes": "mixture",
         "vocabulary_of": "encode",
+        "find_files": "files",
+        "read_records": "records",
         "PackedDataset": "windows",
         "SyntheticDataset": "windows",
         "create_collate_fn": "windows",

@@ -259,7 +259,7 @@ class RankBatches(IterableDataset):
             first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
             samples = range(first, first + self.batch_size)
             windows, positions = reader.read(samples)
-            batch = collate(windows)
+            batch: dict[str, Any] = dict(collate(windows))
             if positions:
                 batch["positions"] = positions
             if not self.data.is_uniform:

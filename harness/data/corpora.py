@@ -73,7 +73,7 @@ def look_into(
 ) -> Corpus:
     """A source as it is found. Without a `split` it is `train`, of hub data its first 5 %."""
     place = str(flags.ASSETS / "demo" / "stories") if source.dataset == "demo" else source.dataset
-    listing = files.find(place, subset)
+    listing = files.find_files(place, subset)
     if split is None:
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
     of_split = listing.of_split(parse_split(split)[0])

@@ -91,7 +91,7 @@ class Listing:
         return f"{files:,} of {files + len(self.left_out):,} (left out: {base.shortened(self.left_out)})"
 
 
-def find(place: str, subset: str | None = None) -> Listing:
+def find_files(place: str, subset: str | None = None) -> Listing:
     """The data files of a file, folder, pattern, URL or data set of the hub; a UserError where there are none."""
     path = os.path.expanduser(place)
     if base.is_url(path):
@@ -186,7 +186,9 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
 
 def walk(top: str) -> list[str]:
     """What lies in a folder and in those below it but hidden ones, each real folder once; links come last."""
-    paths, folders, links, entered = [], [top], [], set()
+    paths, folders = [], [top]
+    links: list[str] = []
+    entered: set[str] = set()
     while folders or links:
         folder = folders.pop() if folders else links.pop()
         if os.path.realpath(folder) in entered:
@@ -218,7 +220,7 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
             place = snapshot_download(dataset, repo_type="dataset", local_files_only=True)
         found = datasets.load_dataset_builder(place, subset).config.data_files or {}
     except Exception as error:
-        cause = error
+        cause: BaseException = error
         for _ in range(2):  # `datasets` wraps what happened up to twice
             cause = cause.__cause__ or cause
         problem = f"not a local file or folder, and not to be had from the hub ({base.first_line(cause)})"

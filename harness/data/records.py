@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -161,7 +161,7 @@ def split_records(stream: BinaryIO, mark: bytes, start: int = 0, end: int | None
 def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
     """The bytes of an open file, unpacked where its name says that it is packed."""
     if file.packing is None:
-        yield raw
+        yield cast(BinaryIO, raw)  # typing has no common name for both
         return
     import pyarrow
 

@@ -16,7 +16,7 @@ from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step
-from harness.data.chat import TODAY, describe_example
+from harness.data.chat import TODAY, ChatFormat, describe_example
 from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse_split
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.stream import Stream
@@ -294,12 +294,14 @@ def describe_packing(train: PackedDataset, reading: Reading, corpus: Corpus, wit
         lines["chat"] = (
             f"{base.counted(len(train.tokens.ends), 'conversation')}, trained on {100 * share:.1f} % of their tokens"
         )
-        if reading.encoder(corpus).asks_for_date():
+        encoder = reading.encoder(corpus)
+        if isinstance(encoder, ChatFormat) and encoder.asks_for_date():
             lines["chat"] += f"; their template prints today's date, which is {TODAY:%Y-%m-%d} every day"
     if train.is_chat and with_example:
         colours = job.is_terminal(sys.stdout)
         how = "dim text is not trained on" if colours else "[[ ]] is around what is trained on"
-        example = describe_example(train[0], reading.tokenizer, colours, train.real_tokens(0))
+        window: Any = train[0]  # a `Window`, as all of conversations are
+        example = describe_example(window, reading.tokenizer, colours, train.real_tokens(0))
         lines["example"] = f"({how})\n{example}"
     return lines
 
@@ -314,7 +316,8 @@ def describe(
     """The lines of the header about the text: what is trained on, in which shares, what is held out and left out."""
     if settings.dataset == "synthetic":
         return {"data": "synthetic, random tokens"}
-    alone, lines = len(corpora) == 1, {}
+    alone = len(corpora) == 1
+    lines: dict[str, str] = {}
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
     parts, held_out, tokenizers = [], [], []
     for corpus in corpora:
@@ -340,8 +343,7 @@ def describe(
     if not alone:
         first, *later = data.record.history
         shares = [first.describe()]
-        for segment in later:
-            shares.append(f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}")
+        shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
     if tokenizers:
         lines["tokenizer"] = "; ".join(tokenizers)

@@ -15,7 +15,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -73,7 +73,9 @@ class Stream:
         counts = Counter() if counts is None else counts
         for part in chunk:
             records = read_records(part.file, self.text_field, part.start, part.end)
-            for document in read_documents(records, self.encoder.vocab_size, self.skip_bad, counts):
+            # texts and token ids only: a stream of conversations is refused
+            documents: Iterator[Any] = read_documents(records, self.encoder.vocab_size, self.skip_bad, counts)
+            for document in documents:
                 if self.held_out is None or is_held_out(document) == self.held_out:
                     yield document
 
@@ -272,11 +274,12 @@ class StreamReader:
         ten times as many."""
         self.stream, self.positions, self.report = stream, positions, report
         self.lanes: dict[int, LaneReader] = {}
-        self.counts, self.reported = Counter(), 0
+        self.counts: Counter = Counter()
+        self.reported = 0
 
     def window(self, lane: int, number: int) -> np.ndarray | Window:
         if lane not in self.lanes:
-            position = tuple(self.positions.get(lane, BEGINNING))
+            position = self.positions.get(lane, BEGINNING)
             self.lanes[lane] = LaneReader(self.stream, lane, position, self.counts)
         window = self.lanes[lane].window(number)
         bad = self.counts["bad records"]

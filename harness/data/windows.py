@@ -130,8 +130,10 @@ class Tokens:
             ends = file.find_ends()
         else:
             chunks = [np.empty(0, np.int64)]
-            for start in range(0, len(file.tokens), CHUNK):
-                chunks.append(np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1)
+            chunks += [
+                np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1
+                for start in range(0, len(file.tokens), CHUNK)
+            ]
             ends = np.concatenate(chunks)
             if len(file.tokens) and (not len(ends) or ends[-1] != len(file.tokens)):
                 ends = np.append(ends, len(file.tokens))
@@ -240,8 +242,6 @@ class PackedDataset(Dataset):
     documents are not to see each other.
     """
 
-    padding_share = 0.0  # of the inputs of all windows
-
     def __init__(
         self, tokens: Tokens | np.ndarray, seq_len: int, document_mask: bool = False, end_of_text: int | None = None
     ):
@@ -300,6 +300,11 @@ class PackedDataset(Dataset):
     def total_tokens(self) -> int:
         """Inputs of all windows that are not padding."""
         return len(self) * self.seq_len
+
+    @property
+    def padding_share(self) -> float:
+        """Padding as a part of the inputs of all windows."""
+        return 0.0
 
     def documents(self, index: int) -> list[tuple[int, str, int]]:
         """(where it begins in the window, its place in words, offset in it of the token there) of each document that
@@ -396,7 +401,6 @@ class BestFitDataset(PackedDataset):
 
     @property
     def padding_share(self) -> float:
-        """Padding as a part of the inputs of all windows."""
         return 1 - self.total_tokens() / max(1, len(self) * self.seq_len)
 
     def documents(self, index: int) -> list[tuple[int, str, int]]:

@@ -14,8 +14,8 @@ A flag is one field of `Settings` in settings.py, which says all of it; what it 
 from harness.base import doors
 
 FILES = {
-    "settings": "Settings ASSETS PRESETS OPTIMIZERS TRACKERS LENGTHS PROFILED_STEPS default_warmup is_local must_match reported "
-    "record_flags",
+    "settings": "Settings ASSETS PRESETS OPTIMIZERS TRACKERS LENGTHS PROFILED_STEPS default_warmup is_local must_match "
+    "reported record_flags",
     "parser": "parse_args make_parser",
     "rules": "contradiction misfits_float8 not_a_folder_name",
     "schedules": "SCHEDULES",

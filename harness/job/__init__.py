@@ -24,6 +24,7 @@ __getattr__, __all__ = doors.open_door(
         "stop_processes": "world",
         "limit_waiting": "world",
         "ignore_signals": "signals",
+        "LISTENING": "signals",  # for benchmarks/faults.py
         "at_exit": "endings",
         "state_of": "endings",
         "INTERRUPTED": "endings",

@@ -174,8 +174,11 @@ def check_memory(settings: flags.Settings, parameters: int, each: ParameterBytes
     if need > available:
         beside = "gradients, optimizer states and average" if each.average else "gradients and optimizer states"
         what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their {beside}"
-        have = f"training on the host takes {need / base.GIB:,.1f} GiB and more ({what}), it has {available / base.GIB:,.1f}"
-        raise base.UserError(f"--model {settings.model}: {have}; try --demo, or look for GPUs that hold it by --plan")
+        needs = f"training on the host takes {need / base.GIB:,.1f} GiB and more ({what})"
+        has = f"it has {available / base.GIB:,.1f}"
+        raise base.UserError(
+            f"--model {settings.model}: {needs}, {has}; try --demo, or look for GPUs that hold it by --plan"
+        )
 
 
 def check_versions(described: list[dict]) -> Iterator[str]:
@@ -198,7 +201,8 @@ def check_taken(described: list[dict]) -> Iterator[str]:
         taken = sum(size for _, size in holders)
         if taken > FOREIGN_MEMORY:
             pids = ", ".join(str(pid) for pid, _ in holders[:MAX_NAMES])
-            held = f"{taken / base.GIB:.1f} of {about['memory'] / base.GIB:.1f} GiB of its GPU are held by others (pid {pids})"
+            gib = f"{taken / base.GIB:.1f} of {about['memory'] / base.GIB:.1f} GiB"
+            held = f"{gib} of its GPU are held by others (pid {pids})"
             yield f"{names([rank], described)}: {held}; end them, or leave this GPU out by CUDA_VISIBLE_DEVICES"
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 from importlib.util import find_spec
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils
 from transformers.integrations import sdpa_attention
 
 from harness import base, flags
+from harness.model.configs import text_config
 
 # private: whether torch's attention is given fewer keys than queries; there is no option for another rule
 use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
@@ -52,7 +54,7 @@ def choose_attention(settings: flags.Settings, config) -> str:
     sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if repeats_keys else use_gqa_in_sdpa
     if attention != "auto":
         return attention
-    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # private: in public transformers only raises where a family cannot
     if settings.document_mask and cuda and family._supports_flex_attn:
         return "flex_attention"  # it skips what is masked; the others compute it, and not by their fastest kernel
@@ -106,15 +108,23 @@ def describe_attention(settings: flags.Settings, config, device: str) -> str:
     return f"sdpa attention ({kernel})"
 
 
+def documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of the document that each token is in: positions begin at 0 in each."""
+    return (position_ids == 0).cumsum(-1)
+
+
+def one_document(position_ids: torch.Tensor) -> None:
+    """transformers' answer where no row is several documents."""
+
+
 def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> None:
     """Tells transformers where documents begin. By itself it reads positions back from the device: a sync in every
     forward, or in every layer with flash_attention_2. A UserError where a family cannot keep documents apart."""
     # private: a function of a mask could be registered in public, but these are called before it
-    masking_utils.find_packed_sequence_indices = lambda ids: (ids == 0).cumsum(-1) if document_mask else None
-    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: (
-        False
-    )  # private: as above
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    masking_utils.find_packed_sequence_indices = documents if document_mask else one_document
+    # private: as above
+    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+    kinds = set(getattr(text_config(model), "layer_types", None) or ())
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     if document_mask and not (takes_positions and kinds <= {"full_attention", "sliding_attention"}):
         raise base.UserError(f"--document-mask: {name} is more than attention over positions; leave the flag out")
@@ -123,4 +133,4 @@ def skip_packing_detection(model: nn.Module, name: str, document_mask: bool) -> 
 def without_packing_detection():
     """A context in which no row is taken for several documents, for tensors without data."""
     # private: as in `skip_packing_detection`
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", one_document)

@@ -3,10 +3,10 @@ each step and at evaluations, by exports and plans too. Independent of the optim
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from harness import base
 from harness.model.float8 import float8_weights
@@ -26,7 +26,7 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
-        self.tensors: dict[str, DTensor] = {}
+        self.tensors: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             self.tensors[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         self.restart()
@@ -48,7 +48,7 @@ class WeightAverage:
         """Takes in the weights after an optimizer step. `skip` is a tensor of one number, 1 where that step was
         skipped: the average then stays as it is. Nothing is read back from a device that has both."""
         pairs = self.pairs()
-        share = 1 - self.decay
+        share: Any = 1 - self.decay  # a number, or a tensor of one
         if skip is not None:
             share = share * (1 - skip.to(pairs[0][1]))
         of_one_dtype = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
@@ -89,7 +89,7 @@ class WeightAverage:
                 weight._precomputed_scale = scale  # private: as below
 
     @torch.no_grad()
-    def take_scales(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    def take_scales(self) -> list[tuple[Any, torch.Tensor | None]]:
         """Each float8 weight with its scale, which it loses: that of other values is computed at the next gather."""
         scales = []
         for weight in float8_weights(self.model):

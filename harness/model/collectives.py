@@ -5,6 +5,7 @@ torch 2.11 and 2.13.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def fsdp_group(module: nn.Module):
     return module._get_fsdp_state()._fsdp_param_group  # private: public methods set what it does, none gives it
 
 
-def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
+def sharded_modules(model: nn.Module) -> Iterator[Any]:
     """The modules that `fully_shard` was called for, but those without parameters of their own."""
     for module in model.modules():
         if fsdp_group(module):
@@ -74,12 +75,14 @@ class WholeParameter(FSDPParam):
     def all_gather_inputs(self) -> list[torch.Tensor]:
         return [self.whole]  # not cast yet: FSDP2 copies it into the output, which casts
 
-    def init_all_gather_outputs(self, numels, dtypes, world_size, device, **options) -> None:
+    def init_all_gather_outputs(
+        self, all_gather_input_numels, all_gather_input_dtypes, world_size, device, **options
+    ) -> None:
         if self.computes_itself:
             self.all_gather_outputs = [self.whole]  # and copying it onto itself is nothing
         else:
             super().init_all_gather_outputs(
-                numels, [self.param_dtype or self.orig_dtype], world_size, device, **options
+                all_gather_input_numels, [self.param_dtype or self.orig_dtype], world_size, device, **options
             )
 
     def free_unsharded_param(self) -> None:

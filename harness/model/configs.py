@@ -2,10 +2,10 @@
 
 import inspect
 import json
-import math
 import os
 import pathlib
 import re
+from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -67,12 +67,17 @@ def malformed(config) -> str:
     return ""
 
 
+def text_config(model: Any) -> Any:
+    """The config of a model's text part. torch has every attribute of a module for a tensor or a module."""
+    return model.config.get_text_config()
+
+
 def choose_sequence_length(settings: flags.Settings, config) -> int:
     """--sequence-length, by default 8192 or as many positions as the model has; a UserError where it has fewer and
     something is trained."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    length = settings.sequence_length or min(8192, positions)
-    if length > positions and settings.num_steps:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = settings.sequence_length or min(8192, positions or 8192)
+    if positions and length > positions and settings.num_steps:
         advice = f"give --sequence-length {positions} or less"
         raise base.UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
     if settings.batch_size != "auto" and settings.batch_size * length > MAX_TOKENS:
@@ -94,7 +99,8 @@ def refuse_foreign_code(flag: str, error: Exception) -> None:
 def untrainable(config) -> str:
     """Why a family would train wrong, or cannot train with sharded layers and labels that are shifted already; empty
     where its source shows no reason (`loss.check_labels` and `materialize` refuse what shows only later)."""
-    text, family = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = config.get_text_config()
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if "self.loss_function(" not in inspect.getsource(inspect.unwrap(family.forward)):
         return f"{family.__name__} computes a loss of its own, of labels that it may shift"
     reads = re.search(r"if .*is_decoder", inspect.getsource(inspect.getmodule(family)))  # some have it for nothing

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from harness import job
-from harness.model.optimization import clip_grad_norm
+from harness.model.configs import text_config
+from harness.model.optimization import clip_grad_norm, mesh_of
 from harness.model.sampling import evaluating
 
 TOKENS = 16  # of a pass that needs no data
@@ -15,8 +16,8 @@ TOKENS = 16  # of a pass that needs no data
 def loss_without_data(model: nn.Module) -> float:
     """The loss on TOKENS tokens from all over the vocabulary, on all ranks; every rank calls this."""
     job.enter_phase("check")
-    device = next(model.parameters()).device_mesh.device_type
-    vocabulary = model.config.get_text_config().vocab_size
+    device = mesh_of(model).device_type
+    vocabulary = text_config(model).vocab_size
     tokens = (torch.arange(TOKENS, device=device) * vocabulary // TOKENS)[None]
     with evaluating(model), torch.compiler.set_stance("force_eager"):  # nothing is compiled for a shape that comes once
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

@@ -4,12 +4,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from harness import base, flags
+from harness.model.optimization import mesh_of
 
 
 def check_float8(settings: flags.Settings) -> None:
@@ -100,10 +102,11 @@ def fp8_converter(recipe: str, emulate: bool, compiled: bool) -> Callable[[nn.Mo
     return convert
 
 
-def float8_weights(model: nn.Module) -> list[torch.Tensor]:
+def float8_weights(model: nn.Module) -> list[Any]:
     """This rank's parts of the weights that are cast before their all-gather, each with its `_precomputed_scale`."""
-    # private: `to_local` makes another object, which takes no scale to the next all-gather
-    shards = [parameter._local_tensor for parameter in model.parameters()]
+    parameters: Any = model.parameters()  # DTensors, whatever torch's types say
+    # private: public `to_local` makes another object, which takes no scale to the next all-gather
+    shards = [parameter._local_tensor for parameter in parameters]
     return [shard for shard in shards if hasattr(shard, "_precomputed_scale")]  # private: as in the cast
 
 
@@ -115,7 +118,7 @@ def compute_float8_scales(model: nn.Module) -> None:
     weights = float8_weights(model)
     if not weights:
         return
-    mesh = next(model.parameters()).device_mesh
+    mesh = mesh_of(model)
     group = mesh.get_group("shard")
     largest = torch.zeros(len(weights), device=weights[0].device)
     held = [number for number, weight in enumerate(weights) if weight.numel()]  # a shard may be empty

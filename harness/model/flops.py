@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -49,7 +50,8 @@ def computes_every_score(config) -> bool:
     """Whether a model of this config has eager attention, which computes the scores that its masks then leave out."""
     attention = config._attn_implementation  # private: in public it is only an argument of `from_config`
     if attention is None:
-        return not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa  # private: transformers' own choice
+        family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return not family._supports_sdpa  # private: transformers' own choice
     return attention == "eager"
 
 

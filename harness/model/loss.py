@@ -3,6 +3,7 @@ Called by the script while it builds a model. Independent of ranks and sharding:
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +103,7 @@ def full_loss(logits: torch.Tensor, labels: torch.Tensor, *_, **__) -> torch.Ten
     return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
-def adapt_forward(model: nn.Module, settings: flags.Settings) -> None:
+def adapt_forward(model: Any, settings: flags.Settings) -> None:
     """Makes transformers' forward train as this program does: with its loss, by labels that are shifted already and
     checked to arrive so; documents apart where they are masked; the router loss beside the loss. Comes before whatever
     wraps or compiles the layers."""
@@ -119,7 +120,8 @@ def choose_loss(fused: bool | None, config) -> bool:
     """Whether the head is fused into the loss, for `--fused-loss`; a UserError where it was asked for and cannot be."""
     if fused is False:
         return False
-    head = on_meta(config).get_output_embeddings()
+    model: Any = on_meta(config)
+    head = model.get_output_embeddings()
     fields = vars(config.get_text_config()).items()
     capped = any(value for name, value in fields if re.search("^(?!attn).*logits?_soft_?cap", name))
     linear = isinstance(head, nn.Linear) and not capped
@@ -128,9 +130,10 @@ def choose_loss(fused: bool | None, config) -> bool:
     return linear
 
 
-def check_labels(model: nn.Module) -> None:
+def check_labels(model: Any) -> None:
     """Makes a forward whose family hands other labels to the loss than it was given, or none, a UserError."""
-    given, loss = {}, model.loss_function
+    given: dict[str, torch.Tensor | None] = {}
+    loss = model.loss_function
 
     def checked(logits, labels, *args, **options):
         if labels is None or labels.shape != given["labels"].shape:
@@ -157,7 +160,7 @@ def is_multiple(result: torch.Tensor, tensor: torch.Tensor) -> bool:
     return True
 
 
-def fuse_loss(model: nn.Module, compiled: bool) -> None:
+def fuse_loss(model: Any, compiled: bool) -> None:
     """Makes the head hand its input through when there are labels, and the loss multiply by the head in chunks.
 
     transformers' own forward stays in charge, so what it does between head and loss (scaling, a router loss) still
@@ -167,7 +170,7 @@ def fuse_loss(model: nn.Module, compiled: bool) -> None:
     project = head.forward
     chunk = torch.compile(loss_and_gradient) if compiled else loss_and_gradient
 
-    inputs_of_head = []  # of the last forward only
+    inputs_of_head: list[torch.Tensor] = []  # of the last forward only
 
     def hand_through(hidden):
         inputs_of_head[:] = [hidden]

@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from harness.model.configs import text_config
 from harness.model.weights import decoder_layers
 
 # Projections whose outputs are queries, then keys, then values, and families in which others of that name mix them by
@@ -66,7 +67,7 @@ class MatrixWeight:
 def matrix_weights(model: nn.Module) -> dict[str, MatrixWeight]:
     """The weights of a model that are matrices, by their names, `index` being the place in this dict: weights of two
     dimensions inside decoder layers, and stacks of experts. Embeddings, biases and convolutions are none."""
-    config = model.config.get_text_config()
+    config = text_config(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, MatrixWeight] = {}
     for module in decoder_layers(model).modules():

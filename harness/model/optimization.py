@@ -91,15 +91,22 @@ def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.O
         needs = f"needs the package {kind.package} (pip install {kind.package})"
         raise base.UserError(f"--optimizer {settings.optimizer}: {needs}")
     groups = [group for group in kind.groups(model, settings) if group["params"]]
-    optimizer = kind.build(groups, settings)
+    optimizer: Any = kind.build(groups, settings)
     optimizer.skips_on_device = kind.skips_on_device
     return optimizer
 
 
-def local(tensor: DTensor) -> torch.Tensor:
-    """This rank's part; of a float8 weight the master weight that it wraps. Called without gradients."""
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, which torch's types call a parameter or a tensor; of a float8 weight the master
+    weight that it wraps. Called without gradients."""
     shard = tensor.to_local()
     return getattr(shard, "_tensor", shard)  # private: torchao's public way to the weight is to cast it, at a copy
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """The mesh over which a model's parameters are sharded."""
+    parameter: Any = next(model.parameters())
+    return parameter.device_mesh
 
 
 @torch.no_grad()
@@ -109,7 +116,8 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     mesh = parameters[0].device_mesh
     if not hasattr(optimizer, "grad_scale"):
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor()
+        total: Any = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = total.full_tensor()
         if max_norm:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return largest_of_replicas(norm, mesh)

@@ -1,6 +1,8 @@
 """Routing: the router loss of a mixture of experts, by which its experts get equal numbers of tokens, and how unequal
 these numbers are. Called by the script while it builds a model, and in its step. Independent of ranks."""
 
+from typing import Any
+
 import torch
 import transformers
 from torch import nn
@@ -14,7 +16,7 @@ class Routing:
     probability), over all layers' tokens together, padding included. It is `top_k` where the experts are used alike.
     """
 
-    def __init__(self, routers: list[tuple[nn.Module, int]], top_k: int, coefficient: float):
+    def __init__(self, routers: list[tuple[Any, int]], top_k: int, coefficient: float):
         """`routers` are (module, index of the logits in its output); `coefficient` is the factor of the router loss in
         what is trained, 0 where it is not trained on."""
         self.routers, self.top_k, self.coefficient = [router for router, _ in routers], top_k, coefficient
@@ -33,7 +35,8 @@ class Routing:
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(the router loss of the last forward pass, how many tokens went to each expert, fp32 of shape (layers,
         experts)); on the device. Lets go of the logits."""
-        assignments, probabilities, rows = [], 0.0, 0
+        assignments, rows = [], 0
+        probabilities: Any = 0.0
         for router in self.routers:
             logits, router.kept_logits = router.kept_logits, None
             of_tokens = logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
@@ -47,7 +50,7 @@ class Routing:
         return loss, counts
 
 
-def watch_routers(model: nn.Module, init: str) -> None:
+def watch_routers(model: Any, init: str) -> None:
     """Gives a model its `routing`, None where it has no router loss that is known here; its own forward adds none to
     the loss from now on. Comes before whatever wraps or compiles the layers.
 
@@ -104,7 +107,7 @@ def leave_out_router_loss(model: nn.Module, args: tuple, options: dict) -> tuple
     return args, options
 
 
-def describe_routing(model: nn.Module) -> str:
+def describe_routing(model: Any) -> str:
     """The line of the header about the routers of a model; empty for one without experts."""
     if not find_routers(model):
         return ""

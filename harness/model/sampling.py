@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-def sample(settings: flags.Settings, prompt: str, model: nn.Module, tokenizer, device: torch.device) -> dict[str, str]:
+def sample(settings: flags.Settings, prompt: str, model: Any, tokenizer, device: torch.device) -> dict[str, str]:
     """`prompt` and, as `text`, it with its continuation; every rank takes part with the same random numbers."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     # the length changes with every token: eager code and no cuDNN, or both would start again each time

@@ -1,6 +1,8 @@
 """Skipping: decides on the device whether an optimizer step is left out, because its gradient norm is NaN or infinite
 or far above those before it, and leaves it out. Called by the script's step. Independent of who counts such steps."""
 
+from typing import Any
+
 import torch
 
 WINDOW = 128  # steps whose norms a spike is compared with
@@ -62,7 +64,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "skips_on_device", False)
 
 
-def step_or_skip(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+def step_or_skip(optimizer: Any, skip: torch.Tensor) -> None:
     """Takes the optimizer's step, unless `skip` is 1: then no weight, no state and no step count changes."""
     if skips_on_device(optimizer):
         optimizer.skip = skip

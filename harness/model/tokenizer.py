@@ -17,13 +17,13 @@ transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 any_class_from_name = tokenization_auto.tokenizer_class_from_name
 
 
-def tokenizer_class_from_name(name: str) -> type | None:
+def tokenizer_class_from_name(class_name: str) -> type | None:
     """transformers' tokenizer of that name; a ValueError where the name is that of anything else."""
-    kind = any_class_from_name(name)
+    kind = any_class_from_name(class_name)
     is_tokenizer = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedTokenizerBase)
     if kind is None or is_tokenizer or getattr(kind, "is_dummy", False):  # a dummy says which package is missing
         return kind
-    raise ValueError(f"its tokenizer_class {name} is no tokenizer")
+    raise ValueError(f"its tokenizer_class {class_name} is no tokenizer")
 
 
 def load_tokenizer(settings: flags.Settings, config, needed: bool = True):

@@ -1,7 +1,7 @@
 """Verification: whether everything that was to be sharded is, and whether all of it is held in the dtype that the flags
 ask for. Called by the script before the first step."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ def verify_sharding(
     check_dtypes(held)
     check_first_gradients(optimizer, parameters, weights)
 
-    of_rank = sum(parameter.to_local().numel() for parameter in parameters.values())
+    of_rank = sum(local(parameter).numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in parameters.values())
     counts = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
     if averages:
@@ -92,6 +92,7 @@ def held_states(settings: flags.Settings, parameters: dict[str, nn.Parameter], o
     """The states of one name and dtype, with the dtype that the optimizer's file has for them."""
     declared = find_optimizer(settings.optimizer).state_dtypes
     held: dict[tuple[str, torch.dtype], Held] = {}
+    parameter: Any  # a DTensor
     for parameter_name, parameter in parameters.items():
         wanted = declared(settings, parameter) if declared else {}
         for key, state in optimizer.state.get(parameter, {}).items():

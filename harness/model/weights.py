@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+from typing import Any
 
 import torch
 import transformers
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from harness import base, job
 from harness.model.attention import ONE_KERNEL
+from harness.model.configs import text_config
 
 
 def on_meta(config, attention: str | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -38,11 +40,12 @@ def count_parameters(config) -> int:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of decoder layers: the outermost ModuleList with as many modules as the config has layers."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            lists[name] = module
+    count = text_config(model).num_hidden_layers
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    }
     if not lists:
         raise base.UserError(f"--model: no list of {count} decoder layers found in {type(model).__name__}")
     outermost = min(lists, key=lambda name: name.count("."))
@@ -121,14 +124,14 @@ class PretrainedWeights:
         UserError: there are no safetensors, they cannot be read, or a weight of the model is not among them.
     """
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList, source: str, dtype: torch.dtype):
+    def __init__(self, model: Any, layers: nn.ModuleList, source: str, dtype: torch.dtype):
         downloads_are_shown = job.is_first_rank() and not are_progress_bars_disabled()
         transformers.utils.logging.disable_progress_bar()  # of each layer, but it ends those of downloads too
         if downloads_are_shown:
             enable_progress_bars()
         self.model, self.source, self.dtype = model, source, dtype
         # private: how names and layouts of a checkpoint become the model's; `from_pretrained` reads whole models only
-        self.rules = transformers.conversion_mapping.get_model_conversion_mapping(model)
+        self.rules: Any = transformers.conversion_mapping.get_model_conversion_mapping(model)
         self.names = model.state_dict()
         path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
@@ -158,9 +161,10 @@ class PretrainedWeights:
 
     def load(self, layer: int | None, modules: list[nn.Module], device: torch.device) -> None:
         """Reads the tensors of one decoder layer (None: of all else) into the model's `modules`."""
-        options = {"dtype": self.dtype, "weight_mapping": self.rules, "device_map": {"": device}}
         # private: as above
-        config = transformers.modeling_utils.LoadStateDictConfig(**options)
+        config = transformers.modeling_utils.LoadStateDictConfig(
+            dtype=self.dtype, weight_mapping=self.rules, device_map={"": device}
+        )
         transformers.core_model_loading.convert_and_load_state_dict_in_model(
             self.model, self.slices.get(layer, {}), config
         )
@@ -174,8 +178,7 @@ class PretrainedWeights:
                     raise base.UserError(f"--init pretrained: {self.source} has no {missing}")
 
 
-def as_in_checkpoint(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_in_checkpoint(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Some tensors of a model by the names and in the layouts of its checkpoints."""
-    return transformers.core_model_loading.revert_weight_conversion(
-        model, tensors
-    )  # private: `save_pretrained` takes whole models
+    # private: `save_pretrained` takes whole models
+    return transformers.core_model_loading.revert_weight_conversion(model, tensors)

@@ -102,7 +102,7 @@ class Ranks:
 
     def slots(self, batch: Batch, replica: int) -> list[tuple[int, MatrixWeight]]:
         """(slot, weight) of the weights that a replica's ranks own, among all slots of these ranks."""
-        slots = []
+        slots: list[tuple[int, MatrixWeight]] = []
         for shard, owned in enumerate(batch.owned[replica * self.shards :][: self.shards]):
             slots += enumerate(owned, shard * batch.slots)
         return slots

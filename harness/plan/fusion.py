@@ -3,7 +3,7 @@ by `recorder`. Independent of the step that the region belongs to and of any GPU
 
 import operator
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -34,6 +34,9 @@ def is_one_hot(node: Node) -> bool:
     Inductor makes a comparison of it, which it fuses: `scatter_upon_const_tensor` in its joint_graph.py."""
     if node.target is not torch.ops.aten.scatter.value:
         return False
+    constant: Any
+    dim: Any
+    index: Any
     constant, dim, index = node.args[:3]
     one_place = list(node.meta["val"].shape)
     one_place[dim] = 1

@@ -160,11 +160,12 @@ def attentions(settings: flags.Settings, config, device: torch.device) -> Callab
     for count in (heads, key_heads, key_heads):
         shape = int(settings.batch_size), count, length, head_dim
         inputs.append(torch.randn(shape, dtype=dtype_of(settings), device=device, requires_grad=True))
-    gradient = torch.randn_like(inputs[0])
+    query, key, value = inputs
+    gradient = torch.randn_like(query)
 
     def call() -> None:
         with models.any_attention_kernel():
-            output = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=heads != key_heads)
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
         torch.autograd.grad(output, inputs, gradient)
 
     return call

@@ -47,7 +47,6 @@ def start_plan(settings: flag_rules.Settings) -> subprocess.Popen:
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [
         "nice",
         "-n",
@@ -57,7 +56,9 @@ def start_plan(settings: flag_rules.Settings) -> subprocess.Popen:
         *flag_rules.as_words(settings.given),
         *flags,
     ]
-    return subprocess.Popen(command, env=environment, **pipes)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:

@@ -122,11 +122,14 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
         if name != "calls":
             continue
         key = (phase, *group)
-        seconds = rates.seconds_of_collective(*group, counts["calls", *key], counts["sent_bytes", *key])
-        ends = counts.get(("end_calls", *key), 0), counts.get(("end_bytes", *key), 0)
-        at_the_ends = rates.seconds_of_collective(*group, *ends)
+        kind, ranks, nodes, of_node = group
+        seconds = rates.seconds_of_collective(
+            kind, ranks, nodes, of_node, counts["calls", *key], counts["sent_bytes", *key]
+        )
+        end_calls, end_bytes = counts.get(("end_calls", *key), 0), counts.get(("end_bytes", *key), 0)
+        at_the_ends = rates.seconds_of_collective(kind, ranks, nodes, of_node, end_calls, end_bytes)
         communication += seconds
-        if phase in ("optimizer", "update") and group[0] not in DIVIDES_WORK:
+        if phase in ("optimizer", "update") and kind not in DIVIDES_WORK:
             at_the_ends = seconds
         exposed += at_the_ends
         beside["optimizer" if phase == "update" else phase] += seconds - at_the_ends

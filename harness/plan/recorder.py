@@ -52,7 +52,7 @@ class StepRecorder(TorchDispatchMode):
         self.kind = "activations"  # of a storage of which nothing else is known
         self.pools: list[int] = []  # of each storage: the stream that it was allocated in, 0 for the default one
         self.marks: list[tuple] = [(0, (None, "build"))]  # (first event, its key: see `mark`)
-        self.counts: collections.Counter = collections.Counter()
+        self.counts: dict[tuple, Any] = collections.Counter()  # of seconds and bytes too, so not of int alone
         self.collectives: list[tuple] = []  # (phase, kind, ranks, nodes, of_node, bytes sent), in their order
         self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
         self.microbatch: int | None = None
@@ -270,4 +270,5 @@ def group_of(args) -> dist.ProcessGroup:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
     names = [arg for arg in args if isinstance(arg, str)]
-    return dist.distributed_c10d._resolve_process_group(names[-1])  # private: no public name finds a group by its name
+    name: Any = names[-1]  # torch has a type of its own for it
+    return dist.distributed_c10d._resolve_process_group(name)  # private: no public name finds a group by its name

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from harness import flags
 from harness import model as models
@@ -221,7 +222,7 @@ class Search:
         asked, best = self.row(), self.fastest()
         for row in self.rows.values():
             row |= {"asked": row is asked, "fastest": row is best}
-        result = {
+        result: dict[str, Any] = {
             "configurations": list(self.rows.values()),
             "fastest": best,
             "fits_with": self.fits_with,
@@ -245,7 +246,7 @@ def memory_savers(settings: flags.Settings) -> list[dict]:
     """Changes of settings that lower memory, the one that costs least speed first; without those that are made
     already. The tokens of a step stay."""
     least, batch = settings.batch_step(), settings.batch_size
-    savers = []
+    savers: list[dict[str, Any]] = []
     if settings.fused_loss is False:
         savers.append({"fused_loss": True})
     if settings.zero_stage < 3:
@@ -259,8 +260,7 @@ def memory_savers(settings: flags.Settings) -> list[dict]:
         savers.append({"batch_size": least, "gradient_accumulation_steps": samples // least})
     if settings.activation_checkpointing != "full":
         savers.append({"activation_checkpointing": "full"})
-    for name in models.memory_saving_optimizers(settings.optimizer):
-        savers.append({"optimizer": name})
+    savers += [{"optimizer": name} for name in models.memory_saving_optimizers(settings.optimizer)]
     if not settings.cpu_offload:
         savers.append({"cpu_offload": True})
     return savers

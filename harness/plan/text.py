@@ -250,8 +250,8 @@ def fill(title: str, text: str) -> str:
     """A title and its text, wrapped to the terminal, to 80 columns where there is none; no number leaves its %."""
     width = min(job.width() or 80, 120)
     line = job.columns({title: text.replace(" %", "\N{NO-BREAK SPACE}%")})
-    options = {"subsequent_indent": " " * 11, "break_on_hyphens": False, "break_long_words": False}
-    return textwrap.fill(line, width, **options).replace("\N{NO-BREAK SPACE}", " ")
+    filled = textwrap.fill(line, width, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False)
+    return filled.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def figures(row: dict, share: tuple | None = None) -> str:

@@ -52,6 +52,7 @@ class MetricsFile:
         self.lines = [line for line in kept if "final" not in line]
         self.final = next((line for line in kept if "final" in line and line["step"] == step), None)
         job.replace_file(path, "".join(as_json(line) + "\n" for line in self.lines))
+        self.path = path
         self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
         self.waiting = b""
         self.lock = threading.Lock()  # a checkpoint's thread makes the lines durable while the loop adds more
@@ -77,6 +78,7 @@ class MetricsFile:
         try:
             self.write()
             os.fsync(self.file.fileno())
+            base.sync_to_disk(self.path.parent)  # the file took its name when this start began
         except OSError as error:
             raise OSError(f"metrics.jsonl: {error.strerror}") from error
 

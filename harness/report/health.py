@@ -136,8 +136,7 @@ def first_not_finite(metrics: dict, losses: list[float | None]) -> NotFinite | N
     step = metrics["step"]
     figures = [(of_step, "loss", loss) for of_step, loss in enumerate(losses, step - len(losses) + 1)]
     figures.append((step, "grad norm", metrics.get("grad_norm")))
-    for key in ("eval_loss", "eval_loss_ema"):
-        figures.append((step, key.replace("_", " "), metrics.get(key)))
+    figures += [(step, key.replace("_", " "), metrics.get(key)) for key in ("eval_loss", "eval_loss_ema")]
     for of_step, name, value in figures:
         if value is not None and not math.isfinite(value):
             return NotFinite(of_step, f"{name} became {value}")

@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,7 +141,8 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The full tensors on the host of rank 0, nothing on the other ranks. Every rank calls this."""
     gathered = {}
     for name, tensor in tensors.items():
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+        detached: Any = tensor.detach()
+        full = detached.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
             gathered[name] = full.cpu()
     return gathered

@@ -193,7 +193,8 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
     if sequences % world:
         worlds = [ranks for ranks in range(1, sequences + 1) if sequences % ranks == 0]
         nearest = sorted(sorted(worlds, key=lambda ranks: abs(ranks - world))[:4])
-        problem = f"{base.counted(world, 'rank')} cannot share the run's global batch of {base.counted(sequences, 'sequence')}"
+        batch = base.counted(sequences, "sequence")
+        problem = f"{base.counted(world, 'rank')} cannot share the run's global batch of {batch}"
         advice = f"use another number of ranks, such as {', '.join(map(str, nearest))}"
         other = f"another --batch-size N for a global batch of {world} x N"
         raise base.UserError(f"--batch-size {size}: {problem}; {advice}, or give {other}")
@@ -207,6 +208,7 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
         factor = min(factor for factor in range(2, size + 1) if size % factor == 0)
         asking = {"batch_size": size // factor, "gradient_accumulation_steps": accumulation * factor}
         problem = f"with {world} ranks a global batch of {base.counted(asked, 'sequence')}, and the run has {sequences}"
-        advice = f"give {flag_rules.as_flags(keeping)} to keep the run's, or {flag_rules.as_flags(asking)} for one of {asked}"
+        to_keep, to_change = flag_rules.as_flags(keeping), flag_rules.as_flags(asking)
+        advice = f"give {to_keep} to keep the run's, or {to_change} for one of {asked}"
         raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
     return dataclasses.replace(settings, batch_size=fitting, gradient_accumulation_steps=of_rank // fitting)

@@ -270,7 +270,7 @@ def local_part(tensor: torch.Tensor) -> Any:
 def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor with the layout of `tensor` and another local part, which may be on the host though the mesh is one of
     GPUs."""
-    # private: `DTensor.from_local` would move the local part to the device of the mesh
+    # private: public `DTensor.from_local` would move the local part to the device of the mesh
     return DTensor(local, tensor._spec, requires_grad=False)
 
 

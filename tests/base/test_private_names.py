@@ -158,7 +158,7 @@ def test_every_private_name_is_in_the_installed_versions():
 
 
 @pytest.mark.parametrize(
-    ("line", "is_there"),
+    "line, is_there",
     [
         ("torch._foreach_norm(x)", True),
         ("torch._foreach_gone(x)", False),

@@ -23,7 +23,7 @@ def make(folder, *names: str):
 
 
 def splits_of(place) -> dict[str, list[str]]:
-    found = files.find(str(place))
+    found = files.find_files(str(place))
     return {split: [file.name for file in of_split] for split, of_split in found.splits.items()}
 
 
@@ -38,23 +38,23 @@ def test_a_split_is_a_folder_or_a_whole_file_name_and_nothing_else(tmp_path):
         "train": ["train-00000-of-00002.txt", "train-00001-of-00002.txt"],
         "validation": ["val.txt"],
     }
-    assert files.find(str(tmp_path / "b")).describe() == "4 of 5 (left out: more.txt (not in a split))"
+    assert files.find_files(str(tmp_path / "b")).describe() == "4 of 5 (left out: more.txt (not in a split))"
     assert splits_of(tmp_path / "b" / "val.txt") == {"train": ["val.txt"]}  # a single file is what is asked for
     assert splits_of(tmp_path / "b" / "t*.txt") == {"train": ["train-00000-of-00002.txt", "train-00001-of-00002.txt"]}
     make(tmp_path / "c", "x.txt", "validation.txt")
     assert splits_of(tmp_path / "c") == {"train": ["x.txt"], "validation": ["validation.txt"]}
     with pytest.raises(NoSplitError, match=r"split 'test': there is none; there is train, validation"):
-        files.find(str(tmp_path / "c")).of_split("test")
+        files.find_files(str(tmp_path / "c")).of_split("test")
 
 
 def test_what_is_no_data_is_left_out_by_name_and_hidden_files_are_not_looked_at(tmp_path):
     make(
         tmp_path, "a.txt", "NOTES.TXT", "README.md", "list.xyz", "sub/c.tsv", ".hidden.txt", ".cache/a.txt", "b.txt.gz"
     )
-    found = files.find(str(tmp_path))
+    found = files.find_files(str(tmp_path))
     assert [file.name for file in found.splits["train"]] == ["NOTES.TXT", "a.txt", "b.txt.gz"]
     assert found.describe() == "3 of 6 (left out: README.md, list.xyz, sub/c.tsv)"
-    assert files.find(str(tmp_path / "README.md")).splits["train"]
+    assert files.find_files(str(tmp_path / "README.md")).splits["train"]
 
 
 def test_each_real_file_and_folder_is_read_once(tmp_path):
@@ -67,7 +67,7 @@ def test_each_real_file_and_folder_is_read_once(tmp_path):
     os.link(data / "a.txt", data / "b.txt")
     (data / "gone.txt").symlink_to("nowhere.txt")
     os.mkfifo(data / "pipe.txt")
-    found = files.find(str(data))
+    found = files.find_files(str(data))
     assert [file.path for file in found.splits["train"]] == [
         str(data / "a.txt"),
         str(data / "b.txt"),
@@ -81,28 +81,28 @@ def test_each_real_file_and_folder_is_read_once(tmp_path):
 def test_a_pattern_is_local_whatever_its_signs_are(tmp_path, monkeypatch, pattern):
     make(tmp_path / "data", "story-0.txt", "story-1.txt", "story-2.txt")
     monkeypatch.chdir(tmp_path)
-    assert len(files.find(pattern).splits["train"]) == 3
+    assert len(files.find_files(pattern).splits["train"]) == 3
     assert parse(["--dataset", pattern]).dataset_split == "train"
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "/no/such/folder", "./none", "~/none.txt"])
 def test_what_is_not_there_is_named(name):
     with pytest.raises(UserError, match=f"--dataset {name}: no such file or folder"):
-        files.find(name)
+        files.find_files(name)
 
 
 def test_a_folder_of_which_nothing_is_read_says_what_is_there(tmp_path):
     with pytest.raises(UserError, match=r"needs \.bin/.*\.jsonl/.* files, .* there are no files"):
-        files.find(str(tmp_path))
+        files.find_files(str(tmp_path))
     make(tmp_path, "posts.json", "list.xyz")
     for place in (tmp_path, tmp_path / "*"):
         with pytest.raises(UserError, match=r"there is only .*list\.xyz, .*posts\.json; convert it"):
-            files.find(str(place))
+            files.find_files(str(place))
 
 
 def test_a_file_that_changed_since_it_was_listed_is_refused(tmp_path):
     make(tmp_path, "a.txt")
-    (file,) = files.find(str(tmp_path)).splits["train"]
+    (file,) = files.find_files(str(tmp_path)).splits["train"]
     file.open().close()
     (tmp_path / "a.txt").write_text("Another text.")
     with pytest.raises(UserError, match="it has changed since it was listed"):

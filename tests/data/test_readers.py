@@ -53,7 +53,7 @@ def read_cached(source):
 
 
 def read_streamed(source):
-    of_split = files.find(source).of_split("train")
+    of_split = files.find_files(source).of_split("train")
     return stream.Stream(of_split, encode.TextFormat(tokenizer, len(tokenizer)), "story", 4, 0).head(10**9)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 
 import multirank
+import object_stores
 import pytest
 from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
 
@@ -19,12 +20,9 @@ from harness.base.errors import UserError
 from harness.base.text import is_url
 from harness.data import stores
 from harness.data.encode import TextFormat
-from harness.data.files import find
+from harness.data.files import find_files
 from harness.data.stream import BEGINNING, LaneReader, Stream
 from harness.flags.settings import is_local
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import object_stores
 
 
 class Store:
@@ -121,13 +119,13 @@ def upload(folder, put) -> None:
 
 def windows_of(tokenizer, place: str, lanes: int = 3, count: int = 60) -> list[list[int]]:
     """The first windows of each lane of a stream."""
-    stream = Stream(find(place).of_split("train"), TextFormat(tokenizer, 1536), "text", 64, 7, lanes=lanes)
+    stream = Stream(find_files(place).of_split("train"), TextFormat(tokenizer, 1536), "text", 64, 7, lanes=lanes)
     readers = [LaneReader(stream, lane, BEGINNING, Counter()) for lane in range(lanes)]
     return [reader.window(number).tolist() for number in range(count) for reader in readers]
 
 
 def read_whole(url: str, block: int = 100_000) -> bytes:
-    (file,) = find(url).of_split("train")
+    (file,) = find_files(url).of_split("train")
     with file.open() as opened:
         return b"".join(iter(lambda: opened.read(block), b""))
 
@@ -151,7 +149,7 @@ def test_a_folder_in_a_store_is_the_tokens_of_the_local_one_streamed_and_cached(
 def test_files_of_a_folder_a_pattern_and_a_single_one_are_those_of_a_local_folder(store, corpus, within):
     upload(corpus, store.put)
     store.put("bucket/data/.git/a.txt", b"in a hidden folder")
-    remote, local = find(f"teststore://bucket/data{within}"), find(f"{corpus}{within}")
+    remote, local = find_files(f"teststore://bucket/data{within}"), find_files(f"{corpus}{within}")
     names = [
         {split: [file.path.removeprefix(top) for file in files] for split, files in found.splits.items()}
         for found, top in ((remote, "teststore://bucket/data"), (local, str(corpus)))
@@ -214,11 +212,11 @@ def test_a_server_without_ranges_is_refused_and_never_mistaken_for_one(store, la
 
 def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store, large):
     url = store.put("bucket/large.txt", large)
-    (file,) = find(url).of_split("train")
+    (file,) = find_files(url).of_split("train")
     store.put("bucket/large.txt", large[::-1])  # of the same size
     with pytest.raises(UserError, match="it has changed since it was listed"):
         file.open()
-    (file,) = find(url).of_split("train")
+    (file,) = find_files(url).of_split("train")
     with file.open() as opened:
         store.plan = [FileNotFoundError("gone")]
         with pytest.raises(UserError, match="it has changed since it was listed, or is gone"):
@@ -226,7 +224,7 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store, la
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    "url, said",
     [
         ("teststore://bucket/nothing", "needs .* files"),
         ("nostore://bucket/a.txt", "no kind of store is called nostore; such as s3"),
@@ -236,15 +234,15 @@ def test_a_file_that_changed_since_it_was_listed_or_is_gone_is_refused(store, la
 )
 def test_a_wrong_url_is_one_line_at_once(store, url, said):
     with pytest.raises(UserError, match=said) as raised:
-        find(url)
+        find_files(url)
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("url", "package"), [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])
+@pytest.mark.parametrize("url, package", [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])
 def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, url, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"needs the package {package} \(pip install {package}\)"):
-        find(url)
+        find_files(url)
 
 
 def test_a_query_of_http_is_no_pattern_and_stands_in_no_message():

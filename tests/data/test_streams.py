@@ -19,7 +19,7 @@ from harness.base.errors import UserError
 from harness.data import stream as streams
 from harness.data.batches import RankBatches, TrainingData
 from harness.data.encode import TextFormat
-from harness.data.files import find
+from harness.data.files import find_files
 from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.records import DOCUMENT_MARK
 from harness.data.stream import LaneReader, Stream
@@ -55,7 +55,7 @@ def open_stream(tokenizer, monkeypatch):
     monkeypatch.setattr("harness.data.readers.parquet.PART_BYTES", 1500)
 
     def open_stream(place, lanes: int = 1, split: str = "train", **options) -> Stream:
-        files = find(str(place)).of_split(split)
+        files = find_files(str(place)).of_split(split)
         return Stream(files, TextFormat(tokenizer, 1536), "text", SEQ_LEN, 7, lanes=lanes, **options)
 
     return open_stream
@@ -174,7 +174,7 @@ def test_a_lane_without_a_document_takes_those_of_the_next_one_that_has_some(ope
 def test_chunks_are_of_about_equal_size_and_lanes_no_more_than_chunks(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(streams, "MOST_CHUNK", 1500)
     monkeypatch.setattr(streams, "LEAST_CHUNK", 100)
-    files = find(str(corpus / "[ab].*")).of_split("train")
+    files = find_files(str(corpus / "[ab].*")).of_split("train")
     for lanes in (1, 2, 7, 30):
         chunks = streams.cut_into_chunks(files, lanes)
         sizes = [sum(part.end - part.start for part in chunk) for chunk in chunks]

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from harness import model
 from harness.base.errors import UserError
 from harness.data import cache
-from harness.data.files import find
+from harness.data.files import find_files
 from harness.data.mixture import WindowOrder
 from harness.data.records import DOCUMENT_MARK, read_documents, read_records
 from harness.data.windows import PackedDataset, SyntheticDataset, create_collate_fn
@@ -169,7 +169,7 @@ def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_p
         pyarrow.parquet.write_table(pyarrow.table({"text": LONG * 9}), tmp_path / name, row_group_size=7)
     else:
         (tmp_path / name).write_bytes(CUTTABLE[name])
-    (file,) = find(str(tmp_path / name)).splits["train"]
+    (file,) = find_files(str(tmp_path / name)).splits["train"]
 
     def documents(start: int, end: int | None) -> list[str]:
         return list(read_documents(read_records(file, "text", start, end), 2**16, False, Counter()))

@@ -19,7 +19,7 @@ import utils
 from harness import data
 from harness.base.errors import UserError
 from harness.data import token_files
-from harness.data.files import find
+from harness.data.files import find_files
 from harness.data.mixture import WindowOrder
 from harness.data.token_files import TokenFile, open_token_files
 from harness.data.windows import Tokens, held_out_numbers, squared_lengths
@@ -146,7 +146,7 @@ WRITERS = {name: write for name, (write, _) in MAPPED.items()} | CACHED
 
 
 def open_tokens(file: pathlib.Path, vocab_size: int = VOCAB) -> Tokens:
-    return Tokens(open_token_files(find(str(file)).of_split("train"), vocab_size), vocab_size, END)
+    return Tokens(open_token_files(find_files(str(file)).of_split("train"), vocab_size), vocab_size, END)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -435,10 +435,10 @@ def test_what_belongs_to_a_token_file_is_not_listed(tmp_path):
     (tmp_path / "d").mkdir()
     write_datatrove(tmp_path / "d" / "a.ds")
     (tmp_path / "d" / "a.ds.loss").write_bytes(b"")
-    assert find(str(tmp_path / "m")).left_out == []
-    assert find(str(tmp_path / "d")).left_out == ["a.ds.loss"]
+    assert find_files(str(tmp_path / "m")).left_out == []
+    assert find_files(str(tmp_path / "d")).left_out == ["a.ds.loss"]
     with pytest.raises(UserError, match=r"no such file or folder; there is .*/m/a_text_document\.bin"):
-        find(str(tmp_path / "m" / "a_text_document"))  # as Megatron's flags name it
+        find_files(str(tmp_path / "m" / "a_text_document"))  # as Megatron's flags name it
 
 
 def test_token_files_are_not_joined_with_text_or_with_another_format(tmp_path, load):

@@ -55,8 +55,8 @@ def test_the_precision_is_fp32_on_a_cpu_a_checkpoints_on_a_resume_and_the_header
 
 
 def test_a_plan_for_a_gpu_is_in_bf16():
-    plan = "--plan --plan-gpus 1 --plan-gpu H200 --plan-seconds 0 --model demo --sequence-length 32 --no-compile"
-    assert header(python(*words(plan)).stdout, "technique").startswith("bf16, ")
+    plan = "--plan --plan-details --plan-gpus 1 --plan-gpu H200 --plan-seconds 0 --model demo --sequence-length 32"
+    assert header(python(*words(plan), "--no-compile").stdout, "technique").startswith("bf16, ")
 
 
 def test_bf16_on_a_cpu_without_its_instructions_is_one_warning_with_the_price(tmp_path):

@@ -9,7 +9,7 @@ from harness.flags.sources import Source, parse_stage, sources_of, wrong_mixture
 
 
 @pytest.mark.parametrize(
-    ("word", "source"),
+    "word, source",
     [
         ("roneneldan/TinyStories", Source("TinyStories", "roneneldan/TinyStories", None)),
         ("a.jsonl:0.7", Source("a", "a.jsonl", Fraction(7, 10))),
@@ -42,7 +42,7 @@ def test_one_plain_word_stays_a_text_and_all_else_is_a_tuple():
 
 
 @pytest.mark.parametrize(
-    ("dataset", "stages", "problem"),
+    "dataset, stages, problem",
     [
         (("a=x:1", "a=y:1"), None, "two sources are called a"),
         (("x:1", "synthetic:1"), None, "cannot be mixed"),
@@ -65,7 +65,7 @@ def test_what_is_wrong_with_a_mixture_is_named(dataset, stages, problem):
     "text", ["", "0.8", "0.8:", "0:x=1", "1:x=1", "x=1", "0.8:x", "0.8:x=a", "0.8:x=1,x=2", "0.5:x=0"]
 )
 def test_a_stage_that_cannot_be_read_is_refused(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"share|WEIGHT|twice|are 0"):
         parse_stage(text)
 
 

@@ -154,9 +154,8 @@ def test_a_window_that_is_restored_decides_as_the_one_that_went_on():
     draw = torch.Generator().manual_seed(1)
     norms = torch.rand(400, generator=draw) + 1
     norms[::37] *= 4
-    whole, decisions = RecentNorms(5.0, []), []
-    for norm in norms:
-        decisions.append(decide_skip(norm, whole).item())
+    whole = RecentNorms(5.0, [])
+    decisions = [decide_skip(norm, whole).item() for norm in norms]
     kept = [norm.item() for norm, skip in zip(norms[:230], decisions, strict=False) if not skip][-WINDOW:]
     restored = RecentNorms(5.0, json.loads(json.dumps(kept)))
     assert [decide_skip(norm, restored).item() for norm in norms[230:]] == decisions[230:]

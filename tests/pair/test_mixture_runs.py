@@ -5,12 +5,11 @@ import json
 import os
 import pathlib
 import shutil
-import sys
 
 import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, start, train, words, write_model
+from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, train, words, write_model
 from transformers import AutoTokenizer
 
 from harness import data
@@ -299,18 +298,3 @@ def test_a_sample_of_a_source_that_was_removed_is_named(run, flags, device, tmp_
     capsys.readouterr()
     train([*show, "web=web.jsonl:1", "code=code.jsonl:1"], device)
     assert len(shown(capsys.readouterr().out)) == len(steps[1])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Kills
-
-
-@pytest.mark.slow
-def test_kills_lose_and_double_no_sample(tmp_path):
-    driver, result = ROOT / "benchmarks" / "data_kill.py", tmp_path / "result.json"
-    ended = start(
-        [sys.executable, driver, *words("--kills 2 --ranks 1 2 --kinds stages streamed-mixture --json"), result]
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    for found in json.loads(result.read_text())["kinds"].values():
-        assert found["kills"] == 2 and found["every_step_once"] and not found["wrong"]

@@ -125,7 +125,7 @@ def test_adamw8bit_keeps_the_states_of_the_embedding_in_a_byte_an_element(observ
     assert reference["state_bytes"] - eight["state_bytes"] == pytest.approx(saved, rel=0.02)
 
 
-@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_adamw_bf16_keeps_its_moments_in_half_the_bytes(observed, ranks):
     half, reference = (get(observed(ranks), "runs", name)["state_bytes"] for name in ("adamw-bf16", "stage 3"))
     assert half == pytest.approx(reference / 2, rel=0.01)

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.models.auto import tokenization_auto
 
 from harness.base import UserError, saved
-from harness.data.files import find
+from harness.data.files import find_files
 from harness.data.records import read_documents, read_records
 from harness.job import folders
 from harness.model import tokenizer as tokenizer_module
@@ -308,7 +308,7 @@ def data(tmp_path) -> pathlib.Path:
 
 def read(folder: pathlib.Path) -> list[str]:
     """Every text of a data set, as the program reads it, cached or streamed."""
-    records = (record for file in find(str(folder)).of_split("train") for record in read_records(file, "text"))
+    records = (record for file in find_files(str(folder)).of_split("train") for record in read_records(file, "text"))
     return list(read_documents(records, 2**32, True, collections.Counter()))
 
 

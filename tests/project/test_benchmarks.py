@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, forked, losses_of, parse, start, torchrun
+from conftest import ROOT, parse, start, torchrun
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -19,13 +19,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench
 import contact
 import covering
-import multirank
 import psutil
-from user_lines import user_lines
 
 from harness.base import UserError
-
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def rehearse(out, *arguments) -> dict:
@@ -107,21 +103,6 @@ def test_all_programs_of_a_part_of_compare_cpu_do_the_same_work(part, entry):
     assert {name for pair in pairs.values() for name in pair[:2]} == set(configs)
 
 
-def test_lines_of_a_user_are_code_that_the_comparison_does_not_need(tmp_path):
-    program, shared = tmp_path / "program.py", tmp_path / "common.py"
-    program.write_text(
-        '"""Two lines\nof a docstring."""\n\nfrom common import build, Clock\n# a comment\nx = build(\n    1,\n)\n'
-        "clock = Clock()  # comparison\nclass Timed:  # comparison\n    pass\n"
-    )
-    shared.write_text(
-        "import os\nimport sys\n\nLIMIT = 3\n\ndef helper():\n    return os.sep\n\n"
-        'def build(x):\n    """Words."""\n    return helper()\n\ndef unused():\n    return sys.argv\n'
-        "class Clock:  # comparison\n    limit = LIMIT\n"
-    )
-    assert user_lines(program) == 4 + 5  # import os, helper, build
-    assert user_lines(ROOT / "train_fsdp.py") == 0
-
-
 def test_missing_rounds_are_those_that_no_whole_round_stands_for():
     runs = lambda *rounds: {"runs": [{"round": name, "wall_s": seconds} for name, seconds in rounds]}  # noqa: E731
     results = [runs(("a", 2.0), ("b", 4.0)), runs(("a", 3.0)), runs()]  # the third fails each time
@@ -146,11 +127,6 @@ def test_missing_runs_only_what_is_not_there_yet(tmp_path, monkeypatch):
     assert all(run["peak_process_gib"] > 0 for run in kept["runs"])
 
 
-def test_extremes_stand_beside_a_median_where_they_differ():
-    assert bench.median_and_spread([1.0, 3.0, 2.0]) == "2 [1 to 3]"
-    assert bench.median_and_spread([2.00001, 2.0, 2.00002]) == "2"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path, optimizer):
@@ -158,11 +134,10 @@ def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path, optimizer):
     out = tmp_path / "out"
     only = f"{optimizer}-process-2048"
     command = [sys.executable, ROOT / "benchmarks/bench.py", "compare", "--cpu", "--rehearse", "--repeats", "1"]
-    process = start([*command, "--only", only, "--out", out, "--minutes", "30", "--no-plots"])
+    process = start([*command, "--only", only, "--out", out, "--minutes", "30"])
     assert process.returncode == 0, process.stderr
     configs = json.loads((out / "compare-cpu.json").read_text())["parts"][only]["configs"]
     assert {label: config.get("error") for label, config in configs.items()} == dict.fromkeys(configs)
-    assert {config["runs"][0]["user_lines"] > 0 for config in configs.values()} == {True, False}
 
 
 @pytest.mark.slow
@@ -262,42 +237,6 @@ def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path):
             assert row["busbw_gb_per_sec"] == pytest.approx(factor * row["algbw_gb_per_sec"])
 
 
-@pytest.mark.slow
-def test_each_measured_part_becomes_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    from plots import PLOTS, draw
-
-    run = {"on": "a GPU", "ranks": 2, "date": "2026-01-01", "round": "1"}
-    run |= {"peak_memory_reserved": 3.5, "mfu_percent": 40.0}
-    run |= {"tokens_per_sec_per_gpu": 1000.0, "eval_loss": 2.0, "curve": [(100, 3.0), (200, 2.5)]}
-    run |= {"sizes": [{"bytes": 2**20, "busbw_gb_per_sec": 10.0}, {"bytes": 2**22, "busbw_gb_per_sec": 20.0}]}
-    predicted = {"on": "a GPU", "tokens_per_sec_per_gpu": 900}
-    good = {"runs": [run, run | {"tokens_per_sec_per_gpu": 1100.0}], "predicted": predicted}
-    bad = {"runs": [], "predicted": predicted, "error": "CUDA out of memory"}
-    configs = {"smollm3-3b, 8,192 tokens": good, "smollm3-3b, 16,384 tokens": bad}
-    part = {"what": "a part", "figure": "tokens_per_sec_per_gpu", "pairs": {}, "configs": configs}
-    parts = dict.fromkeys(PLOTS, part) | {"unmeasured": part | {"configs": {"bad": bad}}}
-    parts |= {"loss": part | {"figure": "eval_loss"}, "fabric": part | {"configs": {"all_reduce": good}}}
-    (tmp_path / "gpu.json").write_text(json.dumps({"rehearsal": True, "parts": parts}))
-    drawn = draw(tmp_path)
-    assert {path.name for path in drawn} == {f"gpu-{name}.png" for name in PLOTS}
-    assert all(path.read_bytes().startswith(PNG) for path in drawn)
-
-
-@pytest.mark.slow
-def test_rounds_beside_the_peers_become_one_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    from plots import draw
-
-    run = {"on": "a CPU", "ranks": 2, "date": "2026-01-01"}
-    runs = lambda *speeds: {"runs": [run | {"round": str(i), "speed": s} for i, s in enumerate(speeds)]}  # noqa: E731
-    part = {"what": "a part", "figure": "speed", "pairs": {"a / b": ("a", "b", "at least 1")}}
-    parts = {"one": part | {"configs": {"a": runs(1.0, 2.0), "b": runs(1.0, 1.0)}}, "two": part | {"configs": {}}}
-    (tmp_path / "compare-cpu.json").write_text(json.dumps({"rehearsal": True, "parts": parts}))
-    assert [path.name for path in draw(tmp_path)] == ["compare-cpu-ratios.png"]
-    assert (tmp_path / "compare-cpu-ratios.png").read_bytes().startswith(PNG)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # contact.py
 
@@ -378,24 +317,6 @@ def test_contact_says_what_bench_measured_or_why_not(tmp_path):
     assert of("bad") == ("failed", "out of memory")
     assert of("slow") == ("cut off", "did not end within 9 s")
     assert of("none")[0] == "failed"
-
-
-@pytest.mark.slow
-def test_reduce_scatters_in_a_group_of_their_own_change_no_loss(tmp_path):
-    flags = ["--demo", "--num-steps", "2", "--sequence-length", "32", "--batch-size", "1", "--log-interval", "1"]
-    flags += ["--output-dir", str(tmp_path), "--cache-dir", str(tmp_path / "cache"), "--eval-interval", "0"]
-    flags += ["--sample-tokens", "1", "--num-workers", "0"]
-    said = forked(2, multirank.switched, "own-reduce-scatter", *flags, "--run-name", "own")
-    assert "collectives in 2 groups" in said
-    forked(2, multirank.program, *flags, "--run-name", "shared")
-    assert losses_of(tmp_path / "own") == losses_of(tmp_path / "shared")
-
-
-@pytest.mark.parametrize("switch, ranks", [("symmetric-memory", 2), ("own-reduce-scatter", 1)])
-def test_a_switch_that_would_do_nothing_is_refused(tmp_path, switch, ranks):
-    flags = ["--demo", "--num-steps", "1", "--output-dir", str(tmp_path), "--cache-dir", str(tmp_path / "cache")]
-    with pytest.raises(RuntimeError, match=f"error: {switch}: (needs GPUs|a rank that shards with nobody)"):
-        forked(ranks, multirank.switched, switch, *flags)
 
 
 @pytest.mark.slow

@@ -13,13 +13,6 @@ from conftest import PROGRAM, ROOT, start
 # Each may import those before it, data and model not each other.
 ORDER = ("base", "flags", "job", "data", "model", "state", "report", "plan")
 NEIGHBOURS = {"data", "model"}
-NO_DOOR_YET = {"job", "data", "model", "state", "report", "plan"}  # wings whose files may still be imported directly
-NOT_MOVED_YET = {  # files of base that go to the wings that use them
-    "harness.base.package_internals",
-    "harness.base.saved",
-    "harness.base.torch_internals",
-    "harness.base.transformers_internals",
-}
 OPTIONAL = {"datasets", "wandb", "torchao", "prometheus_client", "tensorboard", "matplotlib"}
 FILES = ["train_fsdp.py", "utils.py", *(f"{folder}/**/*.py" for folder in ("harness", "benchmarks", "tools", "launch"))]
 
@@ -36,7 +29,7 @@ def imported(path: pathlib.Path) -> set[str]:
     return names
 
 
-def problems(root: pathlib.Path, no_door: set[str]) -> list[str]:
+def problems(root: pathlib.Path) -> list[str]:
     """Imports in the wrong direction, between neighbours, or past a door."""
     found = []
     for path in sorted(path for pattern in FILES for path in root.glob(pattern)):
@@ -53,13 +46,13 @@ def problems(root: pathlib.Path, no_door: set[str]) -> list[str]:
             if own and (ORDER.index(wing) > ORDER.index(own) or {wing, own} == NEIGHBOURS):
                 found.append(f"{place} imports {name}")
             is_file = len(inner) > 1 and (root / "harness" / wing / f"{inner[1]}.py").exists()
-            if is_file and wing not in no_door and ".".join(("harness", *inner[:2])) not in NOT_MOVED_YET:
+            if is_file:
                 found.append(f"{place} imports {name} past the door of {wing}")
     return found
 
 
 def test_imports_go_one_way_and_through_the_doors():
-    assert problems(ROOT, NO_DOOR_YET) == []
+    assert problems(ROOT) == []
 
 
 @pytest.mark.parametrize(
@@ -80,10 +73,10 @@ def test_a_wrong_direction_and_a_way_past_a_door_are_seen(tmp_path, file, source
         (tmp_path / "harness" / name).parent.mkdir(parents=True)
         (tmp_path / "harness" / f"{name}.py").touch()
     (tmp_path / file).write_text(source)
-    assert len(problems(tmp_path, set())) == found
+    assert len(problems(tmp_path)) == found
 
 
-@pytest.mark.parametrize("wing", [wing for wing in ORDER if wing not in NO_DOOR_YET])
+@pytest.mark.parametrize("wing", ORDER)
 def test_every_name_at_a_door_is_there_and_none_is_a_files(wing):
     door = importlib.import_module(f"harness.{wing}")
     files = {path.stem for path in (ROOT / "harness" / wing).iterdir()}

@@ -112,9 +112,9 @@ def test_a_run_is_seen_from_before_its_first_step_and_its_endpoint_ends_with_it(
 
 def test_a_scrape_has_the_figures_of_a_line_and_of_the_run(watched):
     last = watched.scrapes[-1]
-    logged = []
-    for line in metrics_of(watched.folder):
-        logged.append({key: value for key, value in line.items() if key not in ("final", "samples", "skipped_steps")})
+    beside = ("final", "samples", "skipped_steps")
+    lines = metrics_of(watched.folder)
+    logged = [{key: value for key, value in line.items() if key not in beside} for line in lines]
     newest = [line for line in logged if line["loss"] == last["training_loss"][0].value]
     assert newest and any({key: last[f"training_{key}"][0].value for key in line} == line for line in newest)
     assert last["training_skipped_steps_total"][0].value == 0

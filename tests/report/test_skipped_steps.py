@@ -187,9 +187,10 @@ def ends(steps: int, skipped: list[int], max_skipped: int = 5):
     """Why a run ends that skipped these of so many steps, read in parts, and after which step it was seen."""
     state = TrainState(None)
     for first in range(1, steps + 1, 7):
-        results = []
-        for step in range(first, min(first + 7, steps + 1)):
-            results.append(StepNumbers(2.0, math.nan if step in skipped else 1.0, float(step in skipped)))
+        results = [
+            StepNumbers(2.0, math.nan if step in skipped else 1.0, float(step in skipped))
+            for step in range(first, min(first + 7, steps + 1))
+        ]
         state.step = first + len(results) - 1
         _, problem = count_skipped(state, results, max_skipped)
         if problem:

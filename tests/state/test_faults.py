@@ -1,22 +1,17 @@
 """Whatever fails, and wherever a run is killed, the next start goes on as if nothing had been.
 
-Faults at the points of a save and of a start, and random sequences; benchmarks/faults.py has the machinery, and injects
-all of them.
+Faults at the points of a save and of a start, and random sequences; tests/faults.py has the machinery.
 """
 
 import gc
 import json
 import os
 import pathlib
-import sys
 import zlib
 
-import pytest
-from conftest import ROOT, forked, slow_case
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import faults
+import pytest
+from conftest import forked, slow_case
 from faults import SAVES, Point, Start
 
 

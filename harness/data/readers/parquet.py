@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterator
-from typing import BinaryIO
 
 import numpy as np
 
@@ -16,7 +15,7 @@ BATCH_ROWS = 256
 READ_AHEAD = 2**22  # bytes of a file that is read as a whole
 
 
-def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
+def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
     """The rows whose share of the file lies there, as if all were equally long; of row groups only those with such rows
     are read."""
     import pyarrow.parquet
@@ -44,7 +43,7 @@ def read(stream: BinaryIO, text_field: Field, start: int = 0, end: int | None = 
         group_start = group_end
 
 
-def count(stream: BinaryIO) -> int:
+def count(stream: io.RawIOBase) -> int:
     """How many rows a file has, by what stands at its end."""
     import pyarrow.parquet
 

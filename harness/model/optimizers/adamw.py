@@ -30,7 +30,7 @@ class AdamW(torch.optim.AdamW):
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override] # it takes no closure
         for group in self.param_groups:
             self.update_group(group)
         self.grad_scale = self.skip = None

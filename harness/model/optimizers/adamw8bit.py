@@ -1,6 +1,8 @@
 """torchao's AdamW with 8-bit states. Its update gets local tensors: compiled over DTensors it ends with SIGSEGV on
 float8 weights, and on weights in bf16 with an error of the compiler."""
 
+from typing import Any
+
 import torch
 import torch._dynamo.utils  # private: for the limit of recompiles, see below
 from torch.distributed.tensor import DTensor
@@ -13,7 +15,7 @@ def build(groups: list[dict], settings: flags.Settings) -> torch.optim.Optimizer
     return adamw8bit()(groups, lr=settings.lr, betas=settings.betas)
 
 
-def adamw8bit() -> type[torch.optim.Optimizer]:
+def adamw8bit() -> Any:
     """The class, made when it is asked for: torchao is imported only by who uses it."""
     from torchao.optim import AdamW8bit as Torchaos
     from torchao.optim.adam import single_param_adam
@@ -56,7 +58,8 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
 
 def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
     """torchao quantizes in blocks of 256 numbers, and no parameter of fewer than 4,096, whose states are its zeros."""
-    size, dtypes = local(parameter).numel(), {}
+    size = local(parameter).numel()
+    dtypes: dict[str, torch.dtype] = {}
     for name in ("exp_avg", "exp_avg_sq"):
         if size >= 4096 and size % 256 == 0:
             dtypes |= {f"{name}.codes": torch.uint8, f"{name}.scale": torch.float32, f"{name}.qmap": torch.float32}

@@ -1,6 +1,8 @@
 """AdamW with moments in bf16. torch's kernel does not take moments of another dtype than the parameters', so these are
 updated here; compiled layers come with a compiled update."""
 
+from typing import Any
+
 import torch
 
 from harness import flags
@@ -30,7 +32,7 @@ def update(param, grad, exp_avg, exp_avg_sq, step, scale, skip, rate, weight_dec
 class AdamWBf16(AdamW):
     def __init__(self, groups: list[dict], compiled: bool, **options):
         super().__init__(groups, torch.bfloat16, **options)
-        self.update = torch.compile(update) if compiled else update
+        self.update: Any = torch.compile(update) if compiled else update
 
     def update_all(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
         options = {"weight_decay": group["weight_decay"], "eps": group["eps"]}

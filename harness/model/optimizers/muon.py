@@ -7,6 +7,7 @@ Momentum, Nesterov and update are those of torch.optim.Muon (torch 2.13), step f
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -172,7 +173,7 @@ def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     parameters = dict(model.named_parameters())
     found = {name: weight for name, weight in matrix_weights(model).items() if parameters[name].requires_grad}
     weights = [dataclasses.replace(weight, index=index) for index, weight in enumerate(found.values())]
-    first = {"params": [parameters[name] for name in found], "matrices": weights}
+    first: dict[str, Any] = {"params": [parameters[name] for name in found], "matrices": weights}
     first |= {"lr": settings.lr, "weight_decay": settings.weight_decay}
     of_muon = {id(parameter) for parameter in first["params"]}
     result = [first]

@@ -1,46 +1,19 @@
-"""What the faults of a network and of a store do to reading a corpus from it: a table.
+"""A server of moto's that stands in for S3, behind a proxy that makes the faults of a network and of a store.
 
-    python benchmarks/object_stores.py --json benchmarks/results/object_stores.json
-
-Needs the packages s3fs and moto[server]. A server of moto's stands in for S3; the reader reaches it through a proxy,
-which makes the faults. Each row reads the demo's stories, as jsonl, packed jsonl, text and parquet, once as a stream's
-documents with the fault at so many requests spread over the file, and compares every document with those of the local
-file. Exits with 1 if a document was lost, doubled or changed. The tests use the server and the proxy too.
+Needs the packages s3fs and moto[server].
 """
 
-import argparse
 import contextlib
-import gzip
 import http.client
 import http.server
-import io
-import json
 import logging
 import os
-import pathlib
-import platform
 import socket
 import struct
-import sys
-import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from harness.base.errors import UserError
-from harness.data import stores
-from harness.data.files import find
-from harness.data.records import read_records
-
-STORIES = ROOT / "assets" / "demo" / "stories" / "train.jsonl"
-FIELD = ("input_ids", "text")
-FAULTS = ("none", "slow", "reset", "503", "short")
-PER_FILE = 4  # requests with a fault
 
 
 class Faults:
@@ -175,104 +148,3 @@ def s3_server() -> Iterator[tuple[object, Faults]]:
         server.stop()
         os.environ.clear()
         os.environ.update(before)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The table
-
-
-def contents() -> dict[str, bytes]:
-    """The demo's stories in each format."""
-    import pyarrow
-    import pyarrow.parquet
-
-    lines = STORIES.read_text().splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
-    parquet = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), parquet, row_group_size=500)
-    jsonl = "\n".join(lines).encode()
-    text = "<|endoftext|>".join(texts).encode()
-    return {"a.jsonl": jsonl, "a.jsonl.gz": gzip.compress(jsonl), "a.txt": text, "a.parquet": parquet.getvalue()}
-
-
-def read_with(fault: str, url: str, local: pathlib.Path, faults: Faults) -> dict:
-    """One row: what reading a file gave where every second request had a fault, PER_FILE of them at most."""
-    faults.plan = [name for _ in range(PER_FILE) for name in (fault, "none")]
-    faults.seen.clear()
-    start = time.perf_counter()
-    outcome = "every document once, unchanged"
-    try:
-        (file,) = find(url).of_split("train")
-        documents = [record for _, record in read_records(file, FIELD)]
-    except UserError as error:
-        outcome, documents = str(error), []
-    seconds = time.perf_counter() - start
-    (local_file,) = find(str(local)).of_split("train")
-    if documents and documents != [record for _, record in read_records(local_file, FIELD)]:
-        outcome = "WRONG"
-    return {
-        "fault": fault,
-        "file": local.name,
-        "faults": 0 if fault == "none" else faults.seen[fault],
-        "requests": sum(faults.seen.values()),
-        "documents": len(documents),
-        "seconds": round(seconds, 2),
-        "outcome": outcome,
-    }
-
-
-def refusals(url: str, faults: Faults) -> list[dict]:
-    """Rows of what is not waited for, or for which the tries run out."""
-    rows = []
-    (file,) = find(url).of_split("train")
-    for fault, what in (("503", "every request 503"), ("403", "every request 403")):
-        for kind in ("listing", "reading"):
-            faults.always = fault
-            start = time.perf_counter()
-            try:
-                if kind == "listing":
-                    find(url)
-                else:
-                    file.open()
-                outcome = "WRONG"
-            except UserError as error:
-                outcome = str(error)
-            faults.always = ""
-            seconds = round(time.perf_counter() - start, 2)
-            rows.append({"fault": f"{what}, {kind}", "file": file.name, "seconds": seconds, "outcome": outcome})
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--timeout", type=float, default=2.0, help="seconds after which a range is slow [2]")
-    arguments = parser.parse_args()
-    stores.TIMEOUT_SECONDS = arguments.timeout
-    rows = []
-    with s3_server() as (store, faults), tempfile.TemporaryDirectory() as folder:
-        for name, content in contents().items():
-            local = pathlib.Path(folder, name)
-            local.write_bytes(content)
-            store.pipe(f"bucket/{name}", content)
-            rows += [read_with(fault, f"s3://bucket/{name}", local, faults) for fault in FAULTS]
-        rows += refusals("s3://bucket/a.jsonl", faults)
-    for row in rows:
-        counts = f"{row.get('faults', '')}/{row.get('requests', '')}"
-        print(f"{row['fault']:28} {row['file']:12} {counts:8} {row['seconds']:7.2f} s  {row['outcome'][:90]}")
-    if arguments.json:
-        import fsspec
-        import moto
-        import s3fs
-
-        versions = {"python": platform.python_version(), "fsspec": fsspec.__version__, "s3fs": s3fs.__version__}
-        result = {"versions": versions | {"moto": moto.__version__}, "timeout": arguments.timeout}
-        result["date"] = time.strftime("%Y-%m-%d")
-        result["rows"] = rows
-        pathlib.Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
-    if any(row["outcome"] == "WRONG" for row in rows):
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,30 +1,25 @@
-"""Makes every operation of a run on its files fail, and kills the run before and after each, one at a time.
-
-    python benchmarks/faults.py --json benchmarks/results/faults.json
+"""Makes operations of a run on its files fail, and kills the run before and after them, one at a time.
 
 An undisturbed run is watched: every open, write, truncate, fsync, close, mkdir, rename, unlink and rmdir below its
 output folder is a point. Then for each point the run is started again with one fault there (see FAULTS), and once more
 without any, by the same command. What the first start may do is in `verdict`, what must hold after the second in
-`verdict_after`. After that random sequences of starts, stops, kills, damage and other flags, whose losses must be
-those of the undisturbed run. Exits with 1 if anything did not hold.
+`verdict_after`. `run_sequence` makes random sequences of starts, stops, kills, damage and other flags, whose losses
+must be those of the undisturbed run.
 
 All ranks are forked from this process, which has the imports. Points are Python's own file operations; an audit hook
 finds those that went past the watch.
 """
 
-import argparse
 import builtins
 import collections
 import contextlib
 import dataclasses
 import errno
-import gc
 import hashlib
 import io
 import json
 import os
 import pathlib
-import platform
 import random
 import re
 import shutil
@@ -40,15 +35,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-import torch
-import transformers
 from forked_rank import become_rank
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
-from harness.base import saved, versions
+from harness import base, job
 from harness.flags import parse_args
-from harness.job import signals
 from harness.state import TrainState
 
 STEPS = 4
@@ -299,12 +291,12 @@ def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, 
             tokens = advance(state, *args)
             if state.step == step:
                 os.kill(os.getpid(), getattr(signal, name))
-                while not signals.LISTENING[0].name:  # until the thread that listens has it
+                while not job.LISTENING[0].name:  # until the thread that listens has it
                     time.sleep(0.01)
             return tokens
 
         TrainState.advance = counted
-    versions.commit = lambda: None  # it asks git, the slowest part of a start here
+    base.commit = lambda: None  # it asks git, the slowest part of a start here
     argv = f"{FLAGS} --model {folder.parent / 'model'} --output-dir {folder} {start.flags}"
     train_fsdp.main(parse_args(argv.split()))
 
@@ -378,13 +370,12 @@ def steps_of(folder: pathlib.Path) -> list[list]:
 def is_whole(path: pathlib.Path) -> bool:
     """Whether a checkpoint is what its manifest says."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        seal = manifest.pop("sha256")
+        manifest = base.read_manifest(path)
         data = {name: (path / name).read_bytes() for name in manifest["files"]}
     except (OSError, ValueError):
         return False
     found = {name: [len(content), hashlib.sha256(content).hexdigest()] for name, content in data.items()}
-    return seal == saved.manifest_checksum(manifest) and found == manifest["files"]
+    return found == manifest["files"]
 
 
 def whole(folder: pathlib.Path) -> list[str]:
@@ -511,19 +502,7 @@ def in_a_shard(point: Point) -> bool:
     return point.operation == "write" and point.path.endswith(".distcp") and point.count not in (1, 2, 25)
 
 
-def all_of_it(name: str, fault: str, point: Point) -> bool:
-    """What the benchmark injects: all that makes a difference, but in the middle of shards only kills of a fresh run at
-    every fourth write, and in the last three scenarios, which have the operations of the first two, only kills and
-    single errors, on rank 0 of two around mkdir, fsync and rename alone."""
-    if in_a_shard(point):
-        return name == "a fresh run" and fault == "kill before" and point.count % 4 == 0
-    if name == "2 ranks" and point.rank == 0 and point.operation not in ("mkdir", "fsync", "rename"):
-        return False
-    thin = name in ("a run that a signal stops", "a run that saves in the background", "2 ranks")
-    return applies(fault, point) and (not thin or fault in ("kill before", "error"))
-
-
-def enumerate_faults(name: str, folder: pathlib.Path, choose=all_of_it, say=print) -> dict:
+def enumerate_faults(name: str, folder: pathlib.Path, choose, say=print) -> dict:
     """Every point of a scenario with every fault that `choose` takes; outcomes counted, all that is wrong listed."""
     began = time.monotonic()
     start, reference, points = make_template(name, folder)
@@ -645,66 +624,3 @@ def run_sequence(seed: int, folder: pathlib.Path) -> dict:
         if len(steps_of(disturbed)) != LONG or differs(steps_of(disturbed), reference, exact):
             wrong.append("other steps or losses at the end")
     return {"seed": seed, "history": history, "end": ending.codes, "refused": ending.errors(), "wrong": wrong}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def table(scenarios: dict[str, dict]) -> str:
-    """Outcomes by fault, over all scenarios."""
-    rows: dict = collections.defaultdict(collections.Counter)
-    for result in scenarios.values():
-        for fault, outcomes in result["outcomes"].items():
-            rows[fault].update(outcomes)
-    lines = [f"{fault:18} {count:6}  {outcome}" for fault in rows for outcome, count in rows[fault].most_common()]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenarios", nargs="*", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--sequences", type=int, default=50, help="random ones, with the seeds 0, 1, 2, ...")
-    parser.add_argument("--folder", help="where the runs are written [the system's for temporary files]")
-    parser.add_argument("--json", help="the result; what is in it already and not run again stays")
-    args = parser.parse_args()
-    file = pathlib.Path(args.json) if args.json else None
-    result = json.loads(file.read_text()) if file and file.exists() else {"scenarios": {}, "sequences": {"wrong": []}}
-    result["date"] = time.strftime("%Y-%m-%d")
-    result.pop("date_source", None)  # of the results before
-    result["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
-    result["versions"] |= {"transformers": transformers.__version__}
-    result["on"] = f"{os.cpu_count()}-core CPU, {platform.system()}"
-
-    def keep() -> None:
-        if file:
-            file.write_text(json.dumps(result, indent=1) + "\n")
-
-    gc.collect()
-    gc.freeze()  # what the forks share
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        for name in args.scenarios:
-            found = result["scenarios"][name] = enumerate_faults(name, pathlib.Path(folder, name.replace(" ", "-")))
-            counts = f"{found['points']} points, {found['injected']} faults, {len(found['wrong'])} wrong"
-            print(f"{name}: {counts}, {found['seconds']} s", flush=True)
-            keep()
-        if args.sequences:
-            began = time.monotonic()
-            ran = [run_sequence(seed, pathlib.Path(folder, str(seed))) for seed in range(args.sequences)]
-            result["sequences"] = {
-                "run": len(ran),
-                "starts": sum("ranks" in what for sequence in ran for what in [*sequence["history"], "ranks"]),
-                "damaged": sum(bool(what) and "ranks" not in what for sequence in ran for what in sequence["history"]),
-                "refused_at_the_end": sum(bool(sequence["refused"]) for sequence in ran),
-                "wrong": [sequence for sequence in ran if sequence["wrong"]],
-                "seconds": round(time.monotonic() - began),
-            }
-            print("sequences:", json.dumps(result["sequences"], indent=1), flush=True)
-            keep()
-    wrong = sum(len(part["wrong"]) for part in [*result["scenarios"].values(), result["sequences"]])
-    injected = sum(found["injected"] for found in result["scenarios"].values())
-    print(table(result["scenarios"]), f"{injected} faults, {wrong} wrong", sep="\n")
-    sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main()
