@@ -47,7 +47,7 @@ from harness.job import start_processes
 torch.set_num_threads(1)
 # Imports of a rank take longer than what most tests do in it: ranks are forked from a process that has them.
 multiprocessing.set_forkserver_preload(
-    ["multirank", "torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3"]
+    ["torchao", "transformers.optimization", "transformers.models.smollm3.modeling_smollm3"]
 )
 
 

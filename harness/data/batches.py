@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from harness import base, flags, job
 from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
-from harness.data.stream import Position, Stream, StreamReader, report_left_out
-from harness.data.windows import IGNORE_INDEX, Window, create_collate_fn, squared_lengths, tokens_of
+from harness.data.stream import BEGINNING, LaneReader, Position, Stream
+from harness.data.windows import IGNORE_INDEX, PackedDataset, Window, create_collate_fn, squared_lengths, tokens_of
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
@@ -136,18 +136,20 @@ def mix(windows: dict[str, Any], weights: dict[str, Fraction | None], seq_len: i
 
 
 class SampleReader:
-    """Reads the samples of a run for one data worker. `positions` are where lanes of streams can be read from on; a
-    lane is opened when its first sample is read. `report` is that of `StreamReader`."""
+    """Reads the samples of a run for one data worker. A lane of a stream is opened when its first sample is read."""
 
-    def __init__(self, data: TrainingData, positions: Positions, report: Callable[[Counter], None] | None = None):
-        self.data = data
-        self.streams = {}
-        for name, source in data.sources.items():
-            if isinstance(source, Stream):
-                of_source = positions.get(name, {})
-                if name == data.record.plain and len(positions) == 1:  # the only source, which may have been renamed
-                    (of_source,) = positions.values()
-                self.streams[name] = StreamReader(source, of_source, report)
+    def __init__(self, data: TrainingData, positions: Positions, speaks: bool = False):
+        """`positions` are where lanes of streams can be read from on; others are read from their beginning. With
+        `speaks` it prints how many bad records were left out, at the first one and each time they are ten times as
+        many."""
+        self.data, self.positions, self.speaks = data, positions, speaks
+        if [*data.sources] == [data.record.plain] and len(
+            positions
+        ) == 1:  # the only source, which may have been renamed
+            self.positions = {data.record.plain: next(iter(positions.values()))}
+        self.lanes: dict[tuple[str, int], LaneReader] = {}
+        self.counts: Counter = Counter()
+        self.reported = 0
 
     def read(self, samples: range) -> tuple[list, Positions]:
         """(these samples, and for each lane of theirs where to begin to read the first of them again). A UserError
@@ -156,12 +158,23 @@ class SampleReader:
         positions: Positions = {}
         for sample in samples:
             name, lane, number = self.data.mixture.locate(sample)
-            if name in self.streams:
-                windows.append(self.streams[name].window(lane, number))
-                positions.setdefault(name, {}).setdefault(lane, self.streams[name].position(lane))
+            if isinstance(self.data.sources[name], Stream):
+                reader = self.lane(name, lane)
+                windows.append(reader.window(number))
+                positions.setdefault(name, {}).setdefault(lane, reader.position())
             else:
                 windows.append(self.data[sample])
+        bad = self.counts["bad records"]
+        if self.speaks and bad >= max(1, 10 * self.reported):
+            job.say("data      ", f"left out so far: bad records {bad:,}")
+            self.reported = bad
         return windows, positions
+
+    def lane(self, name: str, lane: int) -> LaneReader:
+        if (name, lane) not in self.lanes:
+            position = self.positions.get(name, {}).get(lane, BEGINNING)
+            self.lanes[name, lane] = LaneReader(self.data.sources[name], lane, position, self.counts)
+        return self.lanes[name, lane]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -252,8 +265,7 @@ class RankBatches(IterableDataset):
 
     def batches_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
-        report = report_left_out if self.rank == 0 else None
-        reader = SampleReader(self.data, self.positions or {}, report)
+        reader = SampleReader(self.data, self.positions or {}, speaks=self.rank == 0)
         collate = create_collate_fn(shift_labels=False)
         for microbatch in itertools.count(worker, workers):
             first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
@@ -332,9 +344,8 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
             )
         (window,), _ = reader.read(range(sample, sample + 1))
         tokens = tokens_of(window)
-        if name in reader.streams:
-            lines.append(f"sample {sample:,}: {name}, lane {lane:,}")
-            lines.append(f"  {excerpt(tokens, tokenizer)}")
+        if not isinstance(data.sources[name], PackedDataset):  # a stream, or random tokens
+            lines += [f"sample {sample:,}: {name}, lane {lane:,}", f"  {excerpt(tokens, tokenizer)}"]
             continue
         source, index = data.locate(sample)
         lines.append(f"sample {sample:,}: {name}, window {index:,} of {len(source):,}")

@@ -24,9 +24,7 @@ from harness.data.windows import Tokens
 
 VERSION = 3  # of the files; another one makes them anew
 LEFT_OUT = ("empty documents", "bad records", "conversations without a trained token")
-TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30  # between two reports of progress, on a terminal and elsewhere
-ESTIMATE_SECONDS = 1.5  # of tokenizing, after which it is said how long all of it takes
-HOUR = 3600
+FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a log has a line of progress, and between two
 
 # Arrays of encoded documents; how many bytes of the corpus were read, and how many there are.
 Batches = Iterator[tuple[Encoded, int, int]]
@@ -44,8 +42,7 @@ def tokenize_once(
     """(the file of a corpus' tokens, made now where there is none that is whole; what was counted).
 
     `identity` decides which tokens come out of `tokenize`, which gets what it is to count in. `counts["seconds"]` is
-    there where the file was made now, and `counts["damaged"]` says what was wrong with an older one. A UserError where
-    the folder cannot be written; None for a path where the corpus holds no token.
+    there where the file was made now. A UserError where the folder cannot be written.
     """
     from filelock import FileLock
 
@@ -54,14 +51,14 @@ def tokenize_once(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):  # two runs that start together, or nodes with a common disk
-            counts, problem = check(path, skip_bad)
-            if counts is not None:
+            counts = counts_of(path)
+            if counts is not None and (skip_bad or not counts.get("bad records")):
                 return path, counts
             start, counts = time.perf_counter(), Counter()
             for leftover in path.parent.glob(f"{path.name}?*/"):  # of a killed run: the lock was free
                 shutil.rmtree(leftover)
             write(with_progress(tokenize(counts), counts), path, counts)
-            return path, dict(counts, seconds=time.perf_counter() - start, damaged=problem)
+            return path, dict(counts, seconds=time.perf_counter() - start)
     except OSError as error:
         raise base.UserError(f"--cache-dir {path.parent}: cannot be written ({error.strerror})") from error
 
@@ -89,20 +86,14 @@ def write(batches: Iterator[Encoded], path: pathlib.Path, counts: Counter) -> No
                 os.replace(f"{folder}/{name}", path.with_suffix(f".{name}"))
 
 
-def check(path: pathlib.Path, skip_bad: bool) -> tuple[dict | None, str]:
-    """(what was counted, "") of a cache that is whole by the sizes of its files, else (None, what is wrong)."""
+def counts_of(path: pathlib.Path) -> dict | None:
+    """What was counted when a cache was made; None where it is not whole by the sizes of its files."""
     try:
         record = json.loads(path.with_suffix(".json").read_text())
-        for name, size in record["bytes"].items():
-            found = path.with_suffix(f".{name}").stat().st_size
-            if found != size:
-                return None, f"{found:,} bytes, not {size:,}"
-        bad = record["counts"].get("bad records", 0)
-        if bad and not skip_bad:
-            return None, f"{bad:,} bad records left out"
-        return record["counts"], ""
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return None, f"its .json, {base.first_line(error)}" if path.exists() else ""
+        sizes = {name: path.with_suffix(f".{name}").stat().st_size for name in record["bytes"]}
+        return record["counts"] if sizes == record["bytes"] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, counts: dict) -> Tokens:
@@ -119,8 +110,6 @@ def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, cou
     tokens.counts, tokens.line = counts, f"cached in {path}"
     if "seconds" in counts:
         tokenized = f"tokenized {base.counted(counts['documents'], 'document')}"
-        if counts["damaged"]:
-            tokenized += f" again (the cache was damaged: {counts['damaged']})"
         tokens.line = f"{tokenized} in {counts['seconds']:.1f} s, cached in {path}"
     left_out = [f"{kind} {counts[kind]:,}" for kind in LEFT_OUT if counts.get(kind)]
     if left_out:
@@ -129,32 +118,23 @@ def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, cou
 
 
 def with_progress(batches: Batches, counts: Counter) -> Iterator[Encoded]:
-    """The arrays of `batches`. Prints on rank 0 how far the tokenizing is: on a terminal in one line that goes away at
-    the end, elsewhere in a line each half minute. Where it takes longer than that, a first line says how long."""
-    start = last_report = time.monotonic()
+    """The arrays of `batches`. Rank 0 shows how far the tokenizing is: on a terminal in one line that goes away at the
+    end, elsewhere in a line each half minute, after one that says how long it takes."""
+    speaks = not dist.is_initialized() or dist.get_rank() == 0
     on_terminal = job.is_terminal(sys.stderr)
-    speaks, estimated = not dist.is_initialized() or dist.get_rank() == 0, False
-    for encoded, read, total in batches:
-        yield encoded
-        now = time.monotonic()
-        seconds = max(now - start, 1e-9)
-        speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
-        whole = seconds * max(1, total / max(read, 1))
-        if speaks and not estimated and seconds >= ESTIMATE_SECONDS:
-            estimated = True
-            if whole >= LOG_SECONDS:
-                line = f"data       tokenizing the text, once, takes about {tqdm.format_interval(whole)} at {speed}"
-                if whole > HOUR:
-                    line += "; launch/datatrove.py does it beforehand, on several machines"
-                print(line, flush=True)
-        if speaks and now - last_report >= (TERMINAL_SECONDS if on_terminal else LOG_SECONDS):
-            last_report = now
-            left = tqdm.format_interval(whole - seconds)
-            line = f"tokenizing {seconds / whole:4.0%}  {counts['documents']:,} documents, {speed}, {left} left"
-            if on_terminal:
-                width = shutil.get_terminal_size().columns - 1
-                print(job.CLEAR + line[:width], end="", file=sys.stderr, flush=True)
-            else:
-                print(f"data       {line}", flush=True)
-    if speaks and on_terminal and last_report > start:
-        print(job.CLEAR, end="", file=sys.stderr, flush=True)
+    hidden = not (speaks and on_terminal)
+    bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, leave=False, disable=hidden)
+    start, next_line = time.monotonic(), float(FIRST_LINE_SECONDS)
+    with bar:
+        for encoded, read, total in batches:
+            yield encoded
+            bar.total = total
+            bar.update(read - bar.n)
+            seconds = time.monotonic() - start
+            if speaks and not on_terminal and seconds >= next_line:
+                left = tqdm.format_interval(seconds * max(0, total / max(read, 1) - 1))
+                line = (
+                    f"tokenizing, once: {counts['documents']:,} documents, {counts['tokens'] / seconds:,.0f} tokens/s"
+                )
+                print(f"data       {line}, {left} left", flush=True)
+                next_line = seconds + LOG_SECONDS

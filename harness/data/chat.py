@@ -19,7 +19,6 @@ from harness.data.windows import Window
 TODAY = datetime.datetime(2024, 7, 26)  # for a template that asks: the date that Llama's takes where it has no clock
 DATE_CODES = ["%a", "%A", "%b", "%B", "%c", "%d", "%-d", "%F", "%H"]
 DATE_CODES += ["%I", "%j", "%m", "%-m", "%M", "%p", "%S", "%y", "%Y"]
-DIM, PLAIN = "\033[2m", "\033[0m"
 EXAMPLE_TOKENS = 400  # that are printed of an example
 
 
@@ -49,14 +48,7 @@ class ChatFormat(TextFormat):
         except ValueError as error:
             problem = f"holds conversations, and {source} has no chat template to render them"
             raise base.UserError(f"--dataset {dataset}: {problem}; give one with --chat-template FILE") from error
-        if self.loss == "all":
-            return
-        if not self.tokenizer.is_fast:
-            raise base.UserError(
-                f"{source}: a tokenizer without its fast form cannot tell which tokens are the assistant's; "
-                "use --chat-loss all to train on all of them"
-            )
-        if not re.search(r"{%-?\s*generation\s*-?%}", template):
+        if self.loss == "assistant" and not re.search(r"{%-?\s*generation\s*-?%}", template):
             raise no_assistant_mask(f"{source}: its chat template has no {{% generation %}}")
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
@@ -129,23 +121,20 @@ def read_template(path: str | None) -> str | None:
     try:
         return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise base.UserError(f"--chat-template {path}: cannot be read ({reason}); name a jinja file") from error
+        problem = f"cannot be read ({base.first_line(error)})"
+        raise base.UserError(f"--chat-template {path}: {problem}; name a jinja file") from error
 
 
-def describe_example(window: Window, tokenizer, colours: bool, real_tokens: int) -> str:
-    """The text of a window without its padding, which begins at `real_tokens`. What is not trained on is dim, or
-    without colours what is trained on is in [[ ]]. What is longer than EXAMPLE_TOKENS is cut."""
+def describe_example(window: Window, tokenizer, real_tokens: int) -> str:
+    """The text of a window without its padding, which begins at `real_tokens`; [[ ]] is around what is trained on. What
+    is longer than EXAMPLE_TOKENS is cut."""
     shown = min(real_tokens, EXAMPLE_TOKENS)
     tokens, trained = window.tokens[:shown], np.concatenate([[False], window.trained])[:shown]
     borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     parts = []
     for first, last in itertools.pairwise(borders):
         text = tokenizer.decode(tokens[first:last].tolist())
-        if colours:
-            parts.append(text if trained[first] else f"{DIM}{text}{PLAIN}")
-        else:
-            parts.append(f"[[{text}]]" if trained[first] else text)
+        parts.append(f"[[{text}]]" if trained[first] else text)
     if shown < real_tokens:
         parts.append(" ...")
     return "".join(parts)

@@ -90,7 +90,7 @@ def are_mapped(of_split: list[DataFile]) -> bool:
     for file in mapped:
         if file.is_remote:
             problem = "its tokens are mapped into memory, which a store cannot give"
-            raise base.UserError(f"--dataset {file}: {problem}; {files.stores.copy_command(file.path)}")
+            raise base.UserError(f"--dataset {file}: {problem}; copy it to a local disk")
     for file in of_split:
         if reader_of(file.name) is not reader_of(mapped[0].name):
             one, folder = mapped[0], os.path.dirname(mapped[0].path)

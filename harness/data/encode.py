@@ -45,7 +45,7 @@ class TextFormat:
         return [vocabulary_of(tokenizer), tokenizer.eos_token_id, self.vocab_size] if tokenizer else [self.vocab_size]
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
-        """Documents that are texts or token ids; `counts` gets how many documents, tokens, and tokens that were ids."""
+        """Documents that are texts or token ids; `counts` gets how many documents and tokens."""
         texts = [document for document in documents if isinstance(document, str)]
         encoded = iter(self.encode_texts(texts))
         arrays = []
@@ -53,7 +53,6 @@ class TextFormat:
             if isinstance(document, str):
                 arrays.append(np.array([*next(encoded), self.tokenizer.eos_token_id], np.uint32))
             else:
-                counts["token ids"] += len(document)
                 arrays.append(document)
         return self.joined(arrays, counts)
 

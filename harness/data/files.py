@@ -12,12 +12,8 @@ from harness import base
 from harness.data import readers, stores
 from harness.data.records import COMPRESSIONS
 
-SPLITS = {
-    "train": "train",
-    "val": "validation",
-    "validation": "validation",
-    "test": "test",
-}  # by a file's or folder's name
+# by a file's or folder's name
+SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 NUMBERED = r"-\d{5}-of-\d{5}"  # the part of a file's name that says which of several it is
 
 
@@ -135,8 +131,7 @@ def find_files(place: str, subset: str | None = None) -> Listing:
 def top_of(path: str, is_pattern: bool) -> str:
     """The folder below which the names of files say their splits."""
     if is_pattern:
-        plain = path[: min(path.find(sign) for sign in "*?[" if sign in path)]
-        return plain.rpartition("/")[0]
+        return stores.before_pattern(path)
     return os.path.dirname(path) if os.path.isfile(path) else path.rstrip("/")
 
 

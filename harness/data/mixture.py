@@ -296,14 +296,6 @@ class DataRecord:
         latest = [size for size in self.step_sizes if size.samples_before <= sample][-1]
         return latest.steps_before + (sample - latest.samples_before) // latest.samples + 1
 
-    def describe_history(self) -> list[dict[str, Any]]:
-        """When which shares hold, for a run's config.json and its page."""
-        changes = []
-        for segment in self.history:
-            step = self.step_of_sample(segment.first)
-            changes.append({"from_sample": segment.first, "from_step": step, "weights": segment.shares()})
-        return changes
-
 
 def read_record(manifest: dict[str, Any]) -> DataRecord:
     """What a checkpoint's manifest records."""

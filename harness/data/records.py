@@ -88,34 +88,29 @@ def check_value(value: Any, field: str, tools: Any = None) -> Record:
 
 
 def check_conversation(messages: Any, tools: Any = None) -> Conversation | BadRecord:
-    """Messages as a conversation. Tools are a list, or one as JSON text."""
+    """Messages as a conversation: a list of objects with a role and a content, a text or a list of parts, which only a
+    message that calls tools may lack. Tools are a list, or one as JSON text."""
     if isinstance(tools, str):
         with contextlib.suppress(ValueError):
             tools = json.loads(tools)
-    fault = fault_of(messages, tools)
-    return BadRecord(fault, of_chat=True) if fault else Conversation(messages, tools or None)
-
-
-def fault_of(messages: Any, tools: Any) -> str:
-    """What is wrong with a conversation, empty where nothing is. It is a list of objects with a role and a content, a
-    text or a list of parts. Only a message that calls tools may lack it."""
     if not isinstance(messages, list) or not messages:
-        return f"{excerpt(messages)} instead of a list of messages"
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict):
-            return f"messages[{place}] is {excerpt(message)} instead of an object with role and content"
-        if not isinstance(message.get("role"), str):
-            return f"messages[{place}] has no role"
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
-            return f"messages[{place}] has no content"
-        if content is not None and not isinstance(content, str | list):
-            return f"messages[{place}] has {excerpt(content)} instead of text"
-    if tools is not None and not isinstance(tools, list):
-        return f"tools are {excerpt(tools)} instead of a list"
+        return BadRecord(f"{excerpt(messages)} instead of a list of messages", of_chat=True)
+    for number, message in enumerate(messages):
+        if not is_message(message):
+            problem = f"messages[{number}] is {excerpt(message)} instead of an object with role and content"
+            return BadRecord(problem, of_chat=True)
+    if not isinstance(tools, list | None):
+        return BadRecord(f"tools are {excerpt(tools)} instead of a list", of_chat=True)
     if has_half_pair(json.dumps([messages, tools], ensure_ascii=False, default=str)):
-        return f"{excerpt(messages)} with half a surrogate pair"
-    return ""
+        return BadRecord(f"{excerpt(messages)} with half a surrogate pair", of_chat=True)
+    return Conversation(messages, tools or None)
+
+
+def is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
 
 
 def has_half_pair(text: str) -> bool:

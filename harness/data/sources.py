@@ -3,7 +3,6 @@ header says of them; what an evaluation of a run reads."""
 
 import copy
 import dataclasses
-import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -16,7 +15,7 @@ from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step
-from harness.data.chat import TODAY, ChatFormat, describe_example
+from harness.data.chat import describe_example
 from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse_split
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.stream import Stream
@@ -170,7 +169,7 @@ def open_cached(
         held_out, name = reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
-    for word, line in describe_packing(train, reading, corpus, with_example=trains).items():
+    for word, line in describe_packing(train, reading.tokenizer, with_example=trains).items():
         job.say(f"{word:10}", of_source + line)
     return OpenedSource(train, held_out, name, {"held_out": rule, "dataset": tokens.fingerprint()})
 
@@ -284,25 +283,19 @@ def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[
 # What is said of them
 
 
-def describe_packing(train: PackedDataset, reading: Reading, corpus: Corpus, with_example: bool) -> dict[str, str]:
+def describe_packing(train: PackedDataset, tokenizer, with_example: bool) -> dict[str, str]:
     """The lines about documents that are packed whole, and about conversations."""
     lines = {}
     if train.describe():
         lines["packing"] = train.describe()
     if train.is_chat:
         share = train.total_trained() / len(train.tokens)
-        lines["chat"] = (
-            f"{base.counted(len(train.tokens.ends), 'conversation')}, trained on {100 * share:.1f} % of their tokens"
-        )
-        encoder = reading.encoder(corpus)
-        if isinstance(encoder, ChatFormat) and encoder.asks_for_date():
-            lines["chat"] += f"; their template prints today's date, which is {TODAY:%Y-%m-%d} every day"
+        conversations = base.counted(len(train.tokens.ends), "conversation")
+        lines["chat"] = f"{conversations}, trained on {100 * share:.1f} % of their tokens"
     if train.is_chat and with_example:
-        colours = job.is_terminal(sys.stdout)
-        how = "dim text is not trained on" if colours else "[[ ]] is around what is trained on"
         window: Any = train[0]  # a `Window`, as all of conversations are
-        example = describe_example(window, reading.tokenizer, colours, train.real_tokens(0))
-        lines["example"] = f"({how})\n{example}"
+        example = describe_example(window, tokenizer, train.real_tokens(0))
+        lines["example"] = f"([[ ]] is around what is trained on)\n{example}"
     return lines
 
 
@@ -355,14 +348,11 @@ def describe(
 
 
 def describe_tokenizer(train) -> str:
-    """For the header: which tokenizer made a corpus of token ids; "" for text."""
-    if isinstance(train, Stream):
+    """For the header: which tokenizer made the token files; "" for others."""
+    if isinstance(train, Stream) or not train.tokens.is_mapped:
         return ""
-    if train.tokens.is_mapped:
-        named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
-        name = f"{named}, as the files say" if named else "not known"
-        return f"{name} (tokens are read in place)"
-    return "not known (the records are token ids)" if train.tokens.counts.get("token ids") else ""
+    named = next((file.tokenizer for file in train.tokens.files if file.tokenizer), None)
+    return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
 
 
 def first_words(sources: dict[str, Any], tokenizer) -> str:
@@ -378,10 +368,8 @@ def first_words(sources: dict[str, Any], tokenizer) -> str:
 def show_samples(settings: flag_rules.Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:
     """Prints what the step --show-samples trains on, by the order that a run's manifest or config.json recorded, if
     there is one."""
-    if recorded:
-        record = read_record(recorded)
-        if len(record.sources) == len(data.sources) == 1:
-            record = renamed(record, next(iter(data.sources)))
+    record = recorded_data(settings, recorded)
+    if record:
         data = dataclasses.replace(data, record=record)
     job.say(describe_step(data, tokenizer, settings.show_samples))
 

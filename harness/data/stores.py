@@ -16,12 +16,6 @@ TRIES = 8
 FIRST_WAIT = 0.5  # seconds before the second try; twice as long before each further one
 # What a store calls the mark that changes with a file's content; the first that is there counts.
 MARKS = ("generation", "ETag", "etag", "blob_id", "md5Hash", "mtime")
-INDIRECT = ("blockcache", "cached", "dir", "filecache", "generic", "reference", "simplecache")
-CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=true",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
-    "hf": "HF_TOKEN, or run hf auth login",
-}
 
 
 def is_http(url: str) -> bool:
@@ -38,15 +32,19 @@ def has_pattern(url: str) -> bool:
     return "*" in url.partition("?")[0] if is_http(url) else glob.has_magic(url)
 
 
+def before_pattern(path: str) -> str:
+    """The folder, of a path or URL, below which a pattern begins."""
+    return path[: min(path.find(sign) for sign in "*?[" if sign in path)].rpartition("/")[0]
+
+
 def filesystem_of(url: str) -> tuple[Any, str]:
     """(fsspec's file system for a URL, which belongs to this process and not to one forked from it; the path in it).
     A UserError where there is none."""
     import fsspec
-    from fsspec.registry import known_implementations
 
     scheme = url.partition(":")[0].lower()
-    if "::" in url or scheme in INDIRECT:
-        raise base.UserError(f"--dataset {url}: chained and cached URLs are not read; give the file's own")
+    if "::" in url:
+        raise base.UserError(f"--dataset {url}: chained URLs are not read; give the file's own")
     if urllib.parse.urlsplit(url).password:
         problem = "a password in a URL would stand in logs"
         raise base.UserError(f"--dataset {scheme}://: {problem}; give it as {scheme}'s package takes it")
@@ -57,14 +55,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}} | given
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        package = getattr(root_of(error), "name", None) or known_implementations[scheme]["class"]
-        package = package.partition(".")[0]
-        raise base.UserError(f"--dataset {url}: needs the package {package} (pip install {package})") from error
-    except Exception as error:
-        if scheme not in fsspec.available_protocols():
-            problem = f"no kind of store is called {scheme}; such as s3, gs, hf or https"
-            raise base.UserError(f"--dataset {url}: {problem}") from error
+    except Exception as error:  # among others a kind of store that fsspec does not know, or whose package is missing
         raise describe_failure(error, url) from error
     if hasattr(filesystem, "retries"):
         filesystem.retries = 1
@@ -109,7 +100,7 @@ def list_url(url: str) -> list[tuple[str, dict]]:
     top = url
     try:
         if has_pattern(url):
-            top = url[: min(url.find(sign) for sign in "*?[" if sign in url)].rpartition("/")[0]
+            top = before_pattern(url)
             found = ask(url, "glob", detail=True, seconds=LISTING_SECONDS)
         else:
             # a server of http has folders only as pages of links, which `info` takes for files
@@ -139,7 +130,7 @@ def size_and_mark(url: str, info: dict) -> tuple[int, str]:
     """(bytes of a file, what changes with its content) by what its store says of it."""
     if info.get("size") is None:
         problem = "the server does not say how large it is"
-        raise base.UserError(f"--dataset {without_query(url)}: {problem}; {copy_command(url)}")
+        raise base.UserError(f"--dataset {without_query(url)}: {problem}; copy it to a local disk")
     marks = [f"{name} {info[name]}" for name in MARKS if info.get(name)]
     return info["size"], marks[0] if marks else ""
 
@@ -175,7 +166,7 @@ class RangeReader(io.RawIOBase):
         content = self._ask("cat_file", start=self.place, end=end)
         if len(content) > end - self.place:
             problem = "the server sends no ranges of a file"
-            raise base.UserError(f"--dataset {without_query(self.url)}: {problem}; {copy_command(self.url)}")
+            raise base.UserError(f"--dataset {without_query(self.url)}: {problem}; copy it to a local disk")
         if not content:
             raise changed(without_query(self.url))
         buffer[: len(content)] = content
@@ -231,23 +222,13 @@ def is_about_credentials(error: BaseException) -> bool:
 
 def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserError:
     """What to say of a request that failed for good."""
-    shown, cause, status = without_query(url), base.first_line(error), status_of(error)
+    cause, status, root = base.first_line(error), status_of(error), root_of(error)
     if status and str(status) not in cause:
         cause = f"HTTP {status}, {cause}"
-    root = root_of(error)
-    if status in (401, 403) or isinstance(root, PermissionError) or is_about_credentials(root):
-        scheme = url.partition(":")[0].lower()
-        known = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
-        credentials = CREDENTIALS.get(known, f"what fsspec's package for {scheme} takes them from")
-        return base.UserError(f"--dataset {shown}: no access ({cause}); check the credentials: set {credentials}")
     advice = "check the name and the network"
-    if tried:
+    if status in (401, 403) or isinstance(root, PermissionError) or is_about_credentials(root):
+        cause, advice = f"no access, {cause}", "check the credentials of the store's package"
+    elif tried:
         cause = f"{cause}, {tried}"
         advice = "when the store answers again, --resume auto goes on from the newest checkpoint"
-    return base.UserError(f"--dataset {shown}: cannot be read ({cause}); {advice}")
-
-
-def copy_command(url: str) -> str:
-    """The advice to copy what a URL names, with the command, which needs no other package or credentials."""
-    code = f"import fsspec; fs, path = fsspec.core.url_to_fs({url!r}); fs.get(path, './', recursive=True)"
-    return f'copy it to a local disk and give that path: python -c "{code}"'
+    return base.UserError(f"--dataset {without_query(url)}: cannot be read ({cause}); {advice}")

@@ -14,13 +14,13 @@ import itertools
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
-from harness import base, job
+from harness import base
 from harness.data.encode import TextFormat, take
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
@@ -261,39 +261,3 @@ class LaneReader:
         """Where to begin again to get the window that was given last, and those after it."""
         begin, chunk, piece = self.marks[0]
         return self.last_window, chunk, piece, self.last_window * self.stream.seq_len - begin
-
-
-class StreamReader:
-    """The windows of those lanes of a stream that it is asked for; each is opened when its first window is wanted.
-
-    `positions` has for a lane where to begin; one that is not there begins at its beginning.
-    """
-
-    def __init__(self, stream: Stream, positions: dict[int, Position], report: Callable[[Counter], None] | None = None):
-        """`report` gets what was left out when that is a bad record for the first time, and each time they have become
-        ten times as many."""
-        self.stream, self.positions, self.report = stream, positions, report
-        self.lanes: dict[int, LaneReader] = {}
-        self.counts: Counter = Counter()
-        self.reported = 0
-
-    def window(self, lane: int, number: int) -> np.ndarray | Window:
-        if lane not in self.lanes:
-            position = self.positions.get(lane, BEGINNING)
-            self.lanes[lane] = LaneReader(self.stream, lane, position, self.counts)
-        window = self.lanes[lane].window(number)
-        bad = self.counts["bad records"]
-        if self.report is not None and bad >= max(1, 10 * self.reported):
-            self.report(self.counts)
-            self.reported = bad
-        return window
-
-    def position(self, lane: int) -> Position:
-        return self.lanes[lane].position()
-
-
-def report_left_out(counts: Counter) -> None:
-    """Prints how many documents were left out so far."""
-    empty, bad = counts["empty documents"], counts["bad records"]
-    left_out = f"empty documents {empty:,}, bad records {bad:,}" if empty else f"bad records {bad:,}"
-    job.say("data      ", f"left out so far: {left_out}")

@@ -11,8 +11,6 @@ from harness import base
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
 
-CHUNK = 2**18  # entries of an index that are read at once: pages of a mapped one would stay in memory
-
 
 @dataclass(eq=False)
 class TokenFile:
@@ -31,25 +29,12 @@ class TokenFile:
 def map_numbers(file: str, dtype, offset: int = 0) -> np.ndarray:
     """The numbers in a file from a byte on, mapped: a page of it is read when its numbers are. A UserError where the
     file is empty, or its size no multiple of theirs."""
-    content = np.memmap(file, np.uint8, "r", offset=offset) if os.path.getsize(file) > offset else np.empty(0, np.uint8)
-    if not len(content) and not offset:
-        raise damaged(file, "it is empty")
+    if os.path.getsize(file) <= offset:
+        raise damaged(file, "it is empty, or ends within its header")
+    content = np.memmap(file, np.uint8, "r", offset=offset)
     if len(content) % np.dtype(dtype).itemsize:
         raise damaged(file, f"{len(content):,} bytes are no whole number of {np.dtype(dtype).itemsize}-byte numbers")
     return content.view(np.ndarray).view(dtype)
-
-
-def check_ascending(file: str, dtype: str, offset: int, count: int, wrong: Callable[[int, int], base.UserError]) -> int:
-    """The last entry of an index; raises `wrong(number, entry)` for the first that is less than the one before it."""
-    before = 0
-    for first in range(0, count, CHUNK):
-        part = np.fromfile(file, dtype, min(CHUNK, count - first), offset=offset + first * np.dtype(dtype).itemsize)
-        falls = np.diff(part, prepend=part.dtype.type(before)).astype(np.int64) < 0
-        if falls.any():
-            number = int(falls.argmax())
-            raise wrong(first + number, int(part[number]))
-        before = int(part[-1])
-    return before
 
 
 def damaged(place: Any, fault: str, advice: str = "restore the file, or make it anew") -> base.UserError:
@@ -80,8 +65,7 @@ def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
 def describe(files: list[TokenFile]) -> str:
     """What files were taken for, in words."""
     kinds = list(dict.fromkeys(file.kind for file in files))
-    tokenizer = next((f"tokenized by {file.tokenizer}" for file in files if file.tokenizer), "tokenizer not known")
-    return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)}), {tokenizer}"
+    return f"read in place, {base.counted(len(files), 'file')} ({base.shortened(kinds, 2)})"
 
 
 def differing_tokenizer(files: list[TokenFile], tokenizer) -> str:

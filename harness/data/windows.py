@@ -40,14 +40,18 @@ class Tokens:
         self.line = ""  # of the console, about where they come from
         self.counts: dict = {}  # what was counted when they were tokenized
 
-    def part(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
-        """The stretches from each of `starts` to before that of `stops`; of tokens that are whole."""
+    def stretches(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
+        """The stretches from each of `starts` to before that of `stops`, counted in these tokens, which are one."""
+        assert len(self.starts) == 1
         part = copy.copy(self)
         part.__dict__.pop("ends", None)
-        part.starts, part.stops = starts, stops
+        part.starts, part.stops = starts + self.starts[0], stops + self.starts[0]
         part.before = np.concatenate([[0], np.cumsum(stops - starts)])
         part.size = int(part.before[-1])
         return part
+
+    def between(self, first: int, last: int) -> "Tokens":
+        return self.stretches(np.array([first]), np.array([last]))
 
     def __len__(self) -> int:
         return self.size
@@ -191,20 +195,13 @@ class Tokens:
         kept_starts, kept_stops = np.concatenate([[0], held_stops]), np.concatenate([held_starts, [len(self)]])
         return self.stretches(kept_starts, kept_stops), self.stretches(held_starts, held_stops)
 
-    def between(self, first: int, last: int) -> "Tokens":
-        return self.stretches(np.array([first]), np.array([last]))
-
-    def stretches(self, starts: np.ndarray, stops: np.ndarray) -> "Tokens":
-        """Stretches that are counted in these tokens, which are one stretch."""
-        assert len(self.starts) == 1
-        return self.part(starts + self.starts[0], stops + self.starts[0])
-
     def fingerprint(self) -> str:
         """Tells corpora apart by their number of tokens and 256 samples of 4,096, wherever they are stored."""
         starts = np.linspace(0, max(0, len(self) - 4096), 256, dtype=np.int64).tolist()
-        digest = hashlib.sha256(b"".join(self[start : start + 4096].tobytes() for start in starts))
-        if self.is_chat:
-            for start in starts:
+        digest = hashlib.sha256()
+        for start in starts:
+            digest.update(self[start : start + 4096].tobytes())
+            if self.is_chat:
                 digest.update(self.trained(start, min(start + 4096, len(self))).tobytes())
         return f"{digest.hexdigest()[:20]}, {len(self):,} tokens"
 
@@ -281,21 +278,17 @@ class PackedDataset(Dataset):
 
     def trained_tokens(self, index: int) -> int:
         """Labels of a window that count."""
-        return self.seq_len if self.is_uniform else int(self._trained_counts[index])
+        return self.seq_len if self.is_uniform else int(self.trained_counts[index])
 
     def total_trained(self) -> int:
         """Labels of all windows that count."""
-        return len(self) * self.seq_len if self.is_uniform else int(self._trained_counts.sum())
+        return len(self) * self.seq_len if self.is_uniform else int(self.trained_counts.sum())
 
     @functools.cached_property
-    def _trained_counts(self) -> np.ndarray:
+    def trained_counts(self) -> np.ndarray:
         """Labels that count in each window, read from the mask once."""
-        counts, per_chunk = [np.zeros(0, np.int32)], max(1, CHUNK // self.seq_len)
-        for first in range(0, len(self), per_chunk):
-            last = min(first + per_chunk, len(self))
-            mask = self.tokens.trained(first * self.seq_len + 1, last * self.seq_len + 1)
-            counts.append(mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32))
-        return np.concatenate(counts)
+        mask = self.tokens.trained(1, len(self) * self.seq_len + 1)
+        return mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
 
     def total_tokens(self) -> int:
         """Inputs of all windows that are not padding."""
@@ -330,23 +323,30 @@ class BestFitDataset(PackedDataset):
     def __init__(self, tokens: Tokens, seq_len: int, padding: int, seed: int = 0, document_mask: bool = True):
         """`padding` is a token id; without `document_mask` the documents of a window see those before them."""
         super().__init__(tokens, seq_len, document_mask)
-        self.padding, self.seed = padding, seed
+        self.padding = padding
+        self.starts, self.lengths = cut_long(tokens.ends, seq_len)  # of the pieces, in tokens
+        self.items, self.begins = best_fit(self.lengths, seq_len + 1, seed)
+        trained = self.lengths - 1
+        if tokens.is_chat:
+            mask = np.append(tokens.trained(0, len(tokens)), np.uint8(0))
+            borders = np.stack([self.starts + 1, self.starts + self.lengths], axis=1).ravel()
+            trained = np.add.reduceat(mask, borders, dtype=np.int64)[::2]
+            trained[self.lengths == 1] = 0  # of an empty range reduceat gives the item there
+        self.trained_counts = self.sums(trained)
+        self.real = np.minimum(self.sums(self.lengths), seq_len)
 
-    @functools.cached_property
-    def pieces(self) -> "Pieces":
-        return cut_long(self.tokens.ends, self.seq_len)
-
-    @functools.cached_property
-    def _bins(self) -> tuple[np.ndarray, np.ndarray]:
-        return best_fit(self.pieces.lengths, self.seq_len + 1, self.seed)
+    def sums(self, of_pieces: np.ndarray) -> np.ndarray:
+        """The sum of a number of each piece over each window."""
+        if not len(self.items):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(of_pieces[self.items], self.begins[:-1], dtype=np.int64)
 
     def pieces_of(self, index: int) -> np.ndarray:
         """The numbers of the pieces in a window."""
-        items, begins = self._bins
-        return items[begins[index] : begins[index + 1]]
+        return self.items[self.begins[index] : self.begins[index + 1]]
 
     def __len__(self) -> int:
-        return len(self._bins[1]) - 1
+        return len(self.begins) - 1
 
     def __getitem__(self, index: int) -> Window:
         """The documents of a bin, the longest first."""
@@ -355,7 +355,7 @@ class BestFitDataset(PackedDataset):
         tokens = np.full(self.seq_len + 1, self.padding, self.tokens.dtype)
         trained, starts, filled = np.zeros(self.seq_len + 1, bool), [], 0
         for piece in self.pieces_of(index):
-            start, length = int(self.pieces.starts[piece]), int(self.pieces.lengths[piece])
+            start, length = int(self.starts[piece]), int(self.lengths[piece])
             tokens[filled : filled + length] = self.tokens[start : start + length]
             trained[filled + 1 : filled + length] = True
             if self.tokens.is_chat:
@@ -366,38 +366,11 @@ class BestFitDataset(PackedDataset):
         begins = np.array([start for start in starts if start < self.seq_len], np.int64)
         return Window(tokens, trained[1:], begins if self.document_mask else None)
 
-    def _sums(self, of_pieces: np.ndarray) -> np.ndarray:
-        """The sum of a number of each piece over each window."""
-        items, begins = self._bins
-        if not len(items):
-            return np.zeros(0, np.int64)
-        return np.add.reduceat(of_pieces[items], begins[:-1], dtype=np.int64)
-
-    @functools.cached_property
-    def _real(self) -> np.ndarray:
-        return np.minimum(self._sums(self.pieces.lengths), self.seq_len)
-
-    @functools.cached_property
-    def _trained_counts(self) -> np.ndarray:
-        if not self.tokens.is_chat:
-            return self._sums(self.pieces.lengths - 1)
-        mask = np.append(self.tokens.trained(0, len(self.tokens)), np.uint8(0))
-        starts, lengths = self.pieces.starts, self.pieces.lengths
-        borders = np.stack([starts + 1, starts + lengths], axis=1).ravel()
-        counts = np.add.reduceat(mask, borders, dtype=np.int64)[::2]
-        return self._sums(np.where(lengths > 1, counts, 0))  # of an empty range reduceat gives the item there
-
     def real_tokens(self, index: int) -> int:
-        return int(self._real[index])
-
-    def trained_tokens(self, index: int) -> int:
-        return int(self._trained_counts[index])
-
-    def total_trained(self) -> int:
-        return int(self._trained_counts.sum())
+        return int(self.real[index])
 
     def total_tokens(self) -> int:
-        return int(self._real.sum())
+        return int(self.real.sum())
 
     @property
     def padding_share(self) -> float:
@@ -406,39 +379,27 @@ class BestFitDataset(PackedDataset):
     def documents(self, index: int) -> list[tuple[int, str, int]]:
         found, filled = [], 0
         for piece in self.pieces_of(index):
-            found.append((filled, *self.tokens.document_of(int(self.pieces.starts[piece]))))
-            filled += int(self.pieces.lengths[piece])
+            found.append((filled, *self.tokens.document_of(int(self.starts[piece]))))
+            filled += int(self.lengths[piece])
         return found
 
     def describe(self) -> str:
-        """The packing in words: how many documents in how many windows, what was cut, the share of padding."""
-        documents = len(self.tokens.ends)
-        line = f"best-fit, {base.counted(documents, 'document')} in {base.counted(len(self), 'window')}"
-        if self.pieces.cut:
-            pieces = len(self.pieces.lengths) - (documents - self.pieces.cut)
-            line += f", {self.pieces.cut:,} longer than a window cut into {pieces:,} pieces"
-        return f"{line}, padding {100 * self.padding_share:.1f} %"
+        documents, windows = base.counted(len(self.tokens.ends), "document"), base.counted(len(self), "window")
+        cut = int((np.diff(self.tokens.ends, prepend=0) > self.seq_len + 1).sum())
+        longer = f", {cut:,} longer than a window cut" if cut else ""
+        return f"best-fit, {documents} in {windows}{longer}, padding {100 * self.padding_share:.1f} %"
 
 
-@dataclass(frozen=True, eq=False)
-class Pieces:
-    """What is packed: each document, or the parts of one that is longer than a window, in the order of the tokens."""
-
-    starts: np.ndarray  # in the tokens
-    lengths: np.ndarray  # in tokens
-    cut: int  # documents that are more than one piece
-
-
-def cut_long(ends: np.ndarray, seq_len: int) -> Pieces:
-    """Documents as pieces of at most `seq_len + 1` tokens, what a window has. Consecutive pieces of a document share
-    one token, as consecutive windows do: each token but a document's first is a label exactly once."""
+def cut_long(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(where each piece begins, its tokens): documents as pieces of at most `seq_len + 1` tokens, what a window has.
+    Consecutive pieces of a document share one token, as consecutive windows do: each token but a document's first is a
+    label exactly once."""
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - starts
     counts = np.where(lengths > seq_len + 1, -(-(lengths - 1) // seq_len), 1)
     documents = np.repeat(np.arange(len(lengths)), counts)
     offsets = (np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]) * seq_len
-    pieces = np.minimum(lengths[documents] - offsets, seq_len + 1).astype(np.int32)
-    return Pieces(starts[documents] + offsets, pieces, int((counts > 1).sum()))
+    return starts[documents] + offsets, np.minimum(lengths[documents] - offsets, seq_len + 1).astype(np.int32)
 
 
 def best_fit(lengths: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -492,14 +453,8 @@ class SyntheticDataset(Dataset):
         generator = np.random.Generator(np.random.Philox(key=(self.seed << 32) + index))
         return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.uint32)
 
-    def real_tokens(self, index: int) -> int:
-        return self.seq_len
-
     def total_tokens(self) -> int:
         return self.windows * self.seq_len
-
-    def documents(self, index: int) -> list[tuple[int, str, int]]:
-        return [(0, "random tokens", 0)]
 
 
 def create_collate_fn(

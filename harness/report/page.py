@@ -266,8 +266,8 @@ def charts(lines: list[dict]) -> str:
         return ""
     marks = [entry["step"] for entry in skipped_in(lines)]
     order = dict.fromkeys(figure.chart for figure in FIGURES.values() if figure.chart in of_titles)
-    drawn = [chart(title, of_titles[title], marks if title in ("Loss", "Gradient norm") else []) for title in order]
-    return f"<div class=charts>{''.join(drawn)}</div>"
+    charts = [chart(title, of_titles[title], marks if title in ("Loss", "Gradient norm") else []) for title in order]
+    return f"<div class=charts>{''.join(charts)}</div>"
 
 
 def chart(title: str, lines: list[Line], marks: list[int]) -> str:

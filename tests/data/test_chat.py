@@ -13,18 +13,16 @@ import multirank
 import numpy as np
 import pytest
 import transformers
-from conftest import ROOT, metrics_of, one_source, parse, start, train, write_model
+from conftest import ROOT, metrics_of, parse, start, train, write_model
 from transformers import AutoConfig, AutoTokenizer
 
 import utils
 from harness.base.errors import UserError
 from harness.data import corpora as data_of_run
 from harness.data import load as load_run
-from harness.data import sources
-from harness.data.batches import RankBatches
-from harness.data.chat import TODAY, ChatFormat, describe_example
-from harness.data.records import Conversation, check_value
-from harness.data.windows import IGNORE_INDEX, BestFitDataset, create_collate_fn
+from harness.data.chat import TODAY, ChatFormat
+from harness.data.records import Conversation
+from harness.data.windows import BestFitDataset
 
 TEMPLATE = """{%- for message in messages %}
 {%- if message['role'] == 'assistant' %}{{- 'A: ' }}
@@ -100,54 +98,18 @@ def test_the_mask_is_that_of_transformers(tokenizer, corpus, tmp_path):
     assert mask_of(data).tolist() == list(itertools.chain(*encoded["assistant_masks"]))
 
 
-def test_all_tokens_but_the_first_of_each_conversation_are_trained_on_if_asked(tokenizer, corpus, tmp_path):
-    data = load(tokenizer, tmp_path, corpus, chat_loss="all")
-    assert int(mask_of(data).sum()) == len(data.tokens) - len(CONVERSATIONS)
-    load(tokenizer, tmp_path, corpus)
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == 2
-
-
-@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
-def test_a_conversation_that_is_cut_keeps_its_mask(tokenizer, corpus, tmp_path, packing):
-    whole = load(tokenizer, tmp_path, corpus, 200)
-    mask, tokens = mask_of(whole), whole.tokens[:]
-    cut = load(tokenizer, tmp_path, corpus, 7, packing=packing)
-    labels = [cut[index].tokens[1:][cut[index].trained] for index in range(len(cut))]
-    seen = sorted(np.concatenate(labels).tolist())
-    reached = len(cut) * 7 + 1 if packing == "concatenate" else len(tokens)
-    assert seen == sorted(tokens[:reached][mask[:reached].astype(bool)].tolist())
-    if packing == "concatenate":
-        assert [len(one) for one in labels] == [cut.trained_tokens(index) for index in range(len(cut))]
-
-
-def test_token_ids_come_before_messages(tokenizer, tmp_path):
-    records = [{"input_ids": list(range(1, 60)), "messages": CONVERSATIONS[0]}]
-    assert not load(tokenizer, tmp_path, write(tmp_path / "ids.jsonl", records)).is_chat
-
-
-@pytest.mark.parametrize("first", ["", "{broken", '{"messages": []}'])
-def test_a_bad_first_record_does_not_hide_that_it_is_chat(tokenizer, tmp_path, first):
-    file = tmp_path / "chat.jsonl"
-    file.write_text(first + "\n" + json.dumps({"messages": CONVERSATIONS[0]}) + "\n")
-    data = load(tokenizer, tmp_path, str(file), skip_bad_records=True)
-    assert data.is_chat and len(data.tokens.ends) == 1
-
-
 BAD = [
-    ("hello", "instead of a list of messages"),
     ([], "instead of a list of messages"),
-    (["hello"], r'messages\[0\] is "hello" instead of an object'),
-    ([{"content": "hello"}], r"messages\[0\] has no role"),
-    ([says("user", "a"), {"role": "assistant"}], r"messages\[1\] has no content"),
-    ([{"role": "user", "content": 5}], r"messages\[0\] has 5 instead of text"),
+    (["hello"], r'messages\[0\] is "hello" instead of an object with role and content'),
+    ([{"content": "hello"}], r"messages\[0\] is .* instead of an object"),
+    ([says("user", "a"), {"role": "assistant"}], r"messages\[1\] is .* instead of an object"),
+    ([{"role": "user", "content": 5}], r"messages\[0\] is .* instead of an object"),
     ([says("user", "\ud800")], "half a surrogate pair"),
 ]
 
 
 @pytest.mark.parametrize("value, fault", BAD)
 def test_a_bad_conversation_is_named(tokenizer, tmp_path, value, fault):
-    if not isinstance(value, str):
-        assert re.search(fault, check_value(value, "messages").fault)
     file = write(tmp_path / "chat.jsonl", [{"messages": CONVERSATIONS[0]}, {"messages": value}])
     with pytest.raises(UserError, match=f"chat.jsonl, line 2: .*{fault}"):
         load(tokenizer, tmp_path, file)
@@ -173,15 +135,6 @@ def test_tools_of_a_record_reach_the_template(tokenizer, tmp_path, as_text):
     data = load(tokenizer, tmp_path, write(tmp_path / "chat.jsonl", records))
     texts = [tokenizer.decode(part) for part in np.split(data.tokens[:], data.tokens.ends[:-1])]
     assert "look" in texts[0] and "look" not in texts[1]
-
-
-def test_a_parquet_file_gives_what_a_jsonl_file_does(tokenizer, corpus, tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"messages": CONVERSATIONS}), tmp_path / "chat.parquet")
-    one, other = (load(tokenizer, tmp_path, str(tmp_path / name)) for name in ("chat.jsonl", "chat.parquet"))
-    assert one.tokens.fingerprint() == other.tokens.fingerprint()
 
 
 @pytest.mark.parametrize("template, says", [(None, "no chat template"), (WITHOUT_MASK, "has no {% generation %}")])
@@ -216,14 +169,6 @@ def open_data(tokenizer, tmp_path, source: str, *flags: str):
     return settings, load_run(settings, corpora, tokenizer, config)
 
 
-@pytest.mark.parametrize("flags, is_chat", [([], False), (["--text-field", "text"], True)])
-def test_a_field_that_is_asked_for_decides_whether_conversations_are_read(device, tokenizer, tmp_path, flags, is_chat):
-    records = [{"input_ids": [5, 6, 7] * 9, "messages": messages} for messages in CONVERSATIONS * 9]
-    settings, data = open_data(tokenizer, tmp_path, write(tmp_path / "data.jsonl", records), *flags)
-    (train,) = data.sources.values()
-    assert train.is_chat == bool(settings.document_mask) == is_chat
-
-
 @pytest.fixture(scope="module")
 def without_end():
     """A tokenizer without an end-of-text token."""
@@ -233,45 +178,11 @@ def without_end():
     return tokenizer
 
 
-def test_conversations_need_no_end_of_text_token(device, without_end, corpus, tmp_path):
-    settings, data = open_data(without_end, tmp_path, corpus, "--batch-size", "1")
-    assert settings.document_mask
-    window, (source, index) = data[0], data.locate(0)
-    begins = [start for start, _, _ in source.documents(index)]
-    assert window.starts.tolist() == [*begins, source.real_tokens(index)]  # and the padding
-    positions = create_collate_fn()([window])["position_ids"][0]
-    assert (positions == 0).nonzero().ravel().tolist() == window.starts.tolist()
-
-
 @pytest.mark.parametrize("flags", [["--document-mask"], ["--packing", "best-fit"], ["--eval-interval", "1"]])
 def test_where_nothing_tells_the_ends_of_documents_the_run_is_refused(device, without_end, tmp_path, flags):
     np.arange(1000, dtype="<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(UserError, match=r"a.bin: it does not say where its documents end, and .* no end-of-text token"):
         open_data(without_end, tmp_path, str(tmp_path / "a.bin"), *flags)
-
-
-def test_an_example_shows_masked_text_dim_and_without_colours_marks_what_is_trained_on(tokenizer, corpus, tmp_path):
-    data = load(tokenizer, tmp_path, corpus, 60)
-    index = next(i for i in range(len(data)) if "box" in tokenizer.decode(data[i].tokens))
-    plain = describe_example(data[index], tokenizer, colours=False, real_tokens=data.real_tokens(index))
-    assert re.search(r"user: Where is the fox\?\s+A:\s*\[\[\s*In the big red box\.<\|endoftext\|>\]\]", plain)
-    dim = describe_example(data[index], tokenizer, colours=True, real_tokens=data.real_tokens(index))
-    assert re.search("\033\\[2m[^\033]*Where is the fox[^\033]*\033\\[0m\\s*In the big red box", dim)
-
-
-def lines_of(data, tokenizer, template: str | None = None, with_example: bool = False) -> dict[str, str]:
-    reading = data_of_run.Reading(tokenizer, 40, len(tokenizer), chat_template=template)
-    corpus = types.SimpleNamespace(is_chat=True, source=types.SimpleNamespace(dataset="chat.jsonl"))
-    return sources.describe_packing(data, reading, corpus, with_example)
-
-
-def test_a_run_says_how_much_it_trains_on_and_only_training_shows_an_example(tokenizer, corpus, tmp_path):
-    data = load(tokenizer, tmp_path, corpus)
-    share = 100 * mask_of(data).mean()
-    lines = lines_of(data, tokenizer, with_example=True)
-    assert list(lines) == ["packing", "chat", "example"]
-    assert lines["chat"] == f"3 conversations, trained on {share:.1f} % of their tokens"
-    assert "example" not in lines_of(data, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +202,18 @@ def test_a_template_that_prints_the_date_gives_the_same_tokens_each_day(tokenize
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
     that_day = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)
     assert tokens.tolist() == that_day["input_ids"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the package trl")
+def test_masks_and_losses_are_those_of_trl(tmp_path):
+    process = start([sys.executable, ROOT / "benchmarks" / "chat_proof.py", "--out", tmp_path / "chat.json"])
+    assert process.returncode == 0, process.stderr
+    found = json.loads((tmp_path / "chat.json").read_text())
+    assert found["same tokens and masks"]
+    assert len(set(found["trained tokens"])) > 1
+    for layout in found["layouts"].values():
+        assert layout["largest difference"] < 1e-6
 
 
 def test_the_share_of_microbatches_in_the_loss_is_that_of_their_trained_tokens(tokenizer, tmp_path, device, capfd):
@@ -322,34 +245,3 @@ def test_the_share_of_microbatches_in_the_loss_is_that_of_their_trained_tokens(t
     found = re.search(r"held out +validation: ([\d,]+) tokens, ([\d,]+) of them in the loss", header)
     assert int(found[1]) == sum(min(length, 96) for length in lengths) and abs(int(found[2]) - trained) <= len(records)
     assert "4 sequences x 96 = 384 tokens a step with padding, 3 steps" in re.sub(r"\s+", " ", header)
-
-
-@pytest.mark.parametrize("world, batch_size, accumulation", [(1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)])
-def test_each_trained_token_of_a_global_batch_weighs_the_same_on_any_ranks(
-    tokenizer, tmp_path, world, batch_size, accumulation
-):
-    """The loss of a step is the mean over ranks of the sum of each microbatch's mean loss by its divisor."""
-    records = [{"messages": messages} for messages in CONVERSATIONS * 5]
-    data = one_source(load(tokenizer, tmp_path, write(tmp_path / "chat.jsonl", records), 12), seed=0)
-    ranks = [iter(RankBatches(data, batch_size, accumulation, rank, world)) for rank in range(world)]
-    counts = set()
-    for _ in range(3):
-        batches = [next(rank) for rank in ranks for _ in range(accumulation)]
-        trained = [int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches]
-        counts.update(trained)
-        for batch, of_batch in zip(batches, trained, strict=True):
-            if of_batch:
-                assert 1 / (of_batch * batch["loss_divisor"] * world) == pytest.approx(1 / sum(trained))
-    assert len(counts) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the package trl")
-def test_masks_and_losses_are_those_of_trl(tmp_path):
-    process = start([sys.executable, ROOT / "benchmarks" / "chat_proof.py", "--out", tmp_path / "chat.json"])
-    assert process.returncode == 0, process.stderr
-    found = json.loads((tmp_path / "chat.json").read_text())
-    assert found["same tokens and masks"]
-    assert len(set(found["trained tokens"])) > 1
-    for layout in found["layouts"].values():
-        assert layout["largest difference"] < 1e-6

@@ -10,7 +10,7 @@ from conftest import parse
 
 from harness import base
 from harness.base.errors import NoSplitError, UserError
-from harness.data import corpora, files
+from harness.data import files
 
 TEXT = "Once upon a time there was a fox."
 
@@ -150,9 +150,3 @@ def test_a_hub_data_set_that_cannot_be_had_is_one_line(monkeypatch, load):
     monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     with pytest.raises(UserError, match=r"not to be had from the hub \(.*\); without a network use a local"):
         load("someone/stories")
-
-
-@pytest.mark.parametrize("split", ["train[:x%]", "train[", "train+test", ""])
-def test_a_split_that_cannot_be_read_is_named(split):
-    with pytest.raises(UserError, match=r"split .*: cannot be read; such as train"):
-        corpora.parse_split(split)

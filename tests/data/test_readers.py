@@ -8,8 +8,6 @@ import sys
 import pytest
 from conftest import ROOT, start
 
-from harness.data import readers
-
 CSV_READER = '''
 """CSV files: a header, then a document a row, with its text in a column."""
 
@@ -113,9 +111,3 @@ def test_one_new_file_adds_a_format(tmp_path, tokenizer):
     fields = "(fields: number, text)"
     assert cached["no_column.csv"] == f"--text-field story: no such field in no_column.csv {fields}"
     assert "needs .bin/.csv/.ds/.jsonl/.md/.npy/.parquet/.txt files" in cached["none"]
-
-
-@pytest.mark.parametrize("name", ["a.JSONL", "a.jsonl.GZ", "data.bz2.txt.zst", "a.md"])
-def test_a_data_file_is_one_by_its_last_suffix_packed_or_not(name):
-    assert readers.reader_of(name)
-    assert not readers.reader_of(f"{name}.gz.gz") and not readers.reader_of(f"{name}.csv")

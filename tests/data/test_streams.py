@@ -6,21 +6,17 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from fractions import Fraction
 
 import multirank
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, STORIES, Stop, forked, losses_of, metrics_of, parse, train, words, write_model
+from conftest import ROOT, STORIES, metrics_of, parse, train, words, write_model
 
 from harness.base.errors import UserError
 from harness.data import stream as streams
-from harness.data.batches import RankBatches, TrainingData
 from harness.data.encode import TextFormat
 from harness.data.files import find_files
-from harness.data.mixture import DataRecord, Segment, StepSize
 from harness.data.records import DOCUMENT_MARK
 from harness.data.stream import LaneReader, Stream
 
@@ -61,11 +57,6 @@ def open_stream(tokenizer, monkeypatch):
     return open_stream
 
 
-def data_of(stream: Stream) -> TrainingData:
-    history = [Segment(0, {"a": Fraction(1)}, {"a": Fraction(1)})]
-    return TrainingData({"a": stream}, DataRecord({}, "a", stream.lanes, {}, history, [StepSize(0, 0, 8)]), SEQ_LEN, 7)
-
-
 def documents_of(stream: Stream, lane: int, epoch: int) -> list[str]:
     """The documents of one epoch of a lane in their order."""
     chunks = len(stream.chunks_of(lane))
@@ -75,18 +66,6 @@ def documents_of(stream: Stream, lane: int, epoch: int) -> list[str]:
             return found
         found += documents
     raise AssertionError
-
-
-def samples_of(stream, count: int, batch_size: int, rank: int = 0, world: int = 1, first: int = 0, positions=None):
-    """(windows of a rank's batches, the positions that came with them)."""
-    batches = RankBatches(data_of(stream), batch_size, 1, rank, world, first, positions)
-    windows, found = [], []
-    for batch in itertools.islice(batches, count):
-        assert not isinstance(batch, UserError), batch
-        found.append(batch["positions"])
-        for inputs, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-            windows.append([*inputs.tolist(), labels[-1].item()])
-    return windows, found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,93 +78,6 @@ def test_an_epoch_of_all_lanes_holds_each_document_once_in_another_order_each_ti
     epochs = [[text for lane in range(lanes) for text in documents_of(stream, lane, epoch)] for epoch in range(3)]
     assert all(sorted(epoch) == sorted(texts) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != texts
-
-
-def test_a_lane_is_its_documents_end_to_end_in_windows(open_stream, corpus, encoded):
-    stream = open_stream(corpus, 3)
-    reader = LaneReader(stream, 1, streams.BEGINNING, Counter())
-    tokens = encoded([text for epoch in range(2) for text in documents_of(stream, 1, epoch)])
-    for number in range(len(tokens) // SEQ_LEN - 1):
-        assert reader.window(number).tolist() == tokens[number * SEQ_LEN : (number + 1) * SEQ_LEN + 1]
-
-
-@pytest.mark.parametrize("lanes", [1, 3, 8])
-def test_any_ranks_and_batches_see_the_same_samples_and_go_on_from_each_others_positions(open_stream, corpus, lanes):
-    stream = open_stream(corpus, lanes)
-    count = 240  # more than an epoch of some lanes
-    expected, positions = samples_of(stream, count // 8, 8)
-    assert len({tuple(window) for window in expected}) == count
-    for world, batch_size in ((2, 4), (4, 2), (8, 1), (3, 8)):
-        rounds = count // (world * batch_size)
-        of_ranks = [samples_of(stream, rounds, batch_size, rank, world)[0] for rank in range(world)]
-        seen = [
-            window
-            for turn in range(rounds)
-            for of_rank in of_ranks
-            for window in of_rank[turn * batch_size : (turn + 1) * batch_size]
-        ]
-        assert seen == expected[: len(seen)]
-    merged: dict = {}
-    for number, of_batch in enumerate(positions):
-        merged |= of_batch["a"]
-        if number % 7 == 0:
-            saved = {"a": {lane: json.loads(json.dumps(position)) for lane, position in merged.items()}}
-            first = 8 * (number + 1)
-            for rank in range(2):
-                windows, _ = samples_of(stream, 1, 4, rank, 2, first, saved)
-                assert windows == expected[first + 4 * rank : first + 4 * rank + 4] or first + 8 > count
-
-
-def test_a_resumed_lane_reads_from_its_chunk_on_and_tokenizes_nothing_before_its_piece(
-    open_stream, corpus, monkeypatch, tokenizer
-):
-    stream = open_stream(corpus / "a.jsonl")
-    reader = LaneReader(stream, 0, streams.BEGINNING, Counter())
-    for number in range(60):
-        window = reader.window(number)
-    position, read, encoded = reader.position(), [], []
-    assert position[1] > 0
-    for module, name, seen in ((streams, "read_records", read), (TextFormat, "encode", encoded)):
-        call = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *of, call=call, seen=seen: seen.append(of) or call(*of))
-    again = LaneReader(stream, 0, position, Counter())
-    assert again.window(59).tolist() == window.tolist() and again.position() == position
-    sizes = [end - start for _, _, start, end in read]
-    assert sum(sizes) <= 3 * 1500  # the first document of the lane's chunks, and its chunk
-    assert sum(len(documents) for _, documents, _ in encoded) <= 64
-
-
-def test_documents_are_masked_where_they_begin_token_ids_too(open_stream, tmp_path, encoded):
-    rows = [[number, number + 1, number + 2] for number in range(1, 99)]
-    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    stream = open_stream(tmp_path / "ids.jsonl", document_mask=True)
-    window = LaneReader(stream, 0, streams.BEGINNING, Counter()).window(2)
-    jumps = np.flatnonzero(np.diff(window.tokens[:-1].astype(int)) != 1) + 1
-    assert window.starts.tolist() == [0, *jumps.tolist()]
-
-
-def test_a_lane_without_a_document_takes_those_of_the_next_one_that_has_some(open_stream, tmp_path):
-    (tmp_path / "long.txt").write_text(DOCUMENT_MARK.join(["Tom had a red ball. " * 200, "The end."]))
-    stream = open_stream(tmp_path / "long.txt", 4)
-    for lane in range(4):
-        assert documents_of(stream, lane, 0)
-
-
-def test_chunks_are_of_about_equal_size_and_lanes_no_more_than_chunks(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(streams, "MOST_CHUNK", 1500)
-    monkeypatch.setattr(streams, "LEAST_CHUNK", 100)
-    files = find_files(str(corpus / "[ab].*")).of_split("train")
-    for lanes in (1, 2, 7, 30):
-        chunks = streams.cut_into_chunks(files, lanes)
-        sizes = [sum(part.end - part.start for part in chunk) for chunk in chunks]
-        assert len(chunks) % lanes == 0 and max(sizes) - min(sizes) <= 1 and max(sizes) <= 1500
-        parts = [part for chunk in chunks for part in chunk]
-        for file in files:
-            of_file = [part for part in parts if part.file == file]
-            assert [of_file[0].start, of_file[-1].end] == [0, file.size]
-            assert all(one.end == two.start for one, two in itertools.pairwise(of_file))
-    assert streams.most_lanes(files) == sum(file.size for file in files) // 100
-    assert [streams.default_lanes(count, 32) for count in (1, 31, 32, 33, 100)] == [32, 32, 32, 64, 128]
 
 
 def test_what_is_held_out_does_not_depend_on_the_lanes_and_is_a_twentieth(open_stream, corpus, texts):
@@ -224,24 +116,6 @@ def flags(corpus, tmp_path_factory):
     small = f"--num-steps 12 --sequence-length {SEQ_LEN} --batch-size 8 --precision fp32 --log-interval 1 --no-compile"
     places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model}"
     return words(f"{small} {places} --lr 1e-3 --streaming --dataset {corpus} --document-mask --num-workers 0")
-
-
-@pytest.fixture(scope="module")
-def whole(device, flags, tmp_path_factory):
-    """The run that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert train([*flags, "--output-dir", folder, "--run-name", "r"], device) == 0
-    return folder / "r"
-
-
-@pytest.mark.slow
-def test_two_ranks_go_on_with_what_one_began(device, flags, whole, tmp_path):
-    run = [*flags, "--run-name", "r", "--resume", "auto", "--output-dir"]
-    train([*run, tmp_path], device, Stop(4))
-    shutil.copytree(tmp_path / "r", tmp_path / "copy" / "r")  # this process has locked the other
-    said = forked(2, multirank.program, *map(str, [*run, tmp_path / "copy", "--batch-size", 4]))
-    assert "world size 1 -> 2" in said
-    assert losses_of(tmp_path / "copy" / "r") == pytest.approx(losses_of(whole), rel=1e-5)
 
 
 def test_a_split_is_evaluated_as_from_a_token_cache(device, flags, corpus, tmp_path):

@@ -41,6 +41,7 @@ def toml(tmp_path):
 # --help, --version
 
 
+@pytest.mark.smoke
 def test_help_comes_at_once_without_torch_and_names_every_flag_with_its_default():
     process = cold_python("--help", PYTHONPROFILEIMPORTTIME="1")
     assert process.returncode == 0

@@ -54,6 +54,7 @@ def test_the_precision_is_fp32_on_a_cpu_a_checkpoints_on_a_resume_and_the_header
     assert record_of(tmp_path / "bf16")["flags"]["precision"] == "bf16"
 
 
+@pytest.mark.smoke
 def test_a_plan_for_a_gpu_is_in_bf16():
     plan = "--plan --plan-details --plan-gpus 1 --plan-gpu H200 --plan-seconds 0 --model demo --sequence-length 32"
     assert header(python(*words(plan), "--no-compile").stdout, "technique").startswith("bf16, ")
@@ -142,6 +143,7 @@ def test_a_plan_of_so_many_tokens_says_how_many_steps_they_are():
 # The batch on another number of ranks
 
 
+@pytest.mark.smoke
 def test_a_run_goes_on_with_its_global_batch_on_two_ranks_or_names_both_ways_on(run, tmp_path):
     run("r", "--num-steps 2 --batch-size 4")
     again = words(f"{SMALL} --final-checkpoint --output-dir {tmp_path} --run-name r --resume auto --num-steps 4")

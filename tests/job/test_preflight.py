@@ -20,6 +20,7 @@ import torch
 from checkpoints import write_checkpoint
 from conftest import ROOT, parse, train
 
+from harness import base
 from harness.base import GIB, UserError
 from harness.data import create_collate_fn
 from harness.job import host, preflight
@@ -68,7 +69,7 @@ def test_the_programs_own_checksum_follows_its_files(tmp_path, monkeypatch):
     for name in ("train_fsdp.py", "utils.py", "harness/job/host.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    monkeypatch.setattr(preflight, "ROOT", tmp_path)
+    monkeypatch.setattr(base, "ROOT", tmp_path)
     before = preflight.checksum()
     assert before == preflight.checksum()
     (tmp_path / "harness" / "job" / "host.py").write_text("x = 1\n")

@@ -66,6 +66,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
     assert not any(line.get("final") for line in logged)
 
 
+@pytest.mark.smoke
 def test_a_run_name_is_used_once_and_the_first_run_stays_as_it_is(device, arguments, mistake, tmp_path):
     train(arguments, device)
     before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}

@@ -56,6 +56,7 @@ def test_the_demo_ends_well_and_warns_of_nothing(demo):
     assert process.stderr == ""
 
 
+@pytest.mark.smoke
 def test_the_demo_learns_and_says_so(demo):
     process, folder = demo
     losses = losses_of(folder)
@@ -263,6 +264,7 @@ def packed(folder, split: str):
     return utils.get_dataset(tokenizer, 32, dataset=str(STORIES), split=split, cache_dir=folder / "cache")
 
 
+@pytest.mark.smoke
 def test_training_is_what_a_plain_loop_computes(device, tmp_path):
     steps, peak, warmup = 8, 3e-3, 3
     flags = f"--run-name r --num-steps {steps} --lr {peak} --warmup-steps {warmup} --lr-scheduler linear --seed 3"

@@ -210,6 +210,7 @@ def small(tmp_path_factory):
     rates = tmp_path_factory.mktemp("rates") / "small.json"
     rates.write_text(json.dumps({"memory_gib": 1.3}))
     flags = [*words(DEMO), "--plan-rates", rates, *words("--plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
+    flags += ["--plan-seconds", "600"]  # enough to compare all three, on a busy machine too
     short, details = python(*flags), python(*flags, "--plan-details")
     found = json.loads(python(*flags, "--json").stdout)
     assert short.returncode == details.returncode == 0, short.stderr

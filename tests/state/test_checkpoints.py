@@ -165,6 +165,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
     assert [line.get("final") for line in metrics_of(tmp_path / "r")] == [None] * STEPS + [True]
 
 
+@pytest.mark.smoke
 def test_a_stopped_run_goes_on_by_its_own_config_alone(run, device, tmp_path):
     technique = words("--gradient-accumulation-steps 2 --precision bf16 --seed 3 --betas 0.8 0.9")
     assert run("whole", *technique) == 0
@@ -195,6 +196,7 @@ def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
     assert seen == list(range(STEPS * 4))
 
 
+@pytest.mark.smoke
 def test_a_kill_after_the_last_checkpoint_repeats_its_steps_and_logs_them_once(run, copied, finished):
     """The folder as a kill leaves it after step 5 and a half: a checkpoint at 4, and half of the last line."""
     shutil.rmtree(copied / "checkpoints" / "step-00000006")

@@ -1,7 +1,6 @@
 """NumPy's .npy: an array of token ids with one dimension, or with two, whose rows are then end to end."""
 
 import math
-import os
 
 import numpy as np
 
@@ -12,8 +11,6 @@ HAS_FIELDS = False
 
 
 def open_tokens(file: str, vocab_size: int) -> TokenFile:
-    if not os.path.getsize(file):
-        raise damaged(file, "it is empty")
     with open(file, "rb") as opened:
         version = np.lib.format.read_magic(opened)
         read_header = np.lib.format.read_array_header_2_0
@@ -23,10 +20,9 @@ def open_tokens(file: str, vocab_size: int) -> TokenFile:
         offset = opened.tell()
     if dtype.kind not in "iu":
         raise damaged(file, f"its numbers are {dtype.name}, where token ids are integers", "convert it")
-    if len(shape) not in (1, 2):
-        raise damaged(file, f"it has {len(shape)} dimensions, where token ids have 1 or 2", "convert it")
-    if is_by_columns and len(shape) == 2:
-        raise damaged(file, "its columns are end to end", "save it with np.ascontiguousarray")
+    if len(shape) not in (1, 2) or (is_by_columns and len(shape) == 2):
+        fault = f"it has {len(shape)} dimensions, where token ids have 1, or 2 with rows end to end"
+        raise damaged(file, fault, "save it with np.ascontiguousarray")
     tokens = map_numbers(file, dtype, offset)
     if len(tokens) != math.prod(shape):
         raise damaged(file, f"it has {len(tokens):,} tokens, its header says {math.prod(shape):,}")

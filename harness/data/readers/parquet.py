@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.data.records import BLOCK, CHAT_FIELD, MAX_TOKEN_ID, BadRecord, Field, Record, check_value, choose_field
+from harness.data.records import BLOCK, CHAT_FIELD, MAX_TOKEN_ID, Field, Record, check_value, choose_field
 
 SUFFIXES = (".parquet",)
 PLACE = "row"
@@ -59,12 +59,9 @@ def read_batch(batch, field: str) -> Iterator[Record]:
         lengths = pyarrow.compute.list_value_length(batch[field]).to_numpy(zero_copy_only=False)
         yield from np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else ()
         return
-    tools = values_of(batch["tools"]) if "tools" in batch.schema.names else [None] * len(batch)
-    for value, its_tools in zip(values_of(batch[field]), tools, strict=True):
-        if isinstance(value, bytes):  # text that is not UTF-8, which Arrow does not check
-            yield BadRecord("bytes that are not UTF-8")
-        else:
-            yield check_value(value, field, its_tools)
+    tools = batch["tools"].to_pylist() if "tools" in batch.schema.names else [None] * len(batch)
+    for value, its_tools in zip(batch[field].to_pylist(), tools, strict=True):
+        yield check_value(value, field, its_tools)
 
 
 def token_ids(column) -> np.ndarray | None:
@@ -80,17 +77,3 @@ def token_ids(column) -> np.ndarray | None:
         return None
     ids = ids.to_numpy(zero_copy_only=False)
     return ids if 0 <= ids.min(initial=0) <= ids.max(initial=0) <= MAX_TOKEN_ID else None
-
-
-def values_of(column) -> list:
-    """The values of an Arrow column; bytes where a text is not UTF-8."""
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        values = []
-        for value in column.cast("binary").to_pylist():
-            try:
-                values.append(value and value.decode())
-            except UnicodeDecodeError:
-                values.append(value)
-        return values
