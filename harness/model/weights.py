@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, conversion_mapping
 
 from harness import base, job
 from harness.model.attention import ONE_KERNEL
@@ -131,7 +131,7 @@ class PretrainedWeights:
             enable_progress_bars()
         self.model, self.source, self.dtype = model, source, dtype
         # private: how names and layouts of a checkpoint become the model's; `from_pretrained` reads whole models only
-        self.rules: Any = transformers.conversion_mapping.get_model_conversion_mapping(model)
+        self.rules: Any = conversion_mapping.get_model_conversion_mapping(model)
         self.names = model.state_dict()
         path = next(path for path, module in model.named_modules() if module is layers)
         self.slices: dict[int | None, dict] = {}  # by decoder layer; None: embedding, final norm, head
