@@ -78,7 +78,7 @@ def test_three_ranks_divide_a_tied_embedding_that_does_not_divide_by_three(tmp_p
     model = write_model(tmp_path / "model", "smollm3", **sizes)
     flags = ["--model", model, "--tokenizer", str(ROOT / "assets" / "demo"), "--dataset", "demo"]
     flags += words("--sequence-length 32 --precision fp32 --num-steps 4 --num-workers 0 --log-interval 1 --no-compile")
-    flags += words("--eval-interval 4 --eval-steps 2 --sample-tokens 2 --checkpoint-interval 2 --no-async-checkpoint")
+    flags += words("--eval-interval 4 --eval-steps 2 --checkpoint-interval 2 --no-async-checkpoint")
     flags += ["--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path)]
     forked(3, multirank.program, *flags, "--batch-size", "2", "--run-name", "three")
     forked(1, multirank.program, *flags, "--batch-size", "6", "--run-name", "one")
