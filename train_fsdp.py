@@ -217,6 +217,7 @@ def evaluate(settings, model, held_out: dict[str, Any], device: torch.device) ->
     """(mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of each as
     `eval_loss/NAME`; how many tokens these are)."""
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
+    job.enter_phase("evaluation")
     with models.evaluating(model):
         for total, windows in zip(totals, held_out.values(), strict=True):
             for batch in data.held_out_batches(settings, windows, device):

@@ -1,11 +1,9 @@
 """Conversations: rendered by a chat template, trained on where the assistant speaks, and packed whole."""
 
-import importlib.util
 import itertools
 import json
 import pathlib
 import re
-import sys
 import types
 from collections import Counter
 
@@ -13,7 +11,7 @@ import multirank
 import numpy as np
 import pytest
 import transformers
-from conftest import ROOT, metrics_of, parse, start, train, write_model
+from conftest import ROOT, metrics_of, parse, train, write_model
 from transformers import AutoConfig, AutoTokenizer
 
 import utils
@@ -202,18 +200,6 @@ def test_a_template_that_prints_the_date_gives_the_same_tokens_each_day(tokenize
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
     that_day = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)
     assert tokens.tolist() == that_day["input_ids"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the package trl")
-def test_masks_and_losses_are_those_of_trl(tmp_path):
-    process = start([sys.executable, ROOT / "benchmarks" / "chat_proof.py", "--out", tmp_path / "chat.json"])
-    assert process.returncode == 0, process.stderr
-    found = json.loads((tmp_path / "chat.json").read_text())
-    assert found["same tokens and masks"]
-    assert len(set(found["trained tokens"])) > 1
-    for layout in found["layouts"].values():
-        assert layout["largest difference"] < 1e-6
 
 
 def test_the_share_of_microbatches_in_the_loss_is_that_of_their_trained_tokens(tokenizer, tmp_path, device, capfd):

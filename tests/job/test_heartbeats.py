@@ -52,9 +52,7 @@ def stalled(tmp_path_factory):
     def end(how: str) -> dict:
         ends = {"lock": slice(1, 2)} | dict.fromkeys(STOPPED, slice(0, 1))  # the ranks that can
         flags = ["--demo", *SIZES, "--output-dir", folder, "--run-name", how]
-        flags += words(
-            "--eval-interval 4 --eval-steps 1 --sample-tokens 1" if how == "evaluation" else "--eval-interval 0"
-        )
+        flags += words("--eval-interval 4 --eval-steps 1" if how == "evaluation" else "--eval-interval 0")
         flags += ["--num-steps", 1_000_000, "--timeout-minutes", TIMEOUT_MINUTES, "--cache-dir", folder / "cache"]
         flags += words("--checkpoint-interval 2 --no-async-checkpoint") if how == "save" else []
         flags += words("--zero-stage 0") if how == "replicas" else []
