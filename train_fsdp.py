@@ -155,7 +155,7 @@ def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer):
     """A schedule of transformers."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(
-        schedule.library_name,
+        schedule.transformers_name,
         optimizer,
         num_warmup_steps=settings.warmup_steps,
         num_training_steps=settings.num_steps,

@@ -10,7 +10,7 @@ POLYNOMIAL_END = 1e-7  # learning rate at which transformers lets that schedule 
 class Schedule(NamedTuple):
     """One row: each function is given the settings."""
 
-    library_name: str  # of `transformers.get_scheduler`
+    transformers_name: str  # of `transformers.get_scheduler`
     options: Callable[[Any], dict] = lambda s: {}  # its `scheduler_specific_kwargs`
     problem: Callable[[Any], str] = lambda s: ""  # what does not go with it, as an error
 
