@@ -45,15 +45,6 @@ def sync_to_disk(path: pathlib.Path) -> None:
     os.close(descriptor)
 
 
-def place_of(path: str | os.PathLike) -> tuple[int, int] | None:
-    """Device and inode of a file or folder; None where nothing is there."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 # ---- Checkpoints of a run --------------------------------------------------------------------------------------------
 
 

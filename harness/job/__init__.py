@@ -37,7 +37,6 @@ __getattr__, __all__ = doors.open_door(
         "RANKS": "heartbeats",
         # before the first step, and at each
         "take_folder": "folders",
-        "check_writable": "folders",
         "replace_file": "folders",
         "check_machine": "preflight",
         "ParameterBytes": "preflight",

@@ -47,8 +47,6 @@ def choose_folder(settings: flags.Settings) -> pathlib.Path:
             f"--run-name {folder.name}: the config.json in {folder} is not a run's; choose another name"
         )
     check_writable(f"--output-dir {settings.output_dir}", folder)
-    if settings.export:
-        check_writable(f"--export {settings.export}", pathlib.Path(settings.export).expanduser())
     folder = make_folder(folder, alone=not settings.run_name and settings.resume == "none")
     refuse_links(folder)
     refuse_run(settings, folder, goes_on)
