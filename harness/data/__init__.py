@@ -38,6 +38,5 @@ __getattr__, __all__ = doors.open_door(
         "PackedDataset": "windows",
         "SyntheticDataset": "windows",
         "create_collate_fn": "windows",
-        "squared_lengths": "windows",
     },
 )

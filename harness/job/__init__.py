@@ -24,10 +24,9 @@ __getattr__, __all__ = doors.open_door(
         "stop_processes": "world",
         "limit_waiting": "world",
         "ignore_signals": "signals",
-        "LISTENING": "signals",  # for benchmarks/faults.py
+        "LISTENING": "signals",  # for the drills of faults
         "at_exit": "endings",
         "state_of": "endings",
-        "INTERRUPTED": "endings",
         "STOPPED": "endings",
         # where a rank is
         "enter_phase": "heartbeats",
@@ -46,7 +45,6 @@ __getattr__, __all__ = doors.open_door(
         # what is printed
         "say": "terminal",
         "say_story": "terminal",
-        "warn": "terminal",
         "print_error": "terminal",
         "columns": "terminal",
         "wrap_lines": "terminal",
@@ -55,7 +53,6 @@ __getattr__, __all__ = doors.open_door(
         "is_first_rank": "terminal",
         "progress": "terminal",
         "step_bar": "terminal",
-        "CLEAR": "terminal",
         "launcher": "terminal",
         "command": "terminal",
     },

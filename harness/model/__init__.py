@@ -8,14 +8,8 @@ from harness.base import doors
 
 FILES = {
     # what a model is made of: its config, tokenizer, prompts and weights
-    "configs": (
-        "choose_sequence_length",
-        "find_source",
-        "load_config",
-        "read_generation_config",
-        "refuse_foreign_code",
-    ),
-    "tokenizer": ("load_files", "tokenizer_class_from_name"),
+    "configs": ("choose_sequence_length", "find_source", "load_config", "read_generation_config"),
+    "tokenizer": ("load_files",),
     "weights": (
         "PretrainedWeights",
         "as_in_checkpoint",
@@ -26,7 +20,7 @@ FILES = {
         "on_meta",
     ),
     # how it computes
-    "attention": ("any_attention_kernel", "choose_attention", "describe_attention", "without_packing_detection"),
+    "attention": ("any_attention_kernel", "choose_attention", "describe_attention"),
     "loss": ("IGNORE_INDEX", "adapt_forward", "choose_loss", "full_loss"),
     "precision": ("choose_precision",),
     "float8": ("check_float8", "compute_float8_scales", "fp8_converter"),

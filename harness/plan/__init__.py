@@ -14,7 +14,6 @@ __getattr__, __all__ = doors.open_door(
         "predict_run": "planning",
         "assumed_rates": "rates",
         "memory_advice": "search",
-        "memory_savers": "search",
         "measure_device": "measure",
         "planning_in_background": "own_plan",
         "predicted_figures": "own_plan",

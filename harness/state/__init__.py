@@ -24,7 +24,6 @@ __getattr__, __all__ = doors.open_door(
     {
         "TrainState": "train_state",
         "Checkpoints": "store",
-        "remove_leftovers": "store",
         "find_checkpoint": "find",
         "load_to_read": "find",
         "find_recorded_data": "find",
