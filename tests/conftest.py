@@ -76,6 +76,15 @@ def slow_case(*values, id: str | None = None):
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
+def copy_program(folder: pathlib.Path) -> pathlib.Path:
+    """Copies what a run needs into a folder, for a test that changes it; returns the folder."""
+    for name in ("harness", "tools", "assets"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
 def start(
     command: list, timeout: float = 900, cwd: pathlib.Path = ROOT, **env: str | None
 ) -> subprocess.CompletedProcess:

@@ -11,7 +11,6 @@ from harness import flags
 from harness import model as models
 from harness.plan.predict import TIGHT, Prediction
 
-LEVELS = ("none", "selective", "full")  # of activation checkpointing: each holds less, and is slower
 MIN_GAIN = 0.01  # share of the speed; what gains less is not called faster
 MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
 MORE_GPUS = (2, 4, 8)  # times as many, planned where nothing fits

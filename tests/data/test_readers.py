@@ -2,11 +2,10 @@
 
 import gzip
 import json
-import shutil
 import sys
 
 import pytest
-from conftest import ROOT, start
+from conftest import copy_program, start
 
 CSV_READER = '''
 """CSV files: a header, then a document a row, with its text in a column."""
@@ -72,10 +71,7 @@ STORIES = ['A fox said "hello".\n\nThe end, he said.', "Tom had a red ball."]
 @pytest.mark.slow
 def test_one_new_file_adds_a_format(tmp_path, tokenizer):
     """In a copy of the project: read beside another format, streamed, packed, and named where a record is bad."""
-    tree = tmp_path / "tree"
-    shutil.copytree(ROOT / "harness", tree / "harness", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "utils.py", tree)
-    (tree / "assets").symlink_to(ROOT / "assets")
+    tree = copy_program(tmp_path / "tree")
     (tree / "harness" / "data" / "readers" / "csv.py").write_text(CSV_READER)
 
     contents = {

@@ -5,13 +5,12 @@ import functools
 import gc
 import json
 import re
-import shutil
 import sys
 
 import pytest
 import torch
 import torch._dynamo
-from conftest import ROOT, losses_of, metrics_of, parse, slow_case, start, words
+from conftest import copy_program, losses_of, metrics_of, parse, slow_case, start, words
 from multirank import resolved
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -460,10 +459,7 @@ torch.distributed.destroy_process_group()
 @pytest.mark.slow
 def test_an_optimizer_is_added_by_one_file(tmp_path):
     """In a copy of the program: --help has it, a run trains and goes on bit for bit, a plan counts its states."""
-    for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("harness", "assets"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_program(tmp_path)
     (tmp_path / "harness" / "model" / "optimizers" / "sgd.py").write_text(SGD)
 
     help_text = start([sys.executable, "train_fsdp.py", "--help"], cwd=tmp_path).stdout

@@ -4,11 +4,10 @@ nothing is lost."""
 import json
 import re
 import shlex
-import shutil
 import sys
 
 import pytest
-from conftest import ROOT, cold_python, python, slow_case, start, torchrun, train, words
+from conftest import cold_python, copy_program, python, slow_case, start, torchrun, train, words
 
 PREFIX = "train_fsdp.py: error: "
 DIVERGENT = "--lr 1e30 --max-grad-norm 0 --warmup-steps 0 --num-steps 9 --max-skipped 0"
@@ -131,12 +130,7 @@ def test_a_mistake_of_every_rank_is_one_line_of_one_rank(arguments, ranks, flags
 
 @pytest.mark.slow
 def test_a_bug_keeps_its_traceback(arguments, tmp_path):
-    broken = tmp_path / "program"
-    broken.mkdir()
-    for name in ("assets", "harness"):
-        shutil.copytree(ROOT / name, broken / name)
-    for name in ("train_fsdp.py", "utils.py"):
-        shutil.copy(ROOT / name, broken)
+    broken = copy_program(tmp_path / "program")
     program = broken / "train_fsdp.py"
     step = "def train_step("
     program.write_text(

@@ -1,12 +1,11 @@
 """Rates of a plan: a flat file, what --measure writes into it, and what a step takes at them."""
 
 import json
-import shutil
 import sys
 
 import multirank
 import pytest
-from conftest import ROOT, forked, parse, python, start, words
+from conftest import copy_program, forked, parse, python, start, words
 
 from harness.base import find_gpu
 from harness.base import gpus as gpu_names
@@ -142,10 +141,7 @@ VOODOO = r"Voodoo 7 (Ultra|Max),Voodoo 7 Ultra,1000,100,4000,450,50,2,0,0.9,0,th
 @pytest.mark.slow
 def test_a_gpu_is_added_by_one_row(tmp_path):
     """In a copy of the program: --plan-gpu takes what users call it."""
-    for name in ("train_fsdp.py", "utils.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("harness", "assets"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_program(tmp_path)
     table = tmp_path / "assets" / "gpus.csv"
     table.write_text(f"{table.read_text()}{VOODOO}\n")
     flags = "--plan --json --demo --no-compile --plan-seconds 0 --plan-rates none --plan-gpus 1 --sequence-length 64"

@@ -4,12 +4,11 @@ import json
 import pathlib
 import re
 import shlex
-import shutil
 import sys
 import textwrap
 
 import pytest
-from conftest import ROOT, metrics_of, parse, python, start
+from conftest import ROOT, copy_program, metrics_of, parse, python, start
 
 # ----------------------------------------------------------------------------------------------------------------------
 # CONTRIBUTING.md
@@ -36,12 +35,7 @@ def carry_out(block: str, root: pathlib.Path) -> None:
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory) -> pathlib.Path:
     """The project with every recipe carried out, a run of two starts in it, and what --help shows."""
-    root = tmp_path_factory.mktemp("changed")
-    for name in ("harness", "tools"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("train_fsdp.py", "utils.py"):
-        shutil.copy(ROOT / name, root)
-    (root / "assets").symlink_to(ROOT / "assets")
+    root = copy_program(tmp_path_factory.mktemp("changed"))
     for block in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text()):
         carry_out(textwrap.dedent(block), root)
     stories = [f"Once there was a dog who had {number} bones and ate them all." for number in range(2000)]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, forked, metrics_of, parse, start, words
+from conftest import copy_program, forked, metrics_of, parse, start, words
 from multirank import worst_of_two
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -120,12 +120,7 @@ def insert(path, before: str, text: str) -> None:
 
 @pytest.mark.slow
 def test_a_row_and_a_line_that_computes_it_are_all_that_a_new_figure_takes(tmp_path):
-    tree, run = tmp_path / "tree", tmp_path / "out" / "r"
-    for name in ("harness", "tools"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("train_fsdp.py", "utils.py"):
-        shutil.copy(ROOT / name, tree / name)
-    (tree / "assets").symlink_to(ROOT / "assets")
+    tree, run = copy_program(tmp_path / "tree"), tmp_path / "out" / "r"
     insert(tree / "harness/report/figures.py", "loss|train/loss|", ROW)
     insert(tree / "harness/report/figures.py", '    figures["goodput_percent"] =', COMPUTED)
 

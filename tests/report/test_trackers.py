@@ -2,7 +2,6 @@
 test_program.py reads a whole run back."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import time
 import types
 
 import pytest
-from conftest import PROGRAM, ROOT, metrics_of, parse, slow_case, start, train, words
+from conftest import PROGRAM, copy_program, metrics_of, parse, slow_case, start, train, words
 from trackerfiles import newest_records, read_events, wandb_rows
 
 from harness.base.errors import UserError
@@ -207,11 +206,7 @@ TRACKER = Sheet
 
 @pytest.mark.slow
 def test_one_file_is_all_that_a_new_tracker_takes(tmp_path):
-    tree = tmp_path / "tree"
-    shutil.copytree(ROOT / "harness", tree / "harness", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("train_fsdp.py", "utils.py"):
-        shutil.copy(ROOT / name, tree / name)
-    (tree / "assets").symlink_to(ROOT / "assets")
+    tree = copy_program(tmp_path / "tree")
     (tree / "harness" / "report" / "trackers" / "sheet.py").write_text(STRANGER)
     flags = f"{TINY} --num-steps 2 --log-with sheet --run-name r --output-dir {tmp_path / 'out'}"
     process = start([sys.executable, "train_fsdp.py", *words(flags)], cwd=tree)
