@@ -32,7 +32,8 @@ def choose_precision(settings: flags.Settings, manifest: dict | None) -> flags.S
     elif settings.precision is None:
         settings = dataclasses.replace(settings, precision="bf16" if computes_on_gpu(settings) else "fp32")
     on_cpu = not (settings.plan or computes_on_gpu(settings))
-    if on_cpu and settings.precision != "fp32" and not cpu_multiplies_bf16() and job.is_first_rank():
+    refused = settings.precision == "fp8" and not settings.fp8_emulate  # by check_float8, in one line
+    if on_cpu and settings.precision != "fp32" and not refused and not cpu_multiplies_bf16() and job.is_first_rank():
         bf16, fp32 = DEMO_WITHOUT_INSTRUCTIONS["bf16"], DEMO_WITHOUT_INSTRUCTIONS["fp32"]
         price = f"the demo has {bf16} tokens/s so and {fp32} in fp32"
         warning = f"--precision {settings.precision}: this CPU has no instructions for bf16; {price}: give fp32"

@@ -19,7 +19,8 @@ def run(tmp_path):
 
     def start(name: str, flags: str) -> str:
         done = python(*words(f"{SMALL} --final-checkpoint --output-dir {tmp_path} --run-name {name} {flags}"))
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        said = re.sub("train_fsdp.py: warning: --precision bf16: this CPU has no .*\n", "", done.stderr)
+        assert (done.returncode, said) == (0, ""), done.stderr
         return done.stdout
 
     return start
