@@ -30,12 +30,6 @@ def publish(_, task: int, tasks: int, tokens: str, output: str) -> None:
     os.rename(tokens, output)
 
 
-def parse_option(option: str) -> tuple[str, object]:
-    """NAME=VALUE as a keyword and its value, a number where it is one."""
-    name, _, value = option.partition("=")
-    return name, int(value) if value.isdecimal() else value
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -43,11 +37,9 @@ def parse_args() -> argparse.Namespace:
     add("--output", required=True, help="the folder of .ds files to make")
     add("--tokenizer", required=True, help="hub id, or folder with a tokenizer.json")
     add("--text-field", default="text", help="column of the text [text]")
-    add("--tasks", type=int, help="parts of the corpus, of whole files each [as many as files]")
     add("--workers", type=int, default=os.cpu_count(), help="tasks at a time, each on one core [the cores here]")
     add("--executor", choices=("local", "slurm", "ray"), default="local", help="where tasks run [local]")
-    help_of_option = "a keyword of datatrove's executor, such as partition=cpu and time=24:00:00 for Slurm; repeatable"
-    add("--executor-option", type=parse_option, action="append", default=[], metavar="NAME=VALUE", help=help_of_option)
+    add("--executor-options", type=json.loads, default={}, help="its keywords, as JSON: for slurm partition, time, ...")
     return parser.parse_args()
 
 
@@ -65,13 +57,12 @@ def main() -> None:
         sys.exit(f"launch/datatrove.py: error: --output {output}: it is there already; give another")
     readers = {"**/*.jsonl*": JsonlReader, "**/*.parquet": ParquetReader}
     files = {pattern: get_datafolder(dataset).list_files(glob_pattern=pattern) for pattern in readers}
-    most = max(map(len, files.values()))  # each reader deals its files to the tasks
-    if not most:
+    tasks = max(map(len, files.values()))  # each reader deals its files to them
+    if not tasks:
         sys.exit(
             f"launch/datatrove.py: error: --dataset {args.dataset}: a folder with .jsonl or .parquet files is needed"
         )
-    tasks = min(args.tasks or most, most)
-    identity = [dataset, files, args.text_field, args.tokenizer, tasks]  # of other work nothing is taken up
+    identity = [dataset, files, args.text_field, args.tokenizer]  # of other work nothing is taken up
     work = output.with_name(f"{output.name}.work") / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
     tokens = str(work / "tokens")
 
@@ -85,7 +76,7 @@ def main() -> None:
     writer.tokenizer.no_truncation()
 
     executors = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
-    executor = functools.partial(executors[args.executor], **dict(args.executor_option))
+    executor = functools.partial(executors[args.executor], **args.executor_options)
     tokenize = executor([*steps, writer], tasks=tasks, workers=args.workers, logging_dir=str(work / "logs"))
     last = functools.partial(publish, tokens=tokens, output=str(output))
     executor([last], tasks=1, workers=1, depends=tokenize, logging_dir=str(work / "logs-of-publish")).run()

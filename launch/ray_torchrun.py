@@ -3,8 +3,8 @@
     python launch/ray_torchrun.py --nodes 2 --gpus-per-node 8 -- --model llama3.1-8b --dp-replicate-size 2
 
 What stands behind `--` goes to train_fsdp.py, in this folder on every node. SIGTERM and Ctrl-C reach every torchrun,
-whose ranks then save; the exit code is that of the first torchrun that failed. Without GPUs `--ranks-per-node` starts
-CPU ranks.
+whose ranks then save; the exit code is that of the first torchrun that failed. Without GPUs it starts one CPU rank a
+node.
 """
 
 import argparse
@@ -31,47 +31,36 @@ class Node:
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment)
         return self.process.wait()
 
-    def stop(self, number: int) -> None:
-        self.process.send_signal(number)
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [options] -- FLAGS")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--cpus-per-node", type=int, default=1)
-    parser.add_argument("--ranks-per-node", type=int, help="by default a rank for each GPU")
     parser.add_argument("--port", type=int, default=29500, help="on the first node, where the torchruns meet")
-    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    parser.add_argument("flags", nargs="*", help="of train_fsdp.py")
     options = parser.parse_args()
-    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
 
     ray.init(log_to_driver=True)
-    resources = {"CPU": options.cpus_per_node, "GPU": options.gpus_per_node}
-    bundle = {name: count for name, count in resources.items() if count}
-    group = placement_group([bundle] * options.nodes, strategy="STRICT_SPREAD")
+    group = placement_group([{"CPU": 1, "GPU": options.gpus_per_node}] * options.nodes, strategy="STRICT_SPREAD")
     ray.get(group.ready())
     nodes = []
     for index in range(options.nodes):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        resources = {"num_cpus": options.cpus_per_node, "num_gpus": options.gpus_per_node}
-        nodes.append(Node.options(scheduling_strategy=place, **resources).remote())
+        nodes.append(Node.options(scheduling_strategy=place, num_cpus=1, num_gpus=options.gpus_per_node).remote())
 
-    meeting = f"{ray.get(nodes[0].address.remote())}:{options.port}"
-    ranks = options.ranks_per_node or options.gpus_per_node
+    ranks, meeting = options.gpus_per_node or 1, f"{ray.get(nodes[0].address.remote())}:{options.port}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={options.nodes}", f"--nproc_per_node={ranks}"]
     torchrun += ["--max-restarts=3", "--rdzv_id=ray", "--rdzv_backend=c10d", f"--rdzv_endpoint={meeting}"]
     waiting = []
     for node in nodes:
         has_store = f"--rdzv_conf=is_host={str(node is nodes[0]).lower()}"
-        waiting.append(node.run.remote([*torchrun, has_store, "train_fsdp.py", *flags]))
-
-    def forward(number: int, frame) -> None:
-        for node in nodes:
-            node.stop.remote(signal.SIGTERM)
+        waiting.append(node.run.remote([*torchrun, has_store, "train_fsdp.py", *options.flags]))
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
+        signal.signal(number, lambda *_: [node.stop.remote() for node in nodes])
     while waiting:
         done, waiting = ray.wait(waiting, timeout=1)
         for code in ray.get(done):

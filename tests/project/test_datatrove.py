@@ -61,7 +61,7 @@ def tokenized(texts: list[str]) -> list[list[int]]:
 
 def test_the_help_needs_no_package():
     process = start([sys.executable, SCRIPT, "--help"])
-    assert process.returncode == 0 and "--executor-option" in process.stdout and process.stderr == ""
+    assert process.returncode == 0 and "--executor-options" in process.stdout and process.stderr == ""
 
 
 @pytest.mark.slow

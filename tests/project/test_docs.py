@@ -26,7 +26,6 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from checkpoints import write_checkpoint
 from conftest import ROOT, parse, start, torchrun_command
-from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
 from harness.base import gpus
@@ -344,16 +343,6 @@ def test_commands_are_found_where_they_are():
         assert found[file].flags.endswith(end)
 
 
-@pytest.mark.parametrize("file", ["slurm.sh", "kubernetes.yaml", "volcano.yaml"])
-def test_a_launcher_gives_ranks_more_than_30_s_to_save_where_torchrun_can(file, monkeypatch):
-    text = (ROOT / "launch" / file).read_text()
-    ((name, seconds),) = re.findall(r"(\w+SHUTDOWN_TIMEOUT)(?:=| #.*\n +value: \")(\d+)", text)
-    monkeypatch.setenv(name, seconds)
-    if not hasattr(LaunchConfig, "shutdown_timeout"):
-        pytest.skip("torchrun of torch 2.11 has no such setting")
-    assert LaunchConfig(1, 1, 1).shutdown_timeout == int(seconds) == 110
-
-
 OTHERS = {
     "torchrun": {
         "--nnodes",
@@ -374,7 +363,7 @@ OTHERS = {
     "benchmarks/covering.py": {"--ranks"},
     "benchmarks/kill_test.py": {"--kills"},
     "benchmarks/plan_proof.py": {"--only", "--rounds"},
-    "launch/datatrove.py": {"--executor", "--executor-option", "--tasks", "--workers"},
+    "launch/datatrove.py": {"--executor", "--executor-options", "--workers"},
 }
 
 

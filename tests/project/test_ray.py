@@ -17,7 +17,7 @@ ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs the package
 def test_two_nodes_of_ray_train_together_and_save_at_sigterm(tmp_path):
     cluster = ray_cluster.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
-    launch = ["--nodes", 2, "--gpus-per-node", 0, "--ranks-per-node", 1, "--port", 29617, "--"]
+    launch = ["--nodes", 2, "--gpus-per-node", 0, "--port", 29617, "--"]
     flags = (
         f"--demo --sequence-length 64 --num-steps 5000 --run-name r --output-dir {tmp_path} --log-interval 1".split()
     )

