@@ -3,17 +3,19 @@ imports no torch, and none of it knows a wing."""
 
 from harness.base import doors
 
-FILES = {
-    "errors": "UserError NoSplitError",
-    "ranks": "on_main_rank from_main_process of_all_ranks",
-    "text": "counted first_line is_url one_line one_or_more shortened",
-    "devices": "GIB wait_for_device",
-    "gpus": "Gpu RATES CONTEXT_GIB NCCL_GIB find_gpu choose_kind unlisted wrong_rates",
-    "versions": "ROOT OLDEST_TORCHAO ShowVersion commit installed package_versions version_parts "
-    "refuse_old_python refuse_missing_packages",
-    "console": "never_fail send record_error tell_json",
-    "hub": "answer_from_cache_without_network",
-    "saved": "FORMAT MANIFEST checkpoint_name complete_checkpoints named_checkpoints newest_checkpoint read_config "
-    "read_json read_manifest seal step_in_name step_saved sync_to_disk unfinished_checkpoints",
-}
-__getattr__, __all__ = doors.open_door(__name__, doors.names_of(FILES))
+__getattr__, __all__ = doors.open_door(
+    __name__,
+    {
+        "errors": "UserError NoSplitError",
+        "ranks": "on_main_rank from_main_process of_all_ranks",
+        "text": "counted first_line is_url one_line one_or_more shortened",
+        "devices": "GIB wait_for_device",
+        "gpus": "Gpu RATES CONTEXT_GIB NCCL_GIB find_gpu choose_kind unlisted wrong_rates",
+        "versions": "ROOT OLDEST_TORCHAO ShowVersion commit installed package_versions version_parts "
+        "refuse_old_python refuse_missing_packages",
+        "console": "never_fail send record_error tell_json",
+        "hub": "answer_from_cache_without_network",
+        "saved": "FORMAT MANIFEST checkpoint_name complete_checkpoints named_checkpoints newest_checkpoint read_config "
+        "read_json read_manifest seal step_in_name step_saved sync_to_disk unfinished_checkpoints",
+    },
+)

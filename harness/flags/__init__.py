@@ -13,14 +13,16 @@ A flag is one field of `Settings` in settings.py, which says all of it; what it 
 
 from harness.base import doors
 
-FILES = {
-    "settings": "Settings ASSETS PRESETS OPTIMIZERS TRACKERS LENGTHS PROFILED_STEPS default_warmup is_local must_match "
-    "reported record_flags",
-    "parser": "parse_args make_parser",
-    "rules": "contradiction misfits_float8 not_a_folder_name",
-    "schedules": "SCHEDULES",
-    "commands": "as_words as_flags to_paste flags_of_run",
-    "checkpoints": "checkpoint_folder no_checkpoint",
-    "sources": "Source Stage sources_of stages_of name_of same_dataset splits_overlap",
-}
-__getattr__, __all__ = doors.open_door(__name__, doors.names_of(FILES))
+__getattr__, __all__ = doors.open_door(
+    __name__,
+    {
+        "settings": "Settings ASSETS PRESETS OPTIMIZERS TRACKERS LENGTHS PROFILED_STEPS default_warmup is_local "
+        "must_match reported record_flags",
+        "parser": "parse_args make_parser",
+        "rules": "contradiction misfits_float8 not_a_folder_name",
+        "schedules": "SCHEDULES",
+        "commands": "as_words as_flags to_paste flags_of_run",
+        "checkpoints": "checkpoint_folder no_checkpoint",
+        "sources": "Source Stage sources_of stages_of name_of same_dataset splits_overlap",
+    },
+)

@@ -17,43 +17,17 @@ from harness.base import doors
 __getattr__, __all__ = doors.open_door(
     __name__,
     {
-        # a process and its world
-        "begin": "startup",
-        "World": "world",
-        "start_processes": "world",  # a world without flags, for programs other than the script
-        "stop_processes": "world",
-        "limit_waiting": "world",
-        "ignore_signals": "signals",
-        "LISTENING": "signals",  # for the drills of faults
-        "at_exit": "endings",
-        "state_of": "endings",
-        "STOPPED": "endings",
-        # where a rank is
-        "enter_phase": "heartbeats",
-        "writing": "heartbeats",
-        "rank_name": "heartbeats",
-        "HERE": "heartbeats",
-        "RANKS": "heartbeats",
-        # before the first step, and at each
-        "take_folder": "folders",
-        "replace_file": "folders",
-        "check_machine": "preflight",
-        "ParameterBytes": "preflight",
-        "count_steps": "schedule",
-        "due": "schedule",
-        "Due": "schedule",
-        # what is printed
-        "say": "terminal",
-        "say_story": "terminal",
-        "print_error": "terminal",
-        "columns": "terminal",
-        "wrap_lines": "terminal",
-        "width": "terminal",
-        "is_terminal": "terminal",
-        "is_first_rank": "terminal",
-        "progress": "terminal",
-        "step_bar": "terminal",
-        "launcher": "terminal",
-        "command": "terminal",
+        "startup": "begin",
+        "world": "World start_processes stop_processes limit_waiting",
+        "signals": "ignore_signals LISTENING",
+        "endings": "at_exit state_of STOPPED",
+        "heartbeats": "enter_phase writing rank_name HERE RANKS",
+        "folders": "take_folder replace_file",
+        "preflight": "check_machine ParameterBytes",
+        "schedule": "count_steps due Due",
+        "terminal": (
+            "say say_story print_error columns wrap_lines width is_terminal is_first_rank progress step_bar "
+            "launcher command"
+        ),
     },
 )

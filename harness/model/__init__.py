@@ -6,43 +6,27 @@ Elsewhere: `from harness import model as models`, as a model is called `model` t
 
 from harness.base import doors
 
-FILES = {
-    # what a model is made of: its config, tokenizer, prompts and weights
-    "configs": ("choose_sequence_length", "find_source", "load_config", "read_generation_config"),
-    "tokenizer": ("load_files",),
-    "weights": (
-        "PretrainedWeights",
-        "as_in_checkpoint",
-        "count_parameters",
-        "decoder_layers",
-        "layer_period",
-        "materialize",
-        "on_meta",
-    ),
-    # how it computes
-    "attention": ("any_attention_kernel", "choose_attention", "describe_attention"),
-    "loss": ("IGNORE_INDEX", "adapt_forward", "choose_loss", "full_loss"),
-    "precision": ("choose_precision",),
-    "float8": ("check_float8", "compute_float8_scales", "fp8_converter"),
-    "routing": ("describe_routing",),
-    "flops": ("MENDED", "computes_every_score", "count_flops", "eager_on_meta", "known_flops"),
-    # how it is sharded, and how it learns
-    "collectives": ("finish_sharding", "fsdp_group", "sharded_modules", "use_symmetric_memory"),
-    "verify": ("verify_sharding",),
-    "optimization": (
-        "build_optimizer",
-        "clip_grad_norm",
-        "find_optimizer",
-        "local",
-        "memory_saving_optimizers",
-        "parameter_bytes",
-    ),
-    "skipping": ("WINDOW", "RecentNorms", "decide_skip", "robust_z_score", "skips_on_device", "step_or_skip"),
-    "averages": ("WeightAverage",),
-    # what it says
-    "sampling": ("evaluating", "sample"),
-    "finite": ("loss_and_norm", "loss_without_data"),
-    # what a plan runs in the place of what reads data
-    "stand_ins": ("without_data",),
-}
-__getattr__, __all__ = doors.open_door(__name__, {name: file for file, names in FILES.items() for name in names})
+__getattr__, __all__ = doors.open_door(
+    __name__,
+    {
+        "configs": "choose_sequence_length find_source load_config read_generation_config",
+        "tokenizer": "load_files",
+        "weights": (
+            "PretrainedWeights as_in_checkpoint count_parameters decoder_layers layer_period materialize on_meta"
+        ),
+        "attention": "any_attention_kernel choose_attention describe_attention",
+        "loss": "IGNORE_INDEX adapt_forward choose_loss full_loss",
+        "precision": "choose_precision",
+        "float8": "check_float8 compute_float8_scales fp8_converter",
+        "routing": "describe_routing",
+        "flops": "MENDED computes_every_score count_flops eager_on_meta known_flops",
+        "collectives": "finish_sharding fsdp_group sharded_modules use_symmetric_memory",
+        "verify": "verify_sharding",
+        "optimization": "build_optimizer clip_grad_norm find_optimizer local memory_saving_optimizers parameter_bytes",
+        "skipping": "WINDOW RecentNorms decide_skip robust_z_score skips_on_device step_or_skip",
+        "averages": "WeightAverage",
+        "sampling": "evaluating sample",
+        "finite": "loss_and_norm loss_without_data",
+        "stand_ins": "without_data",
+    },
+)

@@ -7,15 +7,12 @@ from harness.base import doors
 __getattr__, __all__ = doors.open_door(
     __name__,
     {
-        "Recipe": "predict",
-        "resolve": "resolving",
-        "print_plan": "planning",
-        "make_plan": "planning",
-        "predict_run": "planning",
-        "assumed_rates": "rates",
-        "memory_advice": "search",
-        "measure_device": "measure",
-        "planning_in_background": "own_plan",
-        "predicted_figures": "own_plan",
+        "predict": "Recipe",
+        "resolving": "resolve",
+        "planning": "print_plan make_plan predict_run",
+        "rates": "assumed_rates",
+        "search": "memory_advice",
+        "measure": "measure_device",
+        "own_plan": "planning_in_background predicted_figures",
     },
 )

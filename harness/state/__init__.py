@@ -22,21 +22,13 @@ from harness.base import doors
 __getattr__, __all__ = doors.open_door(
     __name__,
     {
-        "TrainState": "train_state",
-        "Checkpoints": "store",
-        "find_checkpoint": "find",
-        "load_to_read": "find",
-        "find_recorded_data": "find",
-        "branch_of": "find",
-        "refuse_broken": "find",
-        "describe_identity": "identity",
-        "check_resume": "identity",
-        "check_data": "identity",
-        "check_same_model": "identity",
-        "check_same_corpus": "identity",
-        "check_has_average": "identity",
-        "keep_global_batch": "identity",
-        "check_export": "exports",
-        "export": "exports",
+        "train_state": "TrainState",
+        "store": "Checkpoints",
+        "find": "find_checkpoint load_to_read find_recorded_data branch_of refuse_broken",
+        "identity": (
+            "describe_identity check_resume check_data check_same_model check_same_corpus check_has_average "
+            "keep_global_batch"
+        ),
+        "exports": "check_export export",
     },
 )
