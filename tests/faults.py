@@ -2,9 +2,9 @@
 
 An undisturbed run is watched: every open, write, truncate, fsync, close, mkdir, rename, unlink and rmdir below its
 output folder is a point. Then for each point the run is started again with one fault there (see FAULTS), and once more
-without any, by the same command. What the first start may do is in `verdict`, what must hold after the second in
-`verdict_after`. `run_sequence` makes random sequences of starts, stops, kills, damage and other flags, whose losses
-must be those of the undisturbed run.
+without any, by the same command: `wrong_of_the_first` and `wrong_of_the_next` say what must not be. `run_sequence`
+makes random sequences of starts, stops, kills, damage and other flags, whose losses must be those of the undisturbed
+run.
 
 All ranks are forked from this process, which has the imports. Points are Python's own file operations; an audit hook
 finds those that went past the watch.
@@ -30,12 +30,13 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-from forked_rank import become_rank
+import torch
 from transformers.models.llama import modeling_llama  # noqa: F401 - before the fork
 
 import train_fsdp
@@ -279,6 +280,19 @@ class Ending:
         return [line for line in self.output.splitlines() if line.startswith("train_fsdp.py: error: ")]
 
 
+def become_rank(rank: int, ranks: int, port: int, output: int) -> None:
+    """Makes a forked process a rank: one thread, what is printed into the descriptor `output`, and of several ranks
+    the environment of torchrun."""
+    torch.set_num_threads(1)  # a fork's first call makes a new thread pool: two threads at once can abort (2.11)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115
+    warnings.filterwarnings("ignore")
+    if ranks > 1:
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
 def as_rank(rank: int, start: Start, port: int, folder: pathlib.Path, log: int, output: int) -> None:
     """The forked process: the program, watched."""
     become_rank(rank, start.ranks, port, output)
@@ -383,8 +397,8 @@ def whole(folder: pathlib.Path) -> list[str]:
     return sorted(path.name for path in (folder / "r" / "checkpoints").glob("step-*") if is_whole(path))
 
 
-def verdict(fault: str, before: list[str], folder: pathlib.Path, first: Ending) -> tuple[str, list[str]]:
-    """(how a start with a fault ended, what it did that it must not)."""
+def wrong_of_the_first(fault: str, before: list[str], folder: pathlib.Path, first: Ending) -> list[str]:
+    """What a start with a fault did that it must not."""
     wrong, errors, said = [], first.errors(), re.findall(r"^failed +\S+", first.output, re.MULTILINE)
     if "Traceback" in first.output or 70 in first.codes:
         wrong.append("a traceback")
@@ -393,22 +407,21 @@ def verdict(fault: str, before: list[str], folder: pathlib.Path, first: Ending) 
     if not whole(folder)[-1:] >= before[-1:]:
         wrong.append(f"the newest complete checkpoint {before[-1:]} is gone, there are {whole(folder)}")
     if -signal.SIGKILL in first.codes:
-        return "killed", wrong + ["hung"] * (fault in ("error", "full disk", "disk gone"))
-    if errors:
-        if first.code not in (1, 2):
-            wrong.append(f"an error with exit code {first.code}")
-        return ("one line, exit 1, the run went on" if said else f"one line, exit {first.code}"), wrong
-    if said and first.code != 1:
+        if fault in ("error", "full disk", "disk gone"):
+            wrong.append("hung")
+    elif errors and first.code not in (1, 2):
+        wrong.append(f"an error with exit code {first.code}")
+    elif said and not errors and first.code != 1:
         wrong.append(f"a failure was said and the exit code is {first.code}")
-    return f"exit {first.code}" + ", a line" * bool(said), wrong
+    return wrong
 
 
-def verdict_after(reference: list[list], folder: pathlib.Path, second: Ending) -> tuple[str, list[str]]:
-    """(how the next start without a fault ended, what of it must not be)."""
+def wrong_of_the_next(reference: list[list], folder: pathlib.Path, second: Ending) -> list[str]:
+    """What of the next start without a fault must not be; it may refuse in one line."""
     if "Traceback" in second.output or 70 in second.codes:
-        return "traceback", ["a traceback of the next start"]
+        return ["a traceback of the next start"]
     if second.code in (1, 2) and len(second.errors()) == 1:
-        return "refused: " + second.errors()[0].partition(" error: ")[2].replace(str(folder), ""), []
+        return []
     wrong, lines = [], logged(folder)
     if second.code:
         wrong.append(f"the next start ended with {second.codes}")
@@ -420,8 +433,9 @@ def verdict_after(reference: list[list], folder: pathlib.Path, second: Ending) -
         wrong.append("metrics.jsonl has a line that is none")
     if whole(folder)[-1:] != [f"step-{len(reference):08d}"]:
         wrong.append(f"no checkpoint of the last step, only {whole(folder)}")
-    left = [path.name for place in (folder / "r", folder / "r" / "checkpoints") for path in place.glob(".*.*ing")]
-    return "went on", wrong + [f"left behind: {sorted(left)}"] * bool(left)
+    if left := [path.name for place in (folder / "r", folder / "r" / "checkpoints") for path in place.glob(".*.*ing")]:
+        wrong.append(f"left behind: {sorted(left)}")
+    return wrong
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -448,9 +462,7 @@ def tear_final_line(run: pathlib.Path) -> None:
 SCENARIOS = {
     "a fresh run": ([], None, Start(SAVES)),
     "a resumed run": ([Start(SAVES + " --keep-checkpoints 2")], leave_debris, Start(SAVES)),
-    "a run that a signal stops": ([Start(SAVES, stop=(2, "SIGKILL"))], None, Start(SAVES, stop=(3, "SIGTERM"))),
     "a start that only ends a run": ([Start(SAVES)], tear_final_line, Start(SAVES)),
-    "a run that saves in the background": ([], None, Start(SAVES + " --async-checkpoint")),
     "2 ranks": ([], None, Start(SAVES + " --batch-size 2", ranks=2)),
 }
 
@@ -474,20 +486,19 @@ def make_template(name: str, folder: pathlib.Path) -> tuple[Start, list[list], l
     return start, reference, run(start, folder / "watched").points
 
 
-def disturb(folder: pathlib.Path, start: Start, reference: list[list], fault: str, point: Point) -> dict:
-    """One start with a fault, one without."""
+def disturb(folder: pathlib.Path, start: Start, reference: list[list], fault: str, point: Point) -> list[str]:
+    """What was wrong in one start with a fault, and one without."""
     run_folder = folder / "disturbed"
     shutil.rmtree(run_folder, ignore_errors=True)
     shutil.copytree(folder / "template", run_folder)
     before = whole(run_folder)
     first = run(dataclasses.replace(start, fault=fault, point=point), run_folder)
-    ended, wrong = verdict(fault, before, run_folder, first)
-    second = run(Start(start.flags, start.ranks), run_folder)
-    after, wrong_after = verdict_after(reference, run_folder, second)
+    wrong = wrong_of_the_first(fault, before, run_folder, first)
     if point not in first.points:
         wrong.append("the point was not reached")
-    outputs = [first.output[-3000:], second.output[-3000:]] if wrong + wrong_after else []
-    return {"ended": ended, "after": after, "wrong": wrong + wrong_after, "outputs": outputs}
+    second = run(Start(start.flags, start.ranks), run_folder)
+    wrong += wrong_of_the_next(reference, run_folder, second)
+    return [*wrong, first.output[-3000:], second.output[-3000:]] if wrong else []
 
 
 def applies(fault: str, point: Point) -> bool:
@@ -502,25 +513,16 @@ def in_a_shard(point: Point) -> bool:
     return point.operation == "write" and point.path.endswith(".distcp") and point.count not in (1, 2, 25)
 
 
-def enumerate_faults(name: str, folder: pathlib.Path, choose, say=print) -> dict:
-    """Every point of a scenario with every fault that `choose` takes; outcomes counted, all that is wrong listed."""
-    began = time.monotonic()
+def enumerate_faults(name: str, folder: pathlib.Path, choose) -> tuple[int, list]:
+    """(How many faults were injected, all that was wrong) at every point of a scenario with every fault that `choose`
+    takes."""
     start, reference, points = make_template(name, folder)
-    outcomes: dict = collections.defaultdict(collections.Counter)
-    wrong, injected = [], 0
-    if any(point.rank < 0 for point in points):
-        wrong.append({"unwatched": [point for point in points if point.rank < 0]})
-    for fault in FAULTS:
-        for point in [point for point in points if choose(name, fault, point)]:
-            result = disturb(folder, start, reference, fault, point)
-            injected += 1
-            outcomes[fault][f"{result['ended']}; then {result['after']}"] += 1
-            if result["wrong"]:
-                wrong.append({"fault": fault, "point": dataclasses.astuple(point)} | result)
-                say(f"{name}: {fault} at {dataclasses.astuple(point)}: {result['wrong']}")
-    operations = collections.Counter(point.operation for point in points)
-    found = {"points": len(points), "operations": operations, "injected": injected, "outcomes": outcomes}
-    return found | {"wrong": wrong, "seconds": round(time.monotonic() - began)}
+    wrong: list = [dataclasses.astuple(point) for point in points if point.rank < 0]  # past the watch
+    chosen = [(fault, point) for fault in FAULTS for point in points if choose(name, fault, point)]
+    for fault, point in chosen:
+        if found := disturb(folder, start, reference, fault, point):
+            wrong.append([fault, dataclasses.astuple(point), *found])
+    return len(chosen), wrong
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -620,7 +622,7 @@ def run_sequence(seed: int, folder: pathlib.Path) -> dict:
     ranks, flags = layout if exact else choose_layout(choose)
     ending = run(Start(f"{flags} --num-steps {LONG} --checkpoint-interval 2", ranks), disturbed)
     if len(ending.errors()) != 1:  # not refused
-        wrong += verdict_after(reference if exact else steps_of(disturbed), disturbed, ending)[1]
+        wrong += wrong_of_the_next(reference if exact else steps_of(disturbed), disturbed, ending)
         if len(steps_of(disturbed)) != LONG or differs(steps_of(disturbed), reference, exact):
             wrong.append("other steps or losses at the end")
     return {"seed": seed, "history": history, "end": ending.codes, "refused": ending.errors(), "wrong": wrong}

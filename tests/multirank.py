@@ -37,10 +37,9 @@ from harness import base, data, plan
 from harness import model as models
 from harness.base import from_main_process, of_all_ranks, on_main_rank
 from harness.flags import parse_args
-from harness.job import endings, heartbeats, start_processes, stop_processes, world
+from harness.job import heartbeats, start_processes, stop_processes, world
 from harness.job.signals import StopRequest
 from harness.job.world import new_group
-from harness.model import collectives
 from harness.model.configs import load_config
 from harness.model.optimization import local
 from harness.model.weights import decoder_layers
@@ -121,8 +120,8 @@ EVERYTHING = {
     " --activation-checkpointing selective --no-fused-loss --attention eager --num-workers 1"
 }
 SAME_LOSSES = {
-    1: STAGES
-    | MICROBATCHES
+    1: {name: STAGES[name] for name in ("stage 3", "stage 0")}
+    | {"stage 2 in 4 microbatches": MICROBATCHES["stage 2 in 4 microbatches"]}
     | TECHNIQUES
     | {"compiled with selective checkpointing": "--compile --activation-checkpointing selective"}
     | {"two loading workers": "--num-workers 2"},
@@ -258,22 +257,6 @@ def uneven(*argv: str) -> None:
 
     data.training_batches = slowed
     program(*argv)
-
-
-def switched(switch: str, *argv: str) -> None:
-    """benchmarks/switches.py; prints how many process groups all-gathers and reduce-scatters had between them."""
-    import switches
-
-    used = set()
-    for kind in (collectives.DefaultAllGather, collectives.DefaultReduceScatter):
-
-        def call(self, output_tensor, input_tensor, group, *more, call=kind.__call__, **options):
-            used.add(group.group_name)
-            return call(self, output_tensor, input_tensor, group, *more, **options)
-
-        kind.__call__ = call
-    endings.end = lambda code: print(f"collectives in {len(used)} groups", flush=True)
-    switches.main(switch, *argv)
 
 
 def stalled(how: str, *argv: str) -> None:

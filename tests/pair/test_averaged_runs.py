@@ -6,7 +6,7 @@ import multirank
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, STORIES, Stop, forked, forking, metrics_of, slow_case, train, words, write_model
+from conftest import ROOT, STORIES, Stop, forked, metrics_of, slow_case, train, words, write_model
 from transformers import AutoModelForCausalLM
 
 from harness.base import UserError, saved
@@ -115,24 +115,6 @@ def test_an_average_goes_on_with_other_ranks(flags, finished, tmp_path):
         assert after == pytest.approx(before, rel=1e-4)
 
 
-@pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_with_its_average_bit_for_bit(flags, tmp_path):
-    """Two ranks end by SIGKILL after a checkpoint; the same command finishes the run."""
-    argv = [*flags, "--output-dir", tmp_path, "--batch-size", 2, "--checkpoint-interval", 20, "--num-steps", 100]
-    argv = [str(word) for word in [*argv, "--eval-interval", 50, "--resume", "auto"]]
-    forked(2, multirank.program, *argv, "--run-name", "whole")
-    with forking(2, multirank.program, *argv, "--run-name", "r") as (world, _):
-        while not saved.newest_checkpoint(tmp_path / "r"):
-            world.join(timeout=0.05)
-        for process in world.processes:
-            process.kill()
-    assert saved.step_in_name(saved.newest_checkpoint(tmp_path / "r")) < 100
-    forked(2, multirank.program, *argv, "--run-name", "r")
-    assert lines_of(tmp_path / "r") == lines_of(tmp_path / "whole")
-    averages = [tensors_of(checkpoint(tmp_path / name, 100), "average") for name in ("whole", "r")]
-    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
-
-
 def test_a_run_begins_and_drops_an_average_at_a_resume_and_says_so(run, finished, tmp_path, capsys):
     assert run("dropped", "--resume", checkpoint(finished, 4), "--ema", 0) == 0
     assert "ema 0.8 -> 0.0 (the average is dropped)" in " ".join(capsys.readouterr().out.split())
@@ -189,32 +171,12 @@ def test_both_are_evaluated_without_training_as_the_run_did_and_exported_alike(
         )
 
 
-def test_a_run_exports_its_average_and_trains_on_from_its_weights(run, finished, tmp_path):
-    assert run("r", "--export", tmp_path / "out", "--export-weights", "ema", "--checkpoint-interval", 3) == 0
-    model, kept = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
-        tensors_of(checkpoint(finished, STEPS), "average"),
-    )
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.named_parameters())
-    weights = [tensors_of(checkpoint(folder, STEPS), "model") for folder in (finished, tmp_path / "r")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
 def test_sources_of_a_mixture_have_a_loss_of_the_average_each(run, flags, tmp_path):
     text = flags[flags.index("--dataset") + 1]
     assert run("r", "--dataset", f"web={text}:0.5", f"code={text}:0.5", "--num-steps", 2) == 0
     line = next(line for line in metrics_of(tmp_path / "r") if "eval_loss_ema" in line)
     assert line["eval_loss_ema/web"] == pytest.approx(line["eval_loss_ema"], rel=1e-6)
     assert line["eval_loss_ema/code"] != line["eval_loss/code"]
-
-
-def test_a_page_and_the_console_show_both_losses(run, tmp_path, capsys):
-    assert run("r", "--num-steps", 2) == 0
-    said = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
-    loss = next(line["eval_loss_ema"] for line in metrics_of(tmp_path / "r") if "eval_loss_ema" in line)
-    assert said.count(f"of the average {loss:.4f} (perplexity") == 2  # the line of the step, the summary
-    assert "average ema 0.8, fp32, " in said and ", averages in float32; " in said
-    assert "held-out loss of the average" in (tmp_path / "r" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

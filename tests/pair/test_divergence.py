@@ -38,11 +38,9 @@ def only_error(process) -> str:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--final-checkpoint",
-        "--no-final-checkpoint",
         "--max-skipped 100 --checkpoint-interval 2",
-        "--ema 0.5",
-        "--num-steps 1",
+        "--no-final-checkpoint --num-steps 1",
+        slow_case("--ema 0.5"),
         slow_case("--compile"),
     ],
 )

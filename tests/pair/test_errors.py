@@ -55,6 +55,12 @@ def test_a_mistake_is_one_line_that_names_the_flag_or_file_and_leaves_no_run(arg
     assert (files / "out").exists() == (exit_code == 1)
 
 
+@pytest.mark.smoke
+def test_a_misspelt_flag_is_one_line_that_names_the_nearest():
+    line = only_line(cold_python("--demo", "--num-stpes", 3))
+    assert line == "--num-stpes: no such flag; did you mean --num-steps?"
+
+
 def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_path):
     message = mistake(*words(DIVERGENT), *words("--log-interval 3"), exit_code=1)
     step = int(re.search(r"step (\d+)", message)[1])
@@ -65,7 +71,6 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_its_step(mistake, tmp_p
     assert not any(line.get("final") for line in logged)
 
 
-@pytest.mark.smoke
 def test_a_run_name_is_used_once_and_the_first_run_stays_as_it_is(device, arguments, mistake, tmp_path):
     train(arguments, device)
     before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}

@@ -138,16 +138,6 @@ def test_a_stage_begins_at_its_step_also_when_the_run_becomes_longer(run, tmp_pa
     assert shares == [(0.75, 0.25)] * 4 + [(0.0, 1.0)] * 8
 
 
-def test_tables_of_a_toml_file_are_the_flags(run, tmp_path):
-    (tmp_path / "mixture.toml").write_text(
-        '[dataset]\na = {path = "a.npy", weight = 0.75}\nb = "b.npy:0.25"\n[[mixture-stage]]\nfrom = 0.5\nb = 1\n'
-    )
-    by_file = run("--config", tmp_path / "mixture.toml", output=tmp_path / "file")
-    by_flags = run(*words("--dataset a=a.npy:3 b=b.npy:1 --mixture-stage 0.5:b=1"), output=tmp_path / "flags")
-    assert by_file == by_flags
-    assert losses_of(tmp_path / "file" / "r") == losses_of(tmp_path / "flags" / "r")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Resumes
 
@@ -199,20 +189,6 @@ def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_pa
         assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
     with pytest.raises(UserError, match=r"--dataset: .*x.npy is not what it was at the checkpoint"):
         run("--dataset", tmp_path / "x.npy", output=tmp_path / "single")
-
-
-def test_a_single_source_that_was_moved_is_no_change(run, corpora, tmp_path, capsys):
-    run("--dataset", "a.npy", stop_after=2)
-    shutil.copy(corpora / "a.npy", tmp_path / "elsewhere.npy")
-    capsys.readouterr()
-    run("--dataset", tmp_path / "elsewhere.npy", stop_after=2)
-    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
-
-
-def test_a_text_is_added_to_a_run_of_token_files(run):
-    assert len(run(*words("--dataset a=a.npy:1 b=b.npy:1"), stop_after=2)) == 2
-    assert len(run(*words("--dataset a=a.npy:1 web=web.jsonl:1"), stop_after=2)) == 2
-    assert len(run(*words("--dataset a=a.npy:1 b=b.npy:1"))) == 4
 
 
 def test_too_many_epochs_are_refused_before_the_run_with_their_number(run, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, forked, losses_of, slow_case, words, write_model
 from multirank import (
+    COUNTED,
     FAMILIES,
     MODELS,
     NEAR,
@@ -22,13 +23,11 @@ from multirank import (
     UNEVEN,
     resolved,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
 from harness import model as models
 from harness.model.optimization import local
-from harness.model.weights import decoder_layers
 
 RANKS = (1, 2, 4)
 GROUPS = MODELS["deep"][1]["num_hidden_layers"] + 1  # one for each decoder layer, and the root's
@@ -143,7 +142,8 @@ def test_first_weights_do_not_depend_on_ranks_or_stage(observed, ranks, model, n
 @pytest.mark.parametrize("ranks", [2, slow_case(4)])
 @pytest.mark.parametrize("name", ["stage 3", "stage 2", "stage 1", "uneven stage 3"])
 def test_each_rank_holds_its_share_of_the_parameters_and_optimizer_states(observed, ranks, name):
-    seen, whole = (get(observed(world), "runs", name) for world in (ranks, 1))
+    seen = get(observed(ranks), "runs", name)
+    whole = get(observed(1), "runs", "uneven stage 3" if "uneven" in name else "stage 3")
     assert seen["largest_share"] == pytest.approx(1 / ranks, rel=0.02)
     assert seen["state_bytes"] == pytest.approx(whole["state_bytes"] / ranks, rel=0.02)
 
@@ -227,101 +227,32 @@ def test_leaving_out_the_copies_of_one_rank_changes_no_bit(device, monkeypatch, 
     assert all(torch.equal(*pair) for pair in zip(ours[0] + ours[1], torchs[0] + torchs[1], strict=True))
 
 
-@pytest.mark.parametrize("precision, computes_itself", [("fp32", True), ("bf16-pure", True), ("bf16", False)])
-def test_one_rank_holds_a_second_copy_of_its_parameters_only_in_another_precision(device, precision, computes_itself):
-    *_, model = train_alone(device, f"--precision {precision}")
-    layer = decoder_layers(model)[0]
-    held = {parameter.to_local().data_ptr() for parameter in layer.parameters()}
-    used = set()
-    layer.mlp.register_forward_pre_hook(lambda *_: used.update(p.data_ptr() for p in layer.parameters()))
-    with models.evaluating(model):
-        model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
-    assert len(used) == len(held)
-    assert (used == held) == computes_itself and used.isdisjoint(held) != computes_itself
-
-
-class Casts(TorchDispatchMode):
-    """Elements of tensors of a parameter's size that are made by a cast, not written into what computes."""
-
-    def __init__(self, sizes: set[int]):
-        super().__init__()
-        self.sizes, self.count = sizes, 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if "_to_copy" in op.name() and args[0].numel() in self.sizes:
-            self.count += 1
-        return op(*args, **(kwargs or {}))
-
-
-def test_one_rank_casts_a_parameter_into_what_computes_without_a_copy_between(device):
-    *_, model = train_alone(device, "--precision bf16")
-    with models.evaluating(model), Casts({p.numel() for p in model.parameters() if p.dim() > 1}) as casts:
-        model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
-    assert casts.count == 0
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Communication: all-gathers and reduce-scatters of parameters, and all-reduces of gradients, in one optimizer step of
 # N microbatches. A layer is gathered for its forward and again for its backward, the root (embedding, norm, head) once.
 
-N = (1, 3)
+# Of each configuration, for n microbatches: (all-gathers, reduce-scatters, all-reduces)
+COMMUNICATION = {
+    "stage 3": lambda n: (n * (2 * GROUPS - 1), n * GROUPS, 0),
+    "stage 3 checkpointed": lambda n: (n * (2 * GROUPS - 1), n * GROUPS, 0),
+    "stage 3 deferred": lambda n: (n * (2 * GROUPS - 1), GROUPS, 0),
+    "stage 2": lambda n: (GROUPS, n * GROUPS, 0),
+    "stage 2 deferred": lambda n: (GROUPS, GROUPS, 0),
+    "stage 1": lambda n: (GROUPS, GROUPS, 0),
+    "stage 0": lambda n: (0, 0, GROUPS),
+    "2 replicas": lambda n: (n * (2 * GROUPS - 1), n * GROUPS, GROUPS),
+    "2 replicas at stage 2": lambda n: (GROUPS, n * GROUPS, GROUPS),
+}
 
 
-def collectives(observed: dict, name: str, microbatches: int) -> tuple[int, int, int]:
-    counts = dict(get(observed, "collectives", f"{name} in {microbatches} microbatches"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_step_communicates_as_its_stage_says(observed, name):
+    counts = dict(get(observed(4), "collectives", name))
     gathers, scatters = counts.pop("c10d.allgather", 0), counts.pop("c10d.reduce_scatter", 0)
     # one is that of the gradient norm, where gradients are sharded, one brings the norms of replicas together
     sharded, replicated = "stage 0" not in name, "stage 0" in name or "replicas" in name
     reduces = counts.pop("c10d.allreduce", 0) - sharded - replicated
     assert not counts, "collectives that nobody expects"
-    return gathers, scatters, reduces
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", N)
-def test_stage_3_gathers_for_each_forward_and_backward_and_scatters_each_backward(observed, microbatches):
-    expected = (microbatches * (2 * GROUPS - 1), microbatches * GROUPS, 0)
-    assert collectives(observed(4), "stage 3", microbatches) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", N[1:])
-def test_deferred_sync_scatters_once_a_step(observed, microbatches):
-    expected = (microbatches * (2 * GROUPS - 1), GROUPS, 0)
-    assert collectives(observed(4), "stage 3 deferred", microbatches) == expected
-    assert collectives(observed(4), "stage 2 deferred", microbatches) == (GROUPS, GROUPS, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", N)
-def test_checkpointing_adds_no_communication(observed, microbatches):
-    assert collectives(observed(4), "stage 3 checkpointed", microbatches) == collectives(
-        observed(4), "stage 3", microbatches
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", N)
-def test_stage_2_gathers_once_a_step_and_scatters_each_backward(observed, microbatches):
-    assert collectives(observed(4), "stage 2", microbatches) == (GROUPS, microbatches * GROUPS, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", N)
-def test_stage_1_gathers_and_scatters_once_a_step(observed, microbatches):
-    assert collectives(observed(4), "stage 1", microbatches) == (GROUPS, GROUPS, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", N)
-def test_stage_0_reduces_gradients_once_a_step_and_gathers_nothing(observed, microbatches):
-    assert collectives(observed(4), "stage 0", microbatches) == (0, 0, GROUPS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", N)
-def test_replicas_reduce_their_gradients_once_a_step(observed, microbatches):
-    expected = (microbatches * (2 * GROUPS - 1), microbatches * GROUPS, GROUPS)
-    assert collectives(observed(4), "2 replicas", microbatches) == expected
-    expected = (GROUPS, microbatches * GROUPS, GROUPS)
-    assert collectives(observed(4), "2 replicas at stage 2", microbatches) == expected
+    kind, microbatches = name.removesuffix(" microbatches").split(" in ")
+    assert (gathers, scatters, reduces) == COMMUNICATION[kind](int(microbatches))

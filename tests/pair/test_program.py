@@ -1,7 +1,6 @@
 """The program as a user meets it: started from a shell, read from what it prints and the files that it leaves."""
 
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -23,14 +22,12 @@ from conftest import (
     write_model,
 )
 from multirank import SIZES, resolved
-from trackerfiles import as_dict, read_events, wandb_records
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
 from harness.data.mixture import WindowOrder
 from harness.flags.settings import Settings, is_flag
-from harness.report.figures import FIGURES, named
 
 PROMPT = "Once upon a time"
 
@@ -133,51 +130,7 @@ def test_everything_that_a_run_writes_lies_in_its_folder(demo):
     home = folder.parent.parent / "home"
     assert {path.name for path in home.glob("*")} <= {".cache", ".triton"}  # of wandb and torch themselves
     assert (folder / "metrics.jsonl").exists() and (folder / "config.json").exists()
-
-
-def test_the_run_can_be_read_back_from_wandb(demo):
-    _, folder = demo
-    (file,) = folder.rglob("run-*.wandb")
-    records = list(wandb_records(file))
-    run = next(record.run for record in records if record.HasField("run"))
-    assert (run.display_name, run.project) == ("first", "tales")
-    config = {item.key: json.loads(item.value_json) for item in run.config.update if item.key != "_wandb"}
-    recorded = json.loads((folder / "config.json").read_text())
-    assert recorded["starts"][0].pop("exit_code") == 0  # written at the end
-    assert config == recorded
-
-    *logged, final = metrics_of(folder)
-    rows = [as_dict(record.history.item) for record in records if record.HasField("history")]
-    assert [row["_step"] for row in rows] == [line["step"] for line in logged]
-    for row, line in zip(rows, logged, strict=True):
-        figures = {key: value for key, value in row.items() if not key.startswith(("_", "stories", "by_tokens"))}
-        assert figures == named(line)
-        assert [row.get(f"by_tokens/{key}") for key in ("loss", "eval_loss")] == [line["loss"], line.get("eval_loss")]
-    axes = {r.metric.glob_name or r.metric.name: r.metric.step_metric for r in records if r.HasField("metric")}
-    assert axes == {"by_tokens/*": "data/tokens_seen"}
-
-    *_, summary = [as_dict(r.summary.update) for r in records if r.HasField("summary") and "stories" in str(r)]
-    assert {key: value for key, value in summary.items() if key != "stories"} == named(final)
-    (table,) = folder.rglob("stories_summary_*.table.json")
-    assert json.loads(table.read_text())["data"] == [[*story.values()] for story in final["samples"]]
-    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
-
-
-def test_the_run_can_be_read_back_from_tensorboard(demo):
-    _, folder = demo
-    *logged, final = metrics_of(folder)
-    steps, tokens, summary = (read_events(folder / "tales" / name) for name in ("", "by_tokens", "summary"))
-    for key in set(logged[-1]) - {"step"}:
-        expected = {line["step"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
-        assert {event.step: event.value for event in steps.Scalars(FIGURES[key].name)} == expected
-    for key in ("loss", "eval_loss"):
-        expected = {line["tokens_seen"]: pytest.approx(line[key], rel=1e-6) for line in logged if key in line}
-        assert {event.step: event.value for event in tokens.Scalars(f"by_tokens/{key}")} == expected
-    assert [(e.step, e.value) for e in summary.Scalars("perf/step_time_ms")] == [
-        (12, pytest.approx(final["step_time_ms"], rel=1e-6))
-    ]
-    texts = {tag: [event.step for event in steps.Tensors(f"{tag}/text_summary")] for tag in ("config", "stories")}
-    assert texts == {"config": [0], "stories": [6, 12]}
+    assert [*folder.rglob("run-*.wandb")] and [*folder.rglob("events.out.tfevents.*")]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -208,24 +161,24 @@ def one_process(small, device):
     return small[1] / "one"
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", slow_case("accelerate")])
-def test_four_ranks_of_any_launcher_do_what_one_process_does(small, one_process, launcher):
-    flags = [*small[0], "--batch-size", "2", "--run-name", launcher]
+@pytest.mark.parametrize("ranks, launcher", [(2, "torchrun"), slow_case(4, "accelerate")])
+def test_ranks_of_any_launcher_do_what_one_process_does(small, one_process, ranks, launcher):
+    flags = [*small[0], "--batch-size", 8 // ranks, "--run-name", launcher]
     if launcher == "torchrun":
-        process = torchrun(4, *flags)
+        process = torchrun(ranks, *flags)
     else:
-        launch = words("-m accelerate.commands.launch --multi_gpu --num_processes 4 --main_process_port 0")
+        launch = words(f"-m accelerate.commands.launch --multi_gpu --num_processes {ranks} --main_process_port 0")
         process = start([sys.executable, *launch, ROOT / "train_fsdp.py", *flags])
     assert process.returncode == 0, process.stderr
-    one, four = metrics_of(one_process), metrics_of(small[1] / launcher)
-    assert len(four) == len(one)
+    one, several = metrics_of(one_process), metrics_of(small[1] / launcher)
+    assert len(several) == len(one)
     for key in ("step", "loss", "eval_loss", "learning_rate", "tokens_seen"):
-        of_one, of_four = ([line[key] for line in lines if key in line] for lines in (one, four))
+        of_one, of_several = ([line[key] for line in lines if key in line] for lines in (one, several))
         assert of_one
-        assert of_four == pytest.approx(of_one, rel=1e-6), key
-    assert json.loads((small[1] / launcher / "config.json").read_text())["world_size"] == 4
+        assert of_several == pytest.approx(of_one, rel=1e-6), key
+    assert json.loads((small[1] / launcher / "config.json").read_text())["world_size"] == ranks
     (story,) = one[-1]["samples"]
-    assert four[-1]["samples"] == [story] and " ".join(story["text"].split()) in " ".join(process.stdout.split())
+    assert several[-1]["samples"] == [story] and " ".join(story["text"].split()) in " ".join(process.stdout.split())
     assert process.stdout.count("verified") == 1  # one rank speaks
 
 
@@ -306,15 +259,6 @@ def test_the_held_out_loss_is_the_mean_over_every_held_out_token(device, tmp_pat
     assert lines[0]["eval_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
-def test_eval_steps_bounds_the_held_out_batches(device, tmp_path):
-    flags = words("--num-steps 1 --lr 1e-30 --eval-interval 1 --eval-steps 2 --batch-size 3")
-    lines = in_process(device, tmp_path, *flags, "--run-name", "r")
-    model, dataset = initial_model(device, tmp_path), packed(tmp_path, "validation")
-    with torch.no_grad():
-        losses = [mean_loss(model, torch.from_numpy(dataset[i][None].astype("int64"))) for i in range(6)]
-    assert lines[0]["eval_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-
-
 def test_evaluation_and_samples_do_not_disturb_training(device, tmp_path):
     sizes = {"vocab_size": 1536, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "embd_pdrop": 0.3}
     flags = ["--num-steps", "6", "--model", write_model(tmp_path / "gpt2", "gpt2", **sizes)]
@@ -347,28 +291,6 @@ def test_logging_less_often_changes_no_loss(device, tmp_path):
     assert all(line["loss"] == logged[line["step"]] for line in rarely)
 
 
-SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial")
-SCHEDULERS += ("inverse_sqrt", "warmup_stable_decay")
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_learning_rates_of_each_scheduler(device, tmp_path, scheduler):
-    flags = words(f"--run-name r --num-steps 20 --lr 2e-3 --lr-scheduler {scheduler} --dataset synthetic")
-    warmup = [] if scheduler == "constant" else ["--warmup-steps", 4]
-    rates = [line["learning_rate"] for line in in_process(device, tmp_path, *flags, *warmup)][:-1]
-    assert max(rates) == pytest.approx(2e-3)
-    if warmup:
-        assert rates[:5] == pytest.approx([0, 5e-4, 1e-3, 1.5e-3, 2e-3])
-    falling = scheduler not in ("constant", "constant_with_warmup")
-    assert (rates[-1] < 1.5e-3) == falling
-    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rates[5:]))
-    if scheduler == "warmup_stable_decay":  # the last fifth
-        assert rates[16] == pytest.approx(2e-3)
-        assert rates[17] < 1.9e-3
-    if scheduler == "cosine_with_min_lr":
-        assert 2e-4 <= rates[-1] < 3e-4
-
-
 def test_random_tokens_need_no_tokenizer(device, tmp_path):
     flags = "--num-steps 2 --run-name r --dataset synthetic --eval-interval 2"
     lines = in_process(device, tmp_path, *words(flags))
@@ -383,9 +305,3 @@ def test_a_given_peak_gives_mfu_on_any_device(device, tmp_path):
     assert final["mfu_percent"] == pytest.approx(200 * final["actual_tflops_per_sec"])
     flops = utils.get_model_flops_per_token(AutoConfig.from_pretrained(tmp_path / "model"), 32)
     assert final["actual_tflops_per_sec"] * 1e12 == pytest.approx(final["tokens_per_sec"] * flops, rel=1e-9)
-
-
-def test_a_run_within_its_warmup_reports_no_speed(device, tmp_path):
-    lines = in_process(device, tmp_path, "--num-steps", 2, "--run-name", "r", "--perf-warmup-steps", 2)
-    assert not any("tokens_per_sec" in line for line in lines)
-    assert lines[-1]["final"]

@@ -80,12 +80,6 @@ def test_the_learning_rate_falls_by_its_shape_in_the_last_steps(flags, shape, de
     assert rates == pytest.approx({step: rate(step, STEPS, of_decay, shape) for step in rates}, rel=1e-12)
 
 
-def test_a_run_has_the_learning_rates_of_its_shape(run, tmp_path):
-    assert run("r", "--decay-steps", 5, "--decay-shape", "1-sqrt") == 0
-    wanted = {step: rate(step, STEPS, 5, "1-sqrt") for step in range(1, STEPS + 1)}
-    assert rates_of(tmp_path / "r") == pytest.approx(wanted, rel=1e-12)
-
-
 @pytest.mark.parametrize("step", [2, 6, STEPS])
 def test_a_stable_run_is_decayed_from_any_checkpoint_by_one_command_and_can_go_on(
     device, stable, tmp_path, step, capsys

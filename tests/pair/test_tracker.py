@@ -9,41 +9,27 @@ SMOLLM3_FLOPS = 25_697_452_032  # a token, at 8,192 tokens
 
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 SXM5 80GB": 989,
     "NVIDIA H100 PCIe": 756,
     "NVIDIA H100 NVL": 835,
     "NVIDIA H800": None,
-    "NVIDIA H800 PCIe": 756,
     "NVIDIA H200": 989,
-    "NVIDIA H200 NVL": 835,
     "NVIDIA GH200 480GB": 989,
     "NVIDIA H20": 148,
     "NVIDIA B200": 2250,
-    "NVIDIA B300 SXM6 AC": 2250,
     "NVIDIA GB200": 2500,
     "NVIDIA A100-SXM4-80GB": 312,
     "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A800-SXM4-80GB": 312,
     "NVIDIA A10": 125,
-    "NVIDIA A10G": 70,
-    "NVIDIA A40": 149.7,
     "NVIDIA L4": 121,
-    "NVIDIA L40": 181,
     "NVIDIA L40S": 362,
     "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA GeForce RTX 4090 D": None,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # another chip under the same name
     "NVIDIA GeForce RTX 3090": 71,
-    "NVIDIA GeForce RTX 3090 Ti": None,
     "AMD Instinct MI300X": 1307.4,
     "AMD Instinct MI300A": None,
-    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
     "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
     "H100": None,
-    "NVIDIA H100": None,
     "Tesla V100-SXM2-16GB": None,
-    "NVIDIA GB10": None,
-    "NVIDIA A1000 Laptop GPU": None,
     "Some GPU of 2031": None,
     "": None,
 }
@@ -70,11 +56,6 @@ def test_mfu_of_the_published_run():
     assert one_rank["mfu_percent"] == pytest.approx(metrics["mfu_percent"] / 4)
 
 
-def test_mfu_of_a_perfect_device_is_100():
-    assert utils.estimate_mfu(1e9, 1_000_000, 1.0, 1, peak_tflops=1000)["mfu_percent"] == pytest.approx(100)
-    assert utils.estimate_mfu(1e9, 8_000_000, 2.0, 4, peak_tflops=1000)["mfu_percent"] == pytest.approx(100)
-
-
 @pytest.mark.parametrize("seconds, gpus", [(0, 1), (-1, 1), (1, 0)])
 def test_mfu_of_no_time_or_no_gpu_is_refused(seconds, gpus):
     with pytest.raises(ValueError, match="must be positive"):
@@ -96,17 +77,6 @@ def test_warmup_says_nothing_then_that_it_is_over_then_gives_figures(clock):
     assert seen[:3] == [{}, {}, {"warmup_completed": True}]
     assert all(metrics["tokens_per_sec"] == pytest.approx(8000) for metrics in seen[3:])
     assert not any("warmup_completed" in metrics for metrics in seen[3:])
-
-
-def test_default_warmup_is_ten_steps():
-    tracker = utils.PerformanceTracker()
-    assert [tracker.step(TOKENS, FLOPS) for _ in range(10)] == [{}] * 9 + [{"warmup_completed": True}]
-
-
-def test_without_warmup_the_first_step_counts(clock):
-    tracker = utils.PerformanceTracker(warmup_steps=0)
-    clock.advance(2)
-    assert tracker.step(TOKENS, FLOPS)["tokens_per_sec"] == pytest.approx(2000)
 
 
 def test_slow_warmup_steps_are_in_no_figure(clock):
@@ -174,16 +144,6 @@ def test_excluded_time_is_in_no_window(clock):
     clock.advance(1)
     assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
 
-    def fail():
-        with tracker.excluded():
-            clock.advance(50)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    clock.advance(3)
-    assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(3000)
-
 
 def test_waiting_for_data_is_a_share_of_the_window(clock):
     tracker = utils.PerformanceTracker(warmup_steps=1)
@@ -193,20 +153,6 @@ def test_waiting_for_data_is_a_share_of_the_window(clock):
         clock.advance(1 - waited)
         metrics = tracker.step(TOKENS, FLOPS)
     assert metrics["data_wait_percent"] == pytest.approx(25)
-
-
-def test_waiting_for_data_in_excluded_time_is_in_no_window(clock):
-    tracker = utils.PerformanceTracker(warmup_steps=0)
-    with tracker.excluded(), tracker.data_wait():
-        clock.advance(5)
-    clock.advance(1)
-    assert tracker.step(TOKENS, FLOPS)["data_wait_percent"] == 0
-
-
-def test_the_summary_of_warmup_alone_is_empty(clock):
-    tracker = utils.PerformanceTracker(warmup_steps=5)
-    tracker.step(TOKENS, FLOPS)
-    assert tracker.summary() == {}
 
 
 def test_reset_begins_the_warmup_again(clock):
@@ -243,14 +189,6 @@ def test_what_a_run_stood_still_is_not_productive(clock):
     assert state.productive_seconds() == pytest.approx(6)
     state.productive_before = 100
     assert state.productive_seconds() == pytest.approx(106)
-
-
-def test_steps_that_are_slow_now_and_then_are_productive(clock):
-    tracker = utils.PerformanceTracker(warmup_steps=0)
-    for seconds in (1.0, 1.5, 1.0, 1.9):
-        clock.advance(seconds)
-        tracker.step(TOKENS, FLOPS)
-    assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(5.4)
 
 
 def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there_was(clock):

@@ -1,7 +1,6 @@
 """The benchmark drivers: what they run, keep, refuse and draw. No figure of theirs is checked for its size."""
 
 import argparse
-import contextlib
 import fnmatch
 import itertools
 import json
@@ -20,8 +19,6 @@ import bench
 import contact
 import covering
 import psutil
-
-from harness.base import UserError
 
 
 def rehearse(out, *arguments) -> dict:
@@ -42,12 +39,6 @@ def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
             args = vars(parse(config.words()[1:]))
             assert {key: str(args[key]) for key in config.flags} == {k: str(v) for k, v in config.flags.items()}
             assert args["num_steps"] > args["perf_warmup_steps"] or args["eval_interval"] or args["num_steps"] == 1
-
-
-def test_no_rung_of_the_ladder_before_cudnns_leaves_the_kernel_to_torch():
-    kernels = [config.flags["attention"] for config in bench.ladder()[-1].values()]
-    first = kernels.index("cudnn")
-    assert first and set(kernels[:first]) == {"flash"} and set(kernels[first:]) == {"cudnn"}
 
 
 @pytest.mark.slow
@@ -103,15 +94,6 @@ def test_all_programs_of_a_part_of_compare_cpu_do_the_same_work(part, entry):
     assert {name for pair in pairs.values() for name in pair[:2]} == set(configs)
 
 
-def test_missing_rounds_are_those_that_no_whole_round_stands_for():
-    runs = lambda *rounds: {"runs": [{"round": name, "wall_s": seconds} for name, seconds in rounds]}  # noqa: E731
-    results = [runs(("a", 2.0), ("b", 4.0)), runs(("a", 3.0)), runs()]  # the third fails each time
-    assert bench.drop_unfinished_rounds(results) == 1
-    assert [[run["round"] for run in result["runs"]] for result in results] == [["a"], ["a"], []]
-    assert bench.seconds_of_a_round(results) == 5.0
-    assert bench.drop_unfinished_rounds([runs()]) == 0
-
-
 def test_missing_runs_only_what_is_not_there_yet(tmp_path, monkeypatch):
     seconds = itertools.count()
     monkeypatch.setattr(bench, "now", lambda: str(next(seconds)))
@@ -152,13 +134,6 @@ def test_a_peer_has_the_bare_loops_loss_and_prints_our_figures(peer, same_work):
 
 
 @pytest.mark.slow
-def test_a_peer_trains_a_preset_on_random_tokens():
-    flags = ["--model", "demo", "--sequence-length", "32", "--num-steps", "3", "--perf-warmup-steps", "1"]
-    figures = figures_of(ROOT / "benchmarks/peers/accelerate_fsdp2.py", *flags, "--no-compile")
-    assert 7.5 < figures["loss"] < 9  # the demo model has 1,536 tokens: ln 1,536 = 7.3, and it knows nothing yet
-
-
-@pytest.mark.slow
 def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypatch):
     for name, code in {
         "fails": "raise MemoryError('out of memory')",
@@ -196,15 +171,6 @@ def test_runs_whose_losses_differ_are_not_compared(tmp_path):
     assert far["error"].startswith("not compared: its last loss is 5.100000, that of bare 5.000000")
     assert bench.ratios(store["part"], "near", "bare", "1") == [1, 1]
     assert bench.ratios(store["part"], "far", "bare", "1") == []
-
-
-def test_ratios_are_taken_within_a_round():
-    runs = lambda *pairs: {"runs": [{"round": name, "speed": speed} for name, speed in pairs]}  # noqa: E731
-    configs = {"a": runs(("1", 10.0), ("2", 30.0)), "b": runs(("2", 15.0), ("3", 1.0)), "c": runs(("4", 5.0))}
-    entry = {"figure": "speed", "configs": configs}
-    assert bench.ratios(entry, "a", "b", "goal") == [2.0]
-    assert bench.ratios(entry, "a", "c", "goal") == [4.0]  # no round in common: medians
-    assert bench.ratios(entry, "a", "never run", "goal") == []
 
 
 @pytest.mark.parametrize(
@@ -261,17 +227,6 @@ def test_contact_takes_what_matters_most_first_and_every_command_is_one_that_its
     assert {step.name for step in found if "datasets" in step.needs} == {s.name for s in found if "loss/" in s.name}
 
 
-def test_contact_without_pytest_says_so_in_its_first_line_and_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(contact, "find_spec", lambda name: None if name == "pytest" else "found")
-    monkeypatch.setattr(contact, "perform", lambda step, *_: ("done", step.name))
-    monkeypatch.setattr(contact.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["contact.py", "--rehearse", "--out", str(tmp_path), "--only", "tests,rates"])
-    contact.main()
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first == "not installed: pytest; what needs it is left out"
-    assert "rates: done, rates" in others and "not installed: pytest" in "\n".join(others)
-
-
 def go_on(monkeypatch, capsys, out, steps: dict[str, str], *flags) -> str:
     """What a call of contact.py prints, with these steps, each a piece of Python."""
     found = [contact.Step(name, 0, ["-c", code], ("nowhere",) * ("missing" in name)) for name, code in steps.items()]
@@ -304,39 +259,6 @@ def test_contact_goes_on_where_a_call_ended_and_ends_what_that_left(tmp_path, mo
     assert "late: done, in time" in said and "a ..." not in said and "2 done, 1 failed, 1 left out" in said
     state = json.loads((twice / contact.STATE).read_text())
     assert (state["late"]["tries"], state["a"]["tries"]) == (2, 1)
-
-
-def test_contact_says_what_bench_measured_or_why_not(tmp_path):
-    runs = [{"tokens_per_sec_per_gpu": 12345.6, "step_time_ms": 7.0}]
-    entry = {"figure": "tokens_per_sec_per_gpu", "configs": {"good": {"runs": runs, "predicted": {}}}}
-    entry["configs"]["bad"] = {"runs": [], "predicted": {}, "error": "out of memory"}
-    entry["configs"]["slow"] = {"runs": [], "predicted": {}, "error": "did not end within 9 s"}
-    (tmp_path / "gpu.json").write_text(json.dumps({"parts": {"ladder": entry}}))
-    of = lambda name: contact.figures(contact.Step(f"ladder/{name}", 1, [], (), "gpu"), tmp_path)  # noqa: E731
-    assert of("good") == ("done", "12,346 tokens_per_sec_per_gpu, 7 step ms")
-    assert of("bad") == ("failed", "out of memory")
-    assert of("slow") == ("cut off", "did not end within 9 s")
-    assert of("none")[0] == "failed"
-
-
-@pytest.mark.slow
-def test_any_two_values_of_two_techniques_stand_together_in_a_run_that_the_command_line_takes(tmp_path):
-    base = covering.prepare(tmp_path)
-    takes = lambda combination: covering.is_accepted(base, combination)  # noqa: E731
-    chosen = covering.covering(covering.FACTORS, takes)
-    trained = set().union(*(covering.pairs(one) for one in chosen if takes(one)))
-    refused = set().union(*(covering.pairs(one) for one in chosen if not takes(one))) - trained
-    every = itertools.combinations(covering.FACTORS.items(), 2)
-    assert len(trained) + len(refused) == sum(len(a) * len(b) for (_, a), (_, b) in every)
-    assert refused == {
-        (("precision", "bf16-pure"), ("optimizer", "adamw-bf16")),
-        (("precision", "fp8 tensorwise"), ("sequence_length", 20)),
-        (("precision", "fp8 rowwise"), ("sequence_length", 20)),
-    }
-    for one in chosen:  # what it takes by its own account the parser takes too
-        words = [*covering.common_flags(tmp_path), *covering.flags_of(one)]
-        with contextlib.nullcontext() if takes(one) else pytest.raises(UserError):
-            parse(words)
 
 
 @pytest.mark.slow

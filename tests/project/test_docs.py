@@ -78,17 +78,6 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(document):
     assert broken_links(document) == []
 
 
-def test_links_that_lead_nowhere_are_found(tmp_path):
-    (tmp_path / "there.md").write_text(
-        "# A `code`, in *here*: [it](x)\n\n# Twice\n\n## Twice\n\n```\n# no heading\n```\n"
-    )
-    good = ["there.md", "there.md#a-code-in-here-it", "there.md#twice-1", "#what", "https://nowhere.invalid#a"]
-    bad = ["gone.md", "there.md#no-heading", "there.md#twice-2", "#gone", "gone.png"]
-    links = [f"see [a `word`]({link}), and" for link in good + bad[:-1]]
-    (tmp_path / "from.md").write_text("\n".join(["## What?", *links, "![](gone.png)", "`[code](gone)`"]))
-    assert broken_links(tmp_path / "from.md") == bad
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Snippets
 
@@ -185,22 +174,6 @@ def test_a_snippet_runs_and_prints_what_is_shown(printed, snippet):
     assert output == (snippet.shown or output)
 
 
-def test_snippets_are_left_out_only_by_a_comment_right_before_them():
-    comments = sum(len(re.findall("^ *<!-- not run", unfenced(document), re.MULTILINE)) for document in DOCUMENTS)
-    assert comments == sum(bool(snippet.not_run) for snippet in SNIPPETS + SHELL)
-
-
-def test_snippets_continue_each_other_and_what_they_show_is_known(tmp_path):
-    document = tmp_path / "some.md"
-    document.write_text(
-        "```python\nx = 3\nprint(x)  # 4\n```\n\ntext\n\n```python\nprint(x + 1)\n```\n\n```\n4\n```\n\n"
-        "<!-- not run: needs a GPU -->\n```python\n1 / 0\n```\n\ntext\n\n```\nno output\n```\n"
-    )
-    first, second, third = snippets_of(document)
-    assert [first.shown, second.shown, third.shown, third.not_run] == ["4", "4", "", "needs a GPU"]
-    assert outputs_of([first, second, third], tmp_path) == {first: "3\n", second: "4\n"}
-
-
 def test_the_page_of_all_flags_is_the_parsers():
     assert (ROOT / "docs" / "FLAGS.md").read_text() == flag_table.table()
 
@@ -214,9 +187,6 @@ def test_the_table_of_all_figures_is_that_of_the_list():
 # Shell blocks
 
 DEMO = "train_fsdp.py --demo --num-steps 4 --sequence-length 64 --batch-size 2 --num-workers 0 --eval-interval 2"
-STARTS_A_PROGRAM = (
-    r"(?:\w+=\S+ )*(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|sbatch|srun|kubectl|docker|pip|promtool) "
-)
 
 
 @pytest.fixture(scope="module")
@@ -246,17 +216,6 @@ def test_a_shell_block_runs_and_prints_lines_like_those_that_are_shown(workplace
     assert process.returncode == 0, process.stderr[-3000:]
     printed = {figures_aside(line) for line in (process.stdout + process.stderr).splitlines()}
     assert [line for line in block.shown.splitlines() if figures_aside(line) not in printed] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_a_block_of_commands_says_that_it_is_one(document):
-    untyped = [block[2] for block in FENCED.finditer(document.read_text()) if not block[1]]
-    assert [text for text in untyped if re.match(STARTS_A_PROGRAM, text.lstrip("$ "))] == []
-
-
-def test_a_test_that_runs_a_block_in_a_documents_place_is_there():
-    named = {file for snippet in SHELL for file in re.findall(r"tests/[\w/]+\.py", snippet.not_run)}
-    assert named and [file for file in named if not (ROOT / file).exists()] == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -333,51 +292,3 @@ def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, t
     parse(flags)
     if launcher := LAUNCHERS.get(command.launcher):
         launcher.parse_args([*shlex.split(command.launcher_flags), "train_fsdp.py"])
-
-
-def test_commands_are_found_where_they_are():
-    found = {command.file: command for command in COMMANDS}
-    assert {"README.md", "PLAN.md", "accelerate.yaml"} <= found.keys()
-    for file, end in {"slurm.sh": "--checkpoint-interval 500", "kubernetes.yaml": "--checkpoint-interval=500"}.items():
-        assert found[file].launcher_flags.startswith("--nnodes=")
-        assert found[file].flags.endswith(end)
-
-
-OTHERS = {
-    "torchrun": {
-        "--nnodes",
-        "--nproc_per_node",
-        "--max-restarts",
-        "--rdzv_conf",
-        "--standalone",
-        "--rdzv_endpoint",
-        "--signals-to-handle",
-    },
-    "accelerate launch": {"--cpu", "--multi_gpu", "--num_processes"},
-    "sbatch": {"--gpus-per-node", "--signal"},
-    "docker": {"--ipc", "--shm-size", "--ulimit"},
-    "pip": {"--no-deps"},
-    "setup.sh": {"--dev", "--floor"},
-    "tensorboard": {"--logdir"},
-    "benchmarks/bench.py": {"--gpus", "--minutes", "--missing", "--only", "--out", "--rehearse", "--repeats"},
-    "benchmarks/covering.py": {"--ranks"},
-    "benchmarks/kill_test.py": {"--kills"},
-    "benchmarks/plan_proof.py": {"--only", "--rounds"},
-    "launch/datatrove.py": {"--executor", "--executor-options", "--workers"},
-}
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_a_flag_is_the_programs_or_of_another_program_that_is_named_here(document):
-    flags = {flag for code in INLINE.findall(unfenced(document)) for flag in FLAG.findall(code)}
-    assert flags - FLAGS - set.union(*OTHERS.values()) == set()
-
-
-@pytest.mark.parametrize(
-    "program", [program for program in OTHERS if program not in ("sbatch", "docker", "pip", "tensorboard")]
-)
-def test_the_other_programs_have_these_flags(program):
-    if program in LAUNCHERS:
-        assert OTHERS[program] <= LAUNCHERS[program]._option_string_actions.keys()
-    else:
-        assert OTHERS[program] <= set(FLAG.findall((ROOT / program).read_text()))

@@ -1,11 +1,7 @@
 """setup.sh installs lists of pins into a folder; an interpreter that cannot run the program is named in one line."""
 
 import ast
-import os
-import pty
-import re
 import shutil
-import subprocess
 import sys
 import tomllib
 
@@ -71,14 +67,6 @@ def test_setup_installs_the_pins_once_and_what_tests_need_where_it_is_asked_for(
     assert wrong.returncode == 2 and wrong.stderr.startswith("setup.sh: error: --dve: no such flag")
 
 
-def test_setup_shows_pips_progress_on_a_terminal(folder):
-    shown, terminal = pty.openpty()
-    subprocess.run(["./setup.sh"], cwd=folder, env=os.environ | {"PYTHON": "./python"}, stderr=terminal, check=True)
-    os.close(terminal)
-    assert "--quiet" not in (folder / "installed-with").read_text()
-    assert os.read(shown, 4096).split(b"\r\n")[0].startswith(b"setup.sh: installing into .venv")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The interpreter
 
@@ -119,21 +107,6 @@ def test_a_python_without_any_package_says_so_and_still_helps():
     lacks = ", ".join(versions.IMPORTED)
     assert process.stderr.startswith(f"train_fsdp.py: error: this is {sys.executable}, which lacks {lacks}; ")
     assert start([*bare, "--help"]).returncode == 0
-
-
-def test_what_is_imported_before_the_line_can_be_said_is_read_by_old_pythons():
-    for file in (
-        "train_fsdp.py",
-        "harness/__init__.py",
-        "harness/base/__init__.py",
-        "harness/base/doors.py",
-        "harness/base/console.py",
-        "harness/base/versions.py",
-    ):
-        ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
-    before, refusal, after = (ROOT / "train_fsdp.py").read_text().partition("\nbase.refuse_old_python()")
-    assert refusal and re.findall("^(?:from|import).*", before, re.M) == ["from harness import base"]
-    assert re.findall("^(?:from|import).*", after, re.M)[0] == "from harness import job"
 
 
 def test_the_packages_that_are_looked_for_are_those_that_the_program_imports_at_its_start():

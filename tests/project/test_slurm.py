@@ -109,51 +109,29 @@ def test_each_node_starts_as_many_ranks_as_its_step_has_gpus(slurm, submit, proj
         assert call["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # without it --max-restarts works on one node only
 
 
-@pytest.mark.slow
-@needs_slurm
-def test_at_the_time_limit_it_saves_and_goes_on_in_the_next_start(slurm, submit, project):
-    number = submit("save-at-the-signal", "done")
-    wait_for_ranks(project)
-    slurm("scancel", "--batch", "--signal=USR1", number)  # what Slurm does 120 s before the limit
-    job = slurm.wait(number, "COMPLETED", "FAILED")
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1")
-    assert starts_of(project) == ["save-at-the-signal", "done"]
+AT_THE_LIMIT = ["--batch", "--signal=USR1"]  # what Slurm does 120 s before it
 
 
 @pytest.mark.slow
 @needs_slurm
-def test_ranks_that_are_done_at_the_time_limit_are_not_started_once_more(slurm, submit, project):
-    number = submit("save-at-the-signal-exit-0")  # torchrun has 1, as it got the signal too
-    wait_for_ranks(project)
-    slurm("scancel", "--batch", "--signal=USR1", number)
-    job = slurm.wait(number, "COMPLETED", "FAILED")
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
-
-
-@pytest.mark.slow
-@needs_slurm
-def test_a_killed_launcher_ends_the_others_and_the_job_goes_on_as_long_as_it_gets_further(slurm, submit, project):
-    job = slurm.wait(submit("save-waits-killed", "save-waits-killed", "waits-killed", "done"), "COMPLETED", "FAILED")
-    assert (job["JobState"], job["Restarts"]) == ("FAILED", "2")
-    assert starts_of(project) == ["save-waits-killed", "save-waits-killed", "waits-killed"]
-
-
-@pytest.mark.slow
-@needs_slurm
-@pytest.mark.parametrize("exit_code", [2, 3])
-def test_a_mistake_and_a_missed_gate_are_final(slurm, submit, project, exit_code):
-    job = slurm.wait(submit(f"save-exit-{exit_code}"), "COMPLETED", "FAILED")
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", f"{exit_code}:0", "0")
-
-
-@pytest.mark.slow
-@needs_slurm
-def test_scancel_ends_it(slurm, submit, project):
-    number = submit("save-waits", "done")
-    wait_for_ranks(project)
-    slurm("scancel", number)
+@pytest.mark.parametrize(
+    "acts, cancel, state, restarts",
+    [
+        (["save-at-the-signal", "done"], AT_THE_LIMIT, "COMPLETED", 1),
+        (["save-at-the-signal-exit-0"], AT_THE_LIMIT, "COMPLETED", 0),  # torchrun has 1, as it got the signal too
+        (["save-waits", "done"], [], "CANCELLED", 0),
+        (["save-waits-killed", "save-waits-killed", "waits-killed", "done"], None, "FAILED", 2),  # got no further
+    ],
+    ids=["the time limit", "done at the limit", "scancel", "a killed launcher"],
+)
+def test_a_job_ends_as_the_documents_say(slurm, submit, project, acts, cancel, state, restarts):
+    number = submit(*acts)
+    if cancel is not None:
+        wait_for_ranks(project)
+        slurm("scancel", *cancel, number)
     job = slurm.wait(number, "COMPLETED", "FAILED", "CANCELLED")
-    assert (job["JobState"], job["Restarts"], starts_of(project)) == ("CANCELLED", "0", ["save-waits"])
+    assert (job["JobState"], job["Restarts"]) == (state, str(restarts))
+    assert starts_of(project) == acts[: restarts + 1]
 
 
 @pytest.mark.slow
