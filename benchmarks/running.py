@@ -39,7 +39,6 @@ class Config:
     predicted: dict = field(default_factory=dict)  # written before it was measured
     ranks: int = 0  # 0: as many as the suite has
     same_loss_as: str = ""  # the configuration with whose last loss its own must agree, or it did other work
-    cold: bool = False  # the compiler's cache is empty
     env: dict = field(default_factory=dict)  # variables that are set for it
 
     def command(self) -> str:
@@ -77,7 +76,6 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
         env = os.environ | config.env
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if rehearse else {}
-        env |= {"TORCHINDUCTOR_CACHE_DIR": f"{fresh}/compiled"} if config.cold else {}
         pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
         began = time.perf_counter()
         process = subprocess.Popen(
@@ -114,10 +112,6 @@ def execute(config: Config, work: pathlib.Path, available: int, seconds: float, 
     if not records:
         raise RunError("printed no figures")
     figures = {key: value for key, value in records[-1].items() if key not in ("final", "grad_norm", "learning_rate")}
-    if "eval_loss" in figures:
-        figures["curve"] = [(record["tokens_seen"], record["loss"]) for record in records[:-1]]
-        evaluated = [record for record in records[:-1] if "eval_loss" in record]
-        figures["held_out"] = [(record["tokens_seen"], record["eval_loss"]) for record in evaluated]
     figures |= {"first_step_s": first_step} if first_step else {}
     figures |= {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_process_gib": usage.ru_maxrss / 2**20}
     return figures | {"wall_s": took, "load": os.getloadavg()[0]}

@@ -142,26 +142,6 @@ def test_a_stage_begins_at_its_step_also_when_the_run_becomes_longer(run, tmp_pa
 # Resumes
 
 
-def test_sources_are_added_removed_and_reweighted_at_a_resume_and_the_others_go_on(run, tmp_path, capsys):
-    first = run(*words("--dataset a=a.npy:0.5 b=b.npy:0.5"), stop_after=4)
-    capsys.readouterr()
-    then = run(*words("--dataset a=a.npy:0.25 c=c.npy:0.75"))
-    assert counts_of(first) == {step: {"a": 2, "b": 2} for step in range(1, 5)}
-    assert counts_of(then) == {step: {"a": 1, "c": 3} for step in range(5, 9)}
-    printed = capsys.readouterr().out
-    assert "source c added, source b removed, mixture a 50 %, b 50 % -> a 25 %, c 75 %" in line_of(printed, "changed")
-    assert "a 50 %, b 50 %" in line_of(printed, "mixture") and "a 25 %, c 75 %" in line_of(printed, "mixture")
-    lines = {line["step"]: line for line in metrics_of(tmp_path / "r") if not line.get("final")}
-    assert (lines[4]["share/a"], lines[4]["share/b"]) == (0.5, 0.5)
-    assert (lines[8]["share/a"], lines[8]["share/c"]) == (0.25, 0.75)
-    assert lines[8]["epochs/a"] == pytest.approx(12 / 62) and lines[8]["epochs/c"] == pytest.approx(12 / 62)
-    assert len({tuple(window) for window in windows_of("a", first, then)}) == 12  # none of it twice
-
-    (tmp_path / "alone").mkdir()
-    alone = run(*words("--dataset a=a.npy:0.5 b=b.npy:0.5"), output=tmp_path / "alone")
-    assert windows_of("a", alone)[:12] == windows_of("a", first, then)
-
-
 def test_a_run_of_one_source_goes_on_in_its_order_as_a_mixture_and_back(run, tmp_path):
     alone = run(*words("--dataset a.npy --num-steps 16"), output=tmp_path / "alone")
     first = run(*words("--dataset a.npy"), stop_after=3)
@@ -263,14 +243,3 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
             for (_, text), window in zip(found.values(), steps[step], strict=True):
                 assert text == "".join(tokenizer.decode(window[:-1]).split())
     assert {name for name, _ in found.values()} == {"web", "code"}
-
-
-def test_a_sample_of_a_source_that_was_removed_is_named(run, flags, device, tmp_path, capsys):
-    steps = run(*words("--dataset web=web.jsonl:1 code=code.jsonl:1"), stop_after=2)
-    run(*words("--dataset web.jsonl"), stop_after=2)
-    show = [*flags, "--output-dir", tmp_path, "--resume", "none", "--show-samples", 1, "--dataset"]
-    with pytest.raises(UserError, match=r"--show-samples 1: sample \d is of the source code, which was removed since"):
-        train([*show, "web.jsonl"], device)
-    capsys.readouterr()
-    train([*show, "web=web.jsonl:1", "code=code.jsonl:1"], device)
-    assert len(shown(capsys.readouterr().out)) == len(steps[1])

@@ -30,7 +30,6 @@ from transformers.models.auto import tokenization_auto
 from harness.base import UserError, saved
 from harness.data.files import find_files
 from harness.data.records import read_documents, read_records
-from harness.job import folders
 from harness.model import tokenizer as tokenizer_module
 from harness.model.configs import load_config
 from harness.model.tokenizer import any_class_from_name
@@ -225,13 +224,6 @@ def test_a_config_with_odd_values_is_one_line(mistake, tmp_path, keys):
     assert mistake().startswith(f"--model {tmp_path / 'model'}: its config.json cannot be used (")
 
 
-@pytest.mark.parametrize("keys", [{"tokenizer_class": "AutoTokenizer"}, {"tokenizer_class": "RagTokenizer"}])
-def test_a_class_that_is_no_tokenizer_is_one_line(mistake, tokenizer, keys):
-    write = tokenizer / "tokenizer_config.json"
-    change(write, **keys)
-    assert f"tokenizer_class {keys['tokenizer_class']} is no tokenizer" in mistake("--tokenizer", tokenizer)
-
-
 def header(tensors: dict) -> bytes:
     """A safetensors file of 64 zero bytes of data."""
     text = json.dumps(tensors).encode()
@@ -346,17 +338,6 @@ def test_a_link_that_leads_out_of_the_runs_folder_is_refused_and_its_target_stay
     with link.open("a") as file:
         file.write(" no more")
     assert target.read_text() == "precious no more"
-
-
-@pytest.mark.parametrize("link", [os.link, os.symlink])
-def test_a_file_is_replaced_and_not_written_through_a_link(tmp_path, link):
-    target, path = tmp_path / "target", tmp_path / "config.json"
-    target.write_text("precious")
-    link(target, path)
-    link(target, tmp_path / ".config.json.writing")
-    folders.replace_file(path, "new")
-    assert (target.read_text(), path.read_text(), path.is_symlink()) == ("precious", "new", False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "target"]
 
 
 def test_the_files_of_a_run_and_an_export_have_the_permissions_of_the_umask(device, arguments, tmp_path):

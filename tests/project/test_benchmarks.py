@@ -1,7 +1,6 @@
 """The benchmark drivers: what they run, keep, refuse and draw. No figure of theirs is checked for its size."""
 
 import argparse
-import fnmatch
 import itertools
 import json
 import sys
@@ -10,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, parse, start, torchrun
+from conftest import ROOT, parse, start
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -75,23 +74,6 @@ def same_work(tmp_path_factory):
     flags += ["--batch-size", "2", "--num-steps", "3"]
     bare = figures_of(ROOT / "benchmarks/bare_loop.py", *flags, "--warmup-steps", "1")
     return flags, bare["loss"]
-
-
-@pytest.mark.parametrize("part, entry", bench.compare_cpu().items())
-def test_all_programs_of_a_part_of_compare_cpu_do_the_same_work(part, entry):
-    *_, pairs, configs = entry
-    optimizer, who, tokens = part.split("-")
-    shared = ("batch_size", "num_steps", "perf_warmup_steps", "sequence_length", "optimizer", "model")
-    assert len({tuple(config.flags[name] for name in shared) for config in configs.values()}) == 1
-    assert len({tuple(config.env.items()) for config in configs.values()}) == 1
-    ranks = {config.ranks for config in configs.values()}
-    flags = configs["train_fsdp.py"].flags
-    assert flags["optimizer"] == optimizer and ranks == {1 if who == "process" else 2}
-    assert flags["batch_size"] * flags["sequence_length"] * ranks.pop() == int(tokens)
-    reference, *others = configs
-    assert not configs[reference].same_loss_as
-    assert {configs[other].same_loss_as for other in others} == {reference}
-    assert {name for pair in pairs.values() for name in pair[:2]} == set(configs)
 
 
 def test_missing_runs_only_what_is_not_there_yet(tmp_path, monkeypatch):
@@ -189,42 +171,8 @@ def test_a_wrong_use_is_refused_in_a_line(arguments, said, monkeypatch, capsys, 
     assert said in capsys.readouterr().err + str(ended.value)
 
 
-@pytest.mark.slow
-def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path):
-    process = torchrun(2, "--max-mib", "1", "--out", tmp_path, program=str(ROOT / "benchmarks/fabric.py"))
-    assert process.returncode == 0, process.stderr
-    assert "gloo: no link to expect a rate of" in process.stdout
-    configs = json.loads((tmp_path / "fabric.json").read_text())["parts"]["fabric"]["configs"]
-    for collective, factor in {"all_gather": 0.5, "reduce_scatter": 0.5, "all_reduce": 1.0}.items():
-        rows = configs[collective]["runs"][0]["sizes"]
-        assert [row["bytes"] for row in rows] == [2**16, 2**18, 2**20]
-        for row in rows:
-            assert row["algbw_gb_per_sec"] == pytest.approx(row["bytes"] / row["microseconds"] / 1e3)
-            assert row["busbw_gb_per_sec"] == pytest.approx(factor * row["algbw_gb_per_sec"])
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # contact.py
-
-
-def test_contact_takes_what_matters_most_first_and_every_command_is_one_that_its_program_takes():
-    found = contact.steps(1, rehearse=False)
-    order = list(dict.fromkeys(step.name.partition("/")[0] for step in found))
-    first = ["versions", "demo", "optimizers", "tests", "rates"]
-    assert order == [*first, "ladder", "peers", "loss", "scale", "memory"]
-    several = dict.fromkeys(step.name.partition("/")[0] for step in contact.steps(2, rehearse=False))
-    assert [*several][: len(first) + 3] == [*first, "parity", "drills", "ladder"]
-    assert {step.name for step in contact.steps(2, rehearse=False)} >= {"parity/stage-0", "parity/hsdp", "drills/hang"}
-    by_name = {step.name: step for step in found}
-    assert parse(by_name["rates"].words[1:]).measure and parse(by_name["demo"].words[1:]).model == "demo"
-    for step in found:
-        if not step.suite:
-            continue
-        part, label = step.name.split("/")
-        configs = bench.parts_of(step.suite, 1)[part][3]
-        only = step.words[step.words.index("--only") + 1]
-        assert [name for name in configs if fnmatch.fnmatch(f"{part}/{name}", only)] == [label]
-    assert {step.name for step in found if "datasets" in step.needs} == {s.name for s in found if "loss/" in s.name}
 
 
 def go_on(monkeypatch, capsys, out, steps: dict[str, str], *flags) -> str:
