@@ -91,7 +91,7 @@ def test_checks_before_saves_change_no_loss_with_dropout_and_an_average(device, 
 # ---- Weights that are good for nothing -------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["NaN in it", "a loss of NaN"])
+@pytest.fixture(params=["a loss of NaN", slow_case("NaN in it")])
 def spoiled(request, tmp_path) -> list:
     """The flags of pretrained weights with a NaN, or that are finite and whose loss is NaN."""
     torch.manual_seed(0)

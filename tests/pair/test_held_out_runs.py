@@ -5,7 +5,7 @@ import shlex
 
 import multirank
 import pytest
-from conftest import ROOT, STORIES, metrics_of, python, train, words, write_model
+from conftest import ROOT, STORIES, metrics_of, python, slow_case, train, words, write_model
 
 from harness.base import UserError
 
@@ -140,7 +140,9 @@ def test_a_corpus_that_changed_is_refused_by_an_evaluation_as_by_a_resume(start,
         train([*begun, "--num-steps", 4, "--resume", "auto"], device)
 
 
-@pytest.mark.parametrize("flags", ["", "--eval-steps 3", "--streaming", "--streaming --eval-steps 3 --streams 4"])
+@pytest.mark.parametrize(
+    "flags", ["", slow_case("--eval-steps 3"), slow_case("--streaming"), "--streaming --eval-steps 3 --streams 4"]
+)
 def test_the_command_that_a_run_prints_evaluates_what_the_run_held_out(start, device, capfd, evaluate, flags):
     name = f"printed{'-'.join(flags.split())}"
     assert train(start(name, "--eval-interval", 2, *words(flags)), device) == 0

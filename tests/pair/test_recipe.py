@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from conftest import one_source, parse, write_model
+from conftest import one_source, parse, slow_case, write_model
 from multirank import resolved
 from tiny import END, MODELS, SIZES, NoReadBack
 from torch._dynamo.utils import counters
@@ -167,7 +167,7 @@ def test_a_layer_is_made_float8_then_checkpointed_then_compiled_then_sharded(dev
     assert order == ["float8", "compile checkpoint", "shard"]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", slow_case("selective"), slow_case("full")])
 def test_each_kind_of_layer_is_compiled_once_and_whole(trainer, monkeypatch, checkpointing):
     """SmolLM3 has two kinds, with rotary positions and without; the code generator is left out, it is slow."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
