@@ -21,7 +21,6 @@ import socket
 import sys
 import time
 import traceback
-import types
 import warnings
 from unittest import mock
 
@@ -223,21 +222,6 @@ def measured(slow: int | None, *argv: str) -> None:
     if slow is not None and os.environ["RANK"] == str(slow):
         measure.median_and_work = lambda call, device: median_and_work(lambda: (call(), call(), call()), device)
     program("--measure", *argv)
-
-
-def worst_of_two() -> None:
-    """Rank 0 prints the figures of a log line to which it and a slower rank 1 contribute."""
-    from harness.report.figures import of_all_ranks
-
-    device = start_processes()
-    rank, heartbeats.RANKS[:] = dist.get_rank(), [("node-a", 1), ("node-b", 2)]
-    state = types.SimpleNamespace(elapsed=100, productive_seconds=lambda: 1)
-    speed = {"step_time_ms": 10.0, "data_wait_percent": 5.0 * rank}
-    figures = of_all_ranks(speed, state, device, worked_ms=2.0 + 6.0 * rank)
-    if rank == 0:
-        print(*figures, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def uneven(*argv: str) -> None:

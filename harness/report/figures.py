@@ -1,12 +1,10 @@
 """Figures: the table of all that a line of metrics.jsonl holds, those that all ranks measure together, and the gates
 that they must pass."""
 
-import math
 import statistics
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from harness import base, flags, job
 from harness import state as states
@@ -51,7 +49,7 @@ predicted_peak_memory_alloc|plan/peak_alloc_gib|GiB|||peak_memory_alloc by the r
 predicted_peak_memory_reserved|plan/peak_reserved_gib|GiB|||peak_memory_reserved by the run's own plan
 predicted_step_time_ms|plan/step_time_ms|ms|||step_time_ms by the run's own plan, on the last line
 """
-NOTES = ("final", "samples", "changed", "skipped")  # keys of a line that are no figures
+NOTES = ("final", "samples", "skipped")  # keys of a line that are no figures
 
 
 class Figure(NamedTuple):
@@ -86,10 +84,7 @@ def named(metrics: dict) -> dict[str, float]:
 
 # ---- Of all ranks ----------------------------------------------------------------------------------------------------
 
-# What each rank measures. Of `worked_ms`, its time of a step outside collectives, all values are looked at; of the
-# others the largest.
-WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")
-ABSENT = -math.inf  # of a rank that did not measure
+WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")  # the largest counts
 # Share of a step for which the others wait until a rank is named as slow. GPUs of one kind differ by 8 % on average,
 # outliers take up to 1.5 times the median (Sinha et al., Not All GPUs Are Created Equal, SC 2022); a CPU has others on
 # its cores.
@@ -115,37 +110,27 @@ def of_all_ranks(
     """(the figures of a log line that all ranks measure, a sentence about a rank for which the others wait).
 
     `speed` is what this rank's tracker measured, without `step_time_ms` in warmup: then there is memory alone.
-    `worked_ms` is this rank's time of a step outside collectives. Either all ranks call this with speed or none does.
+    `worked_ms` is this rank's time of a step outside collectives; of a GPU these run beside its work, and may together
+    take longer than a step. Every rank calls this.
     """
-    own = speed | memory_figures(device)
-    if worked_ms is not None:
-        own["worked_ms"] = worked_ms
-    row = torch.tensor([own.get(name, ABSENT) for name in (*WORST, "worked_ms")], dtype=torch.float64, device=device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    *worst, worked = torch.stack(rows).T.tolist()
-    figures = {name: max(values) for name, values in zip(WORST, worst, strict=True) if max(values) != ABSENT}
+    measured = base.of_all_ranks(speed | memory_figures(device) | {"worked_ms": worked_ms})
+    worst = {name: max(rank[name] for rank in measured) for name in WORST if name in measured[0]}
     if "step_time_ms" not in speed:
-        return figures, ""
-    figures, slow = speed | figures, ""
-    if ABSENT not in worked:
+        return worst, ""
+    figures, slow = speed | worst, ""
+    worked = [max(0.0, rank["worked_ms"]) for rank in measured if rank["worked_ms"] is not None]
+    if worked:
+        figures["slowest_rank_ms"] = max(worked)
+    if len(worked) > 1:
         slowest = worked.index(max(worked))
-        # collectives of a GPU run beside its work, and may together take longer than a step
-        figures["slowest_rank_ms"] = max(0.0, worked[slowest])
-        if len(worked) > 1:
-            figures["slowest_rank"] = slowest
-            slow = describe_slow(slowest, worked[slowest] - statistics.median_low(worked), speed, device)
+        figures["slowest_rank"] = slowest
+        awaited_ms = worked[slowest] - statistics.median_low(worked)
+        if awaited_ms >= SLOW[device.type] * speed["step_time_ms"]:
+            slow = f"the others wait {awaited_ms:,.0f} ms for {job.rank_name(slowest)}"
     trained, elapsed = state.productive_seconds(), state.elapsed
     figures |= {"trained_seconds": trained, "elapsed_seconds": elapsed}
     figures["goodput_percent"] = min(100.0, 100 * trained / elapsed)
     return figures, slow
-
-
-def describe_slow(rank: int, awaited_ms: float, speed: dict[str, float], device: torch.device) -> str:
-    """For how long the others wait for this rank in a step; empty where that is not worth a word."""
-    if awaited_ms < SLOW[device.type] * speed["step_time_ms"]:
-        return ""
-    return f"the others wait {awaited_ms:,.0f} ms for {job.rank_name(rank)}"
 
 
 # ---- Gates -----------------------------------------------------------------------------------------------------------
@@ -156,8 +141,7 @@ def check_measurable(settings: flags.Settings, device: torch.device, peak_tflops
     device's, None where it is not known."""
     if settings.min_mfu and not peak_tflops:
         raise base.UserError("--min-mfu: there is no MFU without the device's peak; give --peak-tflops")
-    memory_flags = {"--max-memory-gib": settings.max_memory_gib, "--memory-snapshot": settings.memory_snapshot}
-    for flag, value in memory_flags.items():
+    for flag, value in (("--max-memory-gib", settings.max_memory_gib), ("--memory-snapshot", settings.memory_snapshot)):
         if value and device.type != "cuda":
             raise base.UserError(f"{flag}: memory is measured on a GPU only; leave it out")
 

@@ -18,11 +18,8 @@ from harness import state as states
 
 def as_json(metrics: dict) -> str:
     """The object in JSON, which has no NaN and no infinity: they become null."""
-    values = {}
-    for key, value in metrics.items():
-        finite = not isinstance(value, float) or math.isfinite(value)
-        values[key] = value if finite else None
-    return json.dumps(values, allow_nan=False)
+    broken = {key: None for key, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps(metrics | broken)
 
 
 def read_metrics(path: pathlib.Path) -> list[dict]:
@@ -50,7 +47,7 @@ class MetricsFile:
         """
         kept = [line for line in read_metrics(path) if line["step"] <= step]
         self.lines = [line for line in kept if "final" not in line]
-        self.final = next((line for line in kept if "final" in line and line["step"] == step), None)
+        self.final = next((line for line in kept if "final" in line and line["step"] == step), {})
         job.replace_file(path, "".join(as_json(line) + "\n" for line in self.lines))
         self.path = path
         self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
@@ -88,26 +85,20 @@ def describe_run(
 ) -> dict:
     """What config.json holds: what it takes to repeat the run, which run it is, and each of its starts.
 
-    A start has its time, the step that it went on from, how many logged steps after that one it repeats, the number of
-    ranks, and the flags that it `changed`. `data` is the record of the run's data.
+    A start has its time, the step that it went on from, the number of ranks, and the flags that it `changed`. `data` is
+    the record of the run's data.
     """
     before = base.read_config(folder)
-    starts, logged = [], []
-    if not state.branched_from or before.get("run_id") == state.run_id:  # else the files are another run's
-        starts = before.get("starts", [])
-        logged = read_metrics(folder / "metrics.jsonl")
-    start = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "step": state.step,
-        "lost_steps": max([line["step"] - state.step for line in logged if line["step"] > state.step], default=0),
-        "world_size": dist.get_world_size(),
-    }
+    start = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "step": state.step}
+    start["world_size"] = dist.get_world_size()
     if changed:
         start["changed"] = changed
+    starts = []
+    if not state.branched_from or before.get("run_id") == state.run_id:  # else the files are another run's
+        starts = before.get("starts", [])
     run = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    run["world_size"] = dist.get_world_size()
-    run |= {"run_id": state.run_id, "folder": str(folder.resolve())}
+    run |= {"world_size": dist.get_world_size(), "run_id": state.run_id, "folder": str(folder.resolve())}
     if state.branched_from:
         run["branched_from"] = state.branched_from
     return run | {"starts": [*starts, start], "data": data.record()}

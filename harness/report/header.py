@@ -31,10 +31,9 @@ def describe_setup(
         average: the `WeightAverage` of --ema, None without.
         manifest: that of the checkpoint that the run goes on from, if there is one.
     """
-    world_size, shards = dist.get_world_size(), mesh["shard"].size()
-    device = device_name(mesh.device_type)
+    world_size, shards, device_type = dist.get_world_size(), mesh["shard"].size(), mesh.device_type
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    sharding = f"ZeRO-{settings.zero_stage} on {world_size} x {device}, "
+    sharding = f"ZeRO-{settings.zero_stage} on {world_size} x {device_name(device_type)}, "
     sharding += f"replicas x shards {world_size // shards} x {shards}"
     if settings.cpu_offload:
         sharding += ", offloaded to the host"
@@ -44,31 +43,25 @@ def describe_setup(
         lines["demo"] = f"the embedded model and its sizes, but on {data} in place of the embedded stories"
     lines["model"] = (
         f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
-        f"{parameters:,} parameters, {flops}, {describe_peak(peak, mesh.device_type)}"
+        f"{parameters:,} parameters, {flops}, {describe_peak(peak, device_type)}"
     )
     lines["sharding"] = sharding
     lines["verified"] = verified
-    why = f"the default on a {'GPU' if mesh.device_type == 'cuda' else 'CPU'}"
-    if "precision" in settings.given:
-        why = "by --precision"
-    elif manifest:
-        why = "as in the checkpoint"
-    lines["precision"] = f"{describe_precision(settings)}; {why}"
-    lines["technique"] = ", ".join(techniques(settings, model, mesh.device_type))
+    lines["precision"] = describe_precision(settings, device_type, manifest)
+    lines["technique"] = describe_techniques(settings, model, device_type)
     kind = models.find_optimizer(settings.optimizer)
     if kind.describe:
         lines["optimizer"] = f"{settings.optimizer} on {kind.describe(model)}"
     routing = models.describe_routing(model)
     if routing:
         lines["experts"] = routing
-    padded = " with padding" if train_set.has_padding else ""
     if average:
         lines["average"] = average.describe()
     if not models.skips_on_device(optimizer):
         lines["skipping"] = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
+    padded = " with padding" if train_set.has_padding else ""
     lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
-    lines |= train_set.header
-    return job.columns(lines, wrap=True)
+    return job.columns(lines | train_set.header, wrap=True)
 
 
 def device_name(device_type: str) -> str:
@@ -82,34 +75,37 @@ def describe_peak(peak: float | None, device_type: str) -> str:
     if peak:
         return f"{significant(peak)} TFLOPS peak a {'GPU' if device_type == 'cuda' else 'rank'}"
     if device_type == "cuda":
-        device = device_name(device_type)
-        return f"no MFU: {device} is not in the table; give its dense bf16 peak with --peak-tflops"
+        return f"no MFU: {device_name(device_type)} is not in the table; give its dense bf16 peak with --peak-tflops"
     return "no MFU on a CPU"
 
 
-def describe_precision(settings: flags.Settings) -> str:
-    master = "fp32 master weights and gradient reduction"
-    if settings.precision == "bf16":
-        return f"bf16 compute and all-gather, {master}"
-    if settings.precision == "fp8":
-        emulated = "emulated " if settings.fp8_emulate else ""
-        return f"{emulated}float8 linears ({settings.fp8_recipe}), bf16 elsewhere, {master}"
-    if settings.precision == "fp32":
-        return "fp32 throughout"
-    return "bf16 throughout, optimizer included"
+def describe_precision(settings: flags.Settings, device_type: str, manifest: dict | None) -> str:
+    """What is computed in which precision, and why in that one."""
+    words = {
+        "bf16": "bf16 compute and all-gather, fp32 master weights and gradient reduction",
+        "fp8": f"float8 linears ({settings.fp8_recipe}), bf16 elsewhere, fp32 master weights and gradient reduction",
+        "fp32": "fp32 throughout",
+        "bf16-pure": "bf16 throughout, optimizer included",
+    }[settings.precision]
+    if settings.fp8_emulate:
+        words = f"emulated {words}"
+    if "precision" in settings.given:
+        return f"{words}; by --precision"
+    if manifest:
+        return f"{words}; as in the checkpoint"
+    return f"{words}; the default on a {'GPU' if device_type == 'cuda' else 'CPU'}"
 
 
-def techniques(settings: flags.Settings, model, device_type: str) -> list[str]:
+def describe_techniques(settings: flags.Settings, model, device_type: str) -> str:
     mode = "compiled" if settings.compile else "eager"
     attention = models.describe_attention(settings, model.config, device_type)
     if settings.document_mask:
         attention += " inside documents (FLOPs counted as if across them)"
     loss = f"fused loss ({mode} chunks)" if settings.fused_loss else "loss from full logits"
+    activations = f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
     if settings.activation_memory_budget is not None:
         activations = f"activation memory budget {settings.activation_memory_budget:g}"
-    else:
-        activations = f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
-    return [attention, f"{mode} layers", loss, activations, settings.optimizer]
+    return f"{attention}, {mode} layers, {loss}, {activations}, {settings.optimizer}"
 
 
 def significant(figure: float) -> str:
@@ -125,6 +121,5 @@ def describe_start(state: states.TrainState, checkpoint: pathlib.Path | None, ch
     if changed:
         lines["changed"] = changed
     if state.branched_from:
-        origin = state.branched_from
-        lines["branched"] = f"from {origin['folder']} at step {origin['step']:,}"
+        lines["branched"] = f"from {state.branched_from['folder']} at step {state.branched_from['step']:,}"
     return job.columns(lines)

@@ -151,17 +151,26 @@ def broken_update(state: states.TrainState) -> NotFinite | None:
     return NotFinite(last_update(state.step, state.recent_skipped), words)
 
 
-def find_divergence(
-    state: states.TrainState, first_step: int, loss: float, norm: float = 0.0, of: str = "the weights"
-) -> NotFinite | None:
-    """The last update, where the loss or the gradient norm that `of` gave after it is NaN or infinite. `first_step` is
-    the first one since this start: without an update since then it is that step's loss or norm."""
-    for name, value in (("loss", loss), ("gradient norm", norm)):
+def check_pass(run: Any, batch: dict, first_step: int) -> NotFinite | None:
+    """Why the state of `run` must not be saved or called done, None where nothing is wrong: weights and optimizer
+    states are finite, and so are the loss and the gradient norm of `batch`, and a loss of the weights' average. Every
+    rank calls this; it is outside the measured time. `first_step` is the first one since this start."""
+    state = run.state
+    step = last_update(state.step, state.recent_skipped)
+    with state.tracker.excluded():
+        problem = broken_update(state)
+        if problem:
+            return problem
+        loss, norm = models.loss_and_norm(state.model, state.optimizer, batch)
+        found = [("weights", "loss", loss), ("weights", "gradient norm", norm)]
+        if state.average:
+            with state.average.as_weights():
+                found.append(("weights' average", "loss", models.loss_without_data(state.model)))
+    for whose, name, value in found:
+        if not math.isfinite(value) and step < first_step:
+            return NotFinite(first_step, f"{name} of the {whose} was {value} from the start")
         if not math.isfinite(value):
-            step = last_update(state.step, state.recent_skipped)
-            if step < first_step:
-                return NotFinite(first_step, f"{name} of {of} was {value} from the start")
-            return NotFinite(step, f"update left {of} with a {name} of {value}")
+            return NotFinite(step, f"update left the {whose} with a {name} of {value}")
     return None
 
 
@@ -180,15 +189,12 @@ def give_up(folder: pathlib.Path, problem: NotFinite, resumed: pathlib.Path | No
 
 
 class Remembered:
-    """The batches that a run trains on. It remembers the last one, and the last one that gave a finite loss."""
+    """The batches that a run trains on, for `next`. It remembers the last one, and the last that gave a finite loss."""
 
     def __init__(self, batches: Iterator[dict]):
         self.batches = batches
         self.last: dict = {}
         self.finite: dict = {}
-
-    def __iter__(self) -> "Remembered":
-        return self
 
     def __next__(self) -> dict:
         self.last = next(self.batches)
@@ -199,20 +205,3 @@ class Remembered:
         if "loss" in metrics or not self.finite:
             self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}
         return self.finite
-
-
-def check_pass(run: Any, batch: dict, first_step: int) -> NotFinite | None:
-    """Why the state of `run` must not be saved or called done, None where nothing is wrong: weights and optimizer
-    states are finite, and so are the loss and the gradient norm of `batch`, and a loss of the weights' average. Every
-    rank calls this; it is outside the measured time."""
-    state = run.state
-    with state.tracker.excluded():
-        problem = broken_update(state)
-        if not problem:
-            loss, norm = models.loss_and_norm(state.model, state.optimizer, batch)
-            problem = find_divergence(state, first_step, loss, norm)
-        if state.average and not problem:
-            with state.average.as_weights():
-                loss = models.loss_without_data(state.model)
-            problem = find_divergence(state, first_step, loss, of="the weights' average")
-    return problem

@@ -20,14 +20,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from harness import base, flags, job
-from harness import state as states
 from harness.report import page
 from harness.report.figures import NOTES, of_all_ranks
 from harness.report.files import MetricsFile, describe_run, write_config
@@ -59,41 +57,30 @@ def open_trackers(settings: flags.Settings, folder: pathlib.Path) -> list[Tracke
 
     def open_each() -> None:
         names = {"none": [], "all": list(flags.TRACKERS)}.get(settings.log_with, [settings.log_with])
+        kinds: list[tuple[str, type[Tracker]]] = []
         for name in names:
-            kind = importlib.import_module(f"harness.report.trackers.{name.replace('-', '_')}").TRACKER
+            file = importlib.import_module(f"harness.report.trackers.{name.replace('-', '_')}")
+            kinds.append((f"--log-with {name}", file.TRACKER))
+        if settings.metrics_port:
+            kinds.append(("--metrics-port", Prometheus))
+        for flag, kind in kinds:
             try:
                 opened.append(kind(settings, folder))
             except ImportError as error:
-                advice = f"pip install {error.name}, or --log-with none"
-                raise base.UserError(f"--log-with {name}: needs the package {error.name}; {advice}") from error
-        if settings.metrics_port:
-            opened.append(Prometheus(settings, folder))
+                advice = f"pip install {error.name}, or leave the flag out"
+                raise base.UserError(f"{flag}: needs the package {error.name}; {advice}") from error
 
     base.on_main_rank(open_each)
     return opened
 
 
-class Ready(Protocol):
-    """What the log takes of a run that is ready for its first step."""
-
-    settings: flags.Settings  # resolved
-    device: torch.device
-    folder: pathlib.Path
-    trackers: list[Tracker]  # open, on rank 0
-    data: Any  # a `TrainingData`
-    state: states.TrainState
-    flops_per_token: int  # 0 where they are not known
-    changed: str  # which flags are not those of the checkpoint that it goes on from, in words
-
-
 class Log(contextlib.AbstractContextManager):
     """The log of one start of a run. Inside it garbage is collected at log lines only: in the middle of a step one rank
-    stops and all wait for it."""
+    stops and all wait for it. `run` is a `Run` of train_fsdp.py that is ready for its first step, its trackers open."""
 
-    def __init__(self, ready: Ready):
-        self.settings, self.state, self.data, self.device = ready.settings, ready.state, ready.data, ready.device
-        self.folder, self.trackers, self.flops_per_token = ready.folder, ready.trackers, ready.flops_per_token
-        self.changed = ready.changed
+    def __init__(self, run: Any):
+        self.settings, self.state, self.data, self.device = run.settings, run.state, run.data, run.device
+        self.folder, self.trackers, self.flops_per_token = run.folder, run.trackers, run.flops_per_token
         self.first_step = self.state.step + 1
         self.first_loss: float | None = None  # of the run
         self.results: list[StepResult] = []  # of the steps since the last `metrics`
@@ -103,25 +90,23 @@ class Log(contextlib.AbstractContextManager):
         self.worked_ms: list[float] = []  # of a step outside collectives, at each line after warmup
         self.slow = ""  # about a rank for which the others wait
         self.learning_rate = 0.0
-        self.evaluated = False
         self.last: dict = {}  # the figures of the last line
         self.waits, self.profile = Waits(self.state.model), contextlib.ExitStack()
         self.file: MetricsFile | None = None  # on rank 0
-        self.failed = False  # whether lines of metrics.jsonl wait for the disk
+        self.refused = ""  # why lines of metrics.jsonl wait for the disk
         self.page_tried = False
-        self.page: pathlib.Path | None = None  # once it is written
         if dist.get_rank() == 0:
-            self._open()
+            self._open(run.changed)
         shown = self.file is not None and job.is_terminal(sys.stderr)
         self.bar = job.step_bar(self.settings.num_steps, self.state.step, shown=shown)
         self.began = time.monotonic()
 
-    def _open(self) -> None:
+    def _open(self, changed: str) -> None:
         """Opens the run's files and its trackers, on rank 0."""
         try:
-            self.run = describe_run(self.settings, self.folder, self.state, self.data.record, self.changed)
+            self.described = describe_run(self.settings, self.folder, self.state, self.data.record, changed)
             self.file = MetricsFile(self.folder / "metrics.jsonl", self.state.step)
-            write_config(self.folder, self.run)
+            write_config(self.folder, self.described)
         except OSError as error:
             raise base.UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
         if self.file.lines:
@@ -130,7 +115,7 @@ class Log(contextlib.AbstractContextManager):
         places = {"run": str(self.folder)}
         for tracker in self.trackers:
             try:
-                places[tracker.name] = tracker.start(self.run, self.state)
+                places[tracker.name] = tracker.start(self.described, self.state)
             except Exception as error:
                 what = f"--log-with {self.settings.log_with}: {tracker.name} does not start ({reason_of(error)})"
                 raise base.UserError(f"{what}; --log-with none leaves it out", 1) from error
@@ -151,8 +136,7 @@ class Log(contextlib.AbstractContextManager):
         if error is None:  # else another rank may be gone, for which a profile would wait
             self.profile.close()  # of a run that was stopped within it
         self.bar.close()
-        if not self.page_tried:
-            self.write_page()
+        self._write_page()
 
     # ---- A step ------------------------------------------------------------------------------------------------------
 
@@ -217,25 +201,23 @@ class Log(contextlib.AbstractContextManager):
         stories, self.last = stories or [], metrics
         if self.first_loss is None:
             self.first_loss = metrics.get("loss")
-        with self.state.tracker.excluded() if stories else contextlib.nullcontext():
+        if "eval_loss" in metrics:
+            with self.state.tracker.excluded():
+                keep_objects()  # the compiler may have run again, for passes without gradients
+        else:
             gc.collect()
-            if "eval_loss" in metrics and not self.evaluated:
-                self.evaluated = True
-                keep_objects()  # the compiler has run again, for passes without gradients
-            if self.file is None:
-                return
-            self._write_line(metrics, stories)
-            self._tell(lambda tracker: tracker.log(metrics, stories), f", from step {metrics['step']} on")
+        if self.file is None:
+            return
+        self._write_line(metrics, stories)
+        self._tell(lambda tracker: tracker.log(metrics, stories), f", from step {metrics['step']} on")
         self._say_line(metrics)
         if stories:
             job.say_story(describe_stories(stories))
 
     def _write_line(self, metrics: dict, stories: list[dict[str, str]], **notes: Any) -> None:
-        """A line of metrics.jsonl with its notes. Says once that this fails, and when it works again."""
+        """A line of metrics.jsonl with its notes. Says once that this fails."""
         if stories:
             notes["samples"] = stories
-        if self.changed:  # at the first line of this start
-            notes["changed"], self.changed = self.changed, ""
         if self.skipped:
             notes["skipped"] = []
             for step, reason in self.skipped:
@@ -244,15 +226,12 @@ class Log(contextlib.AbstractContextManager):
             self.skipped = []
         try:
             self.file.write(metrics | notes)
+            self.refused = ""
         except OSError as error:
-            if not self.failed:
+            if not self.refused:
                 reason = f"metrics.jsonl, from step {metrics['step']} on: {error.strerror}"
                 job.say(f"failed     {reason}; its lines wait in memory, the run goes on")
-            self.failed = True
-            return
-        if self.failed:
-            job.say(f"recovered  metrics.jsonl: it has every line up to step {metrics['step']}")
-        self.failed = False
+            self.refused = error.strerror or str(error)
 
     def _tell(self, call: Callable[[Tracker], None], where: str = "") -> None:
         """Calls each tracker; one that fails is left out from now on."""
@@ -294,29 +273,26 @@ class Log(contextlib.AbstractContextManager):
     # ---- The end -----------------------------------------------------------------------------------------------------
 
     def finish(self, stories: list[dict[str, str]], planned: dict[str, float] | None = None) -> dict:
-        """The last line, the page and the summary of a run that has taken all its steps; returns the line's figures.
+        """The last line and the summary of a run that has taken all its steps; returns the line's figures.
 
         `planned` are the figures of the run's own plan. A run that had taken all its steps before keeps its last line.
         """
-        metrics = dict(self.last)
-        took_steps = self.took_steps()
+        metrics, speed = dict(self.last), self.state.tracker.summary()
+        took_steps = self.state.step >= self.first_step
         if took_steps:
-            speed = self.state.tracker.summary()
             worked_ms = statistics.fmean(self.worked_ms) if self.worked_ms else None
             figures, _ = of_all_ranks(speed, self.state, self.device, worked_ms)
             metrics |= figures | (planned or {})
+            if self.settings.memory_snapshot:
+                dump_memory(self.folder)
         elif self.file:
-            metrics |= self.state.tracker.summary() | (self.file.final or {})
-            self.changed = ""  # what this start changed is in config.json
+            metrics |= speed | self.file.final
         metrics = {key: value for key, value in metrics.items() if key not in NOTES}
-        if self.settings.memory_snapshot and took_steps:
-            dump_memory(self.folder)
         if not self.file:
             return metrics
         if metrics:
             self._write_line(metrics, stories, final=True)
             self._tell(lambda tracker: tracker.finish(metrics, stories))
-        self.write_page()
         self.bar.close()
         if took_steps:
             job.say(summarize(metrics, self.folder, self.state, time.monotonic() - self.began, self.first_loss))
@@ -326,41 +302,32 @@ class Log(contextlib.AbstractContextManager):
             job.say_story("\n" + describe_stories(stories))
         return metrics
 
-    def took_steps(self) -> bool:
-        """Whether this start of the run has trained."""
-        return self.state.step >= self.first_step
-
     def check_written(self) -> None:
         """Raises UserError where metrics.jsonl lacks lines at the end of the run."""
-        if not self.failed:
-            return
-        try:
-            self.file.write()
-        except OSError as error:
-            problem = f"{self.folder / 'metrics.jsonl'} could not be written ({error.strerror})"
-            raise base.UserError(f"--output-dir: {problem}; its last lines are lost", 1) from error
-
-    def write_page(self) -> None:
-        """Makes report.html of the run's files, on rank 0. Where that fails a line says so: the run has its result."""
-        if not self.file:
-            return
-        self.page_tried = True
-        try:
-            self.page = page.write_report(self.folder)
-        except Exception as error:
-            job.say(job.columns({"report": f"not written: {reason_of(error)}"}))
+        if self.refused:
+            problem = f"{self.folder / 'metrics.jsonl'} could not be written ({self.refused})"
+            raise base.UserError(f"--output-dir: {problem}; its last lines are lost", 1)
 
     def end(self, exit_code: int) -> None:
         """What is left to do where the process ends, however that came; in a thread of its own on rank 0."""
         with contextlib.suppress(OSError):
             self.file.sync()
         with contextlib.suppress(OSError):
-            write_config(self.folder, self.run, exit_code=exit_code)
-        if not self.page_tried:
-            self.write_page()
+            write_config(self.folder, self.described, exit_code=exit_code)
+        self._write_page()
         for tracker in self.trackers:
             with contextlib.suppress(Exception):
                 tracker.close(exit_code)
+
+    def _write_page(self) -> None:
+        """Makes report.html of the run's files, on rank 0. Where that fails a line says so: the run has its result."""
+        if not self.file or self.page_tried:
+            return
+        self.page_tried = True
+        try:
+            page.write_report(self.folder)
+        except Exception as error:
+            job.say(f"failed     report.html: {reason_of(error)}")
 
 
 def keep_objects() -> None:

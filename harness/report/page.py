@@ -17,49 +17,10 @@ from harness import flags as flag_rules
 from harness.report.figures import FIGURES, find
 from harness.report.files import read_metrics
 
-SIZE = 1000  # width and height of a chart's drawing, which CSS stretches
-BUCKETS = 150  # points of a line; more are drawn as their means and a band from the least to the greatest
-MAX_DOTS = 60  # evaluations that are marked one by one
-MAX_ROWS = 12  # of a table
+WIDTH, HEIGHT = 1000, 300  # of a chart's drawing, which CSS stretches
+BUCKETS = 120  # points of a line; more are drawn as their means and a band from the least to the greatest
+MAX_DOTS = 20  # a line of at most so many points has a dot at each
 MAX_STORIES, MAX_STORY = 6, 900  # how many stories, of how many characters
-LOGARITHMIC = ("Loss", "Held-out loss by source", "Gradient norm")
-
-
-class Line(NamedTuple):
-    name: str
-    points: list[tuple[float, float]]  # (step, value)
-    dots: bool  # whether each point is marked
-
-
-class Axis(NamedTuple):
-    low: float
-    high: float
-    logarithmic: bool = False
-
-    def place(self, value: float) -> int:
-        """Where a value is on the axis, from 0 to SIZE."""
-        low, high = self.low, self.high
-        if self.logarithmic:
-            low, high, value = math.log(low), math.log(high), math.log(value)
-        return round(SIZE * (value - low) / (high - low))
-
-    def ticks(self) -> list[float]:
-        """At most 6 round numbers on it."""
-        if self.logarithmic and self.high >= 5 * self.low:
-            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
-            for digits in ((1, 2, 5), (1,)):
-                numbers = [digit * 10.0**decade for decade in decades for digit in digits]
-                numbers = [number for number in numbers if self.low <= number <= self.high]
-                if len(numbers) <= 6:
-                    return numbers
-            return numbers[:: math.ceil(len(numbers) / 6)]
-        size = 10 ** math.floor(math.log10((self.high - self.low) / 5))
-        step = next(size * factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (size * factor) <= 5)
-        first = math.ceil(self.low / step - 1e-9)
-        return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-
-# ---- The page --------------------------------------------------------------------------------------------------------
 
 
 def write_report(folder: pathlib.Path) -> pathlib.Path:
@@ -68,29 +29,25 @@ def write_report(folder: pathlib.Path) -> pathlib.Path:
     Raises:
         OSError: it cannot be written; nothing is left of it.
     """
-    lines = read_metrics(folder / "metrics.jsonl")
+    lines, config = read_metrics(folder / "metrics.jsonl"), base.read_config(folder)
     path, template = folder / "report.html", (flag_rules.ASSETS / "page.html").read_text(encoding="utf-8")
-    values = {"title": text(folder.resolve().name), "body": body(folder, lines, base.read_config(folder))}
+    values = {"title": text(folder.resolve().name), "body": draw_body(folder.resolve().name, lines, config)}
     # in one pass: a placeholder in a run's text stays text
     job.replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template))
     return path
 
 
-def body(folder: pathlib.Path, lines: list[dict], config: dict) -> str:
-    logged = [line for line in lines if "final" not in line]
+def draw_body(name: str, lines: list[dict], config: dict) -> str:
     final = lines[-1] if lines else {}
-    parts = [f"<h1>{text(folder.resolve().name)}</h1><p class=muted>{text(summary(lines, config))}</p>"]
-    parts += [tiles(final), charts(logged)]
     sections = {
-        "Stories": stories(lines),
+        "Stories": draw_stories(lines),
         "Plan and reality": plan_and_reality(final),
-        "Skipped steps": skipped_steps(logged),
-        "Starts": starts(config),
         "Configuration": configuration(config),
     }
+    parts = [f"<h1>{text(name)}</h1><p class=muted>{text(summary(lines, config))}</p>"]
+    parts += [draw_tiles(final), draw_charts([line for line in lines if "final" not in line])]
     parts += [f"<h2>{heading}</h2>\n{content}" for heading, content in sections.items() if content]
-    parts.append("<footer>drawn from metrics.jsonl and config.json of the run's folder</footer>")
-    return "\n".join(part for part in parts if part)
+    return "\n".join([*parts, "<footer>drawn from metrics.jsonl and config.json of the run's folder</footer>"])
 
 
 def text(words: object) -> str:
@@ -102,21 +59,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def table(rows: Iterable[Iterable[object]], head: Iterable[str] = (), look: str = "") -> str:
-    """A table, of which the first cell of a row is its name."""
-    parts = [f'<div class="card scroll"><table class="{look}">']
-    if head:
-        parts.append("<thead><tr>" + "".join(f"<th>{text(name)}</th>" for name in head) + "</tr></thead>")
-    for name, *cells in rows:
-        parts.append(f"<tr><th>{text(name)}</th>" + "".join(f"<td>{text(cell)}</td>" for cell in cells) + "</tr>")
-    return "".join([*parts, "</table></div>"])
-
-
 # ---- Words -----------------------------------------------------------------------------------------------------------
 
 
 def summary(lines: list[dict], config: dict) -> str:
-    """What was trained on what, and how far it came."""
+    """What was trained on what, how far it came, and in what time."""
     flags, words = config.get("flags", {}), []
     if flags:
         words.append(f"{flags.get('model', '')} on {base.one_or_more(flags.get('dataset', ''))}")
@@ -126,10 +73,11 @@ def summary(lines: list[dict], config: dict) -> str:
         origin = config["branched_from"]
         words.append(f"branched from {pathlib.Path(origin['folder']).name} at step {origin['step']}")
     words.append(how_far(lines, flags))
-    final = lines[-1] if lines else {}
-    if is_number(final.get("elapsed_seconds")):
-        seconds = round(final["elapsed_seconds"])
+    if lines and is_number(lines[-1].get("elapsed_seconds")):
+        seconds = round(lines[-1]["elapsed_seconds"])
         words.append(f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} since the first start")
+    if len(config.get("starts", [])) > 1:
+        words.append(f"{len(config['starts'])} starts")
     return " · ".join(words)
 
 
@@ -142,40 +90,45 @@ def how_far(lines: list[dict], flags: dict) -> str:
         return "no step was logged"
     if "final" in lines[-1]:
         return "complete"
-    of_all = f" of {flags['num_steps']:,}" if is_number(flags.get("num_steps")) else ""
+    of_all = f" of {flags['num_steps']:,}" if "num_steps" in flags else ""
     return f"ended at step {lines[-1]['step']:,}{of_all}"
 
 
-def tiles(final: dict) -> str:
+def in_words(key: str) -> str:
+    """A key of metrics.jsonl as a person says it, such as "memory reserved"."""
+    words = key.replace("_", " ")
+    said = {"peak ": "", " percent": "", " ms": "", "mfu": "MFU", "per sec": "a second"}
+    for of_key, of_person in (said | {"eval loss": "held-out loss", "ema": "of the average"}).items():
+        words = words.replace(of_key, of_person)
+    return words
+
+
+def draw_tiles(final: dict) -> str:
     """The last figures, in large."""
-    drawn = []
+    tiles = []
     for key, figure in FIGURES.items():
         if figure.tile and is_number(final.get(key)):
             value = short(final[key]) if final[key] >= 1e6 else format(final[key], figure.tile)
             unit = f" {figure.unit}" if figure.unit in ("%", "GiB", "ms") else ""
-            drawn.append(f"<div class=tile><small>{in_words(key)}</small><b>{value}{unit}</b></div>")
-    rows = max(1, math.ceil(len(drawn) / 6))  # as equal as they can be
-    return f"<div class=tiles style=--columns:{max(1, math.ceil(len(drawn) / rows))}>{''.join(drawn)}</div>"
+            tiles.append(f"<div class=tile><small>{in_words(key)}</small><b>{value}{unit}</b></div>")
+    rows = max(1, math.ceil(len(tiles) / 6))  # as equal as they can be
+    return f"<div class=tiles style=--columns:{max(1, math.ceil(len(tiles) / rows))}>{''.join(tiles)}</div>"
 
 
-def stories(lines: list[dict]) -> str:
+def draw_stories(lines: list[dict]) -> str:
     """What the model wrote, at most MAX_STORIES from the first to the last."""
-    written = []
-    for line in lines:
-        written += [(line["step"], story) for story in line.get("samples", [])]
-    last = len(written) - 1
-    chosen = sorted({round(place * last / (MAX_STORIES - 1)) for place in range(MAX_STORIES)}) if written else []
+    written = [(line["step"], story) for line in lines for story in line.get("samples", [])]
+    if not written:
+        return ""
+    places = {round(number * (len(written) - 1) / (MAX_STORIES - 1)) for number in range(MAX_STORIES)}
     drawn = []
-    for step, story in (written[number] for number in chosen):
-        prompt, words = story["prompt"], story["text"]
-        if words.startswith(prompt):
-            words = words.removeprefix(prompt)
-        else:
-            prompt = ""
+    for step, story in (written[place] for place in sorted(places)):
+        words = story["text"].removeprefix(story["prompt"])
         if len(words) > MAX_STORY:
             words = words[:MAX_STORY] + " …"
-        drawn.append(f"<div class=story><small>step {step:,}</small><p><em>{text(prompt)}</em>{text(words)}</p></div>")
-    return f"<div class=card>{''.join(drawn)}</div>" if drawn else ""
+        words = f"<em>{text(story['prompt'])}</em>{text(words)}"
+        drawn.append(f"<div class=story><small>step {step:,}</small><p>{words}</p></div>")
+    return f"<div class=card>{''.join(drawn)}</div>"
 
 
 def plan_and_reality(final: dict) -> str:
@@ -185,171 +138,137 @@ def plan_and_reality(final: dict) -> str:
         planned, measured = final.get(f"predicted_{key}"), final.get(key)
         if is_number(planned) and is_number(measured) and planned > 0:
             unit, change = FIGURES[key].unit, 100 * (measured / planned - 1)
-            name = key.removesuffix("_ms").replace("_", " ")
-            rows.append([name, f"{planned:,.2f} {unit}", f"{measured:,.2f} {unit}", f"{change:+.1f} %"])
-    return table(rows, ["", "planned", "measured", "measured over planned"]) if rows else ""
-
-
-def skipped_in(lines: list[dict]) -> list[dict]:
-    """The skipped steps of the lines, each {"step": 41, "reason": "...", "samples": [first, last]}."""
-    return [entry for line in lines for entry in line.get("skipped", [])]
-
-
-def skipped_steps(lines: list[dict]) -> str:
-    skipped = skipped_in(lines)
-    rows = []
-    for entry in skipped[-MAX_ROWS:]:
-        first, last = entry["samples"]
-        rows.append([f"{entry['step']:,}", entry["reason"], f"{first:,} to {last:,}"])
-    return f"<p>{len(skipped):,} in all</p>{table(rows, ['step', 'why', 'global samples'])}" if rows else ""
-
-
-def starts(config: dict) -> str:
-    """When the run started and resumed, and how many steps it repeated."""
-    listed = config.get("starts", [])
-    if len(listed) < 2 and not any(start.get("changed") for start in listed):
-        return ""
-    keys = {
-        "time": "time",
-        "step": "from step",
-        "lost_steps": "steps lost",
-        "world_size": "ranks",
-        "changed": "changed",
-    }
-    rows = [[start.get(key, "") for key in keys] for start in listed[-MAX_ROWS:]]
-    lost = sum(start.get("lost_steps", 0) for start in listed)
-    return f"<p>{len(listed)} starts, {lost:,} logged steps done again</p>{table(rows, keys.values())}"
+            rows.append([in_words(key), f"{planned:,.2f} {unit}", f"{measured:,.2f} {unit}", f"{change:+.1f} %"])
+    head = "<tr><th></th><th>planned</th><th>measured</th><th>measured over planned</th></tr>"
+    return draw_table(rows, head) if rows else ""
 
 
 def configuration(config: dict) -> str:
     """The flags that were given, machine and versions."""
     shown = {f"--{name.replace('_', '-')}": value for name, value in config.get("given", {}).items()}
-    shown |= {key: config[key] for key in ("gpu", "world_size", "commit") if config.get(key)} | config.get(
-        "versions", {}
-    )
+    shown |= {key: config[key] for key in ("gpu", "world_size", "commit") if config.get(key)}
+    shown |= config.get("versions", {})
     rows = []
     for name, value in shown.items():
         if isinstance(value, list):
             value = base.one_or_more(value)
         rows.append([name, value if isinstance(value, str) else json.dumps(value)])
-    return table(rows, look="flags") if rows else ""
+    return draw_table(rows, look="flags") if rows else ""
 
 
-def in_words(key: str) -> str:
-    """A key of metrics.jsonl as a person says it, such as "memory reserved"."""
-    words = key.removeprefix("peak_").removesuffix("_percent").removesuffix("_ms").replace("_", " ")
-    for short_word, word in (
-        ("mfu", "MFU"),
-        ("eval loss", "held-out loss"),
-        ("ema", "of the average"),
-        ("per sec", "a second"),
-    ):
-        words = words.replace(short_word, word)
-    return words
+def draw_table(rows: Iterable[list[str]], head: str = "", look: str = "") -> str:
+    """A table, of which the first cell of a row is its name."""
+    drawn = []
+    for name, *cells in rows:
+        drawn.append(f"<tr><th>{text(name)}</th>" + "".join(f"<td>{text(cell)}</td>" for cell in cells) + "</tr>")
+    return f'<div class="card scroll"><table class="{look}"><thead>{head}</thead>{"".join(drawn)}</table></div>'
 
 
 # ---- Charts ----------------------------------------------------------------------------------------------------------
 
 
-def charts(lines: list[dict]) -> str:
+class Point(NamedTuple):
+    """Of a line, what lies in a bucket of steps."""
+
+    step: float
+    least: float
+    mean: float
+    greatest: float
+
+
+class Axis(NamedTuple):
+    low: float
+    high: float
+
+    def place(self, value: float, size: int) -> int:
+        """Where a value is on an axis of this size."""
+        return round(size * (value - self.low) / (self.high - self.low))
+
+    def ticks(self) -> list[float]:
+        """At most 6 round numbers on it."""
+        size = 10 ** math.floor(math.log10((self.high - self.low) / 5))
+        step = next(size * factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (size * factor) <= 5)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [number * step for number in range(first, last + 1)]
+
+
+def draw_charts(lines: list[dict]) -> str:
     """A chart for each title in the table of figures for which there are numbers."""
-    of_titles: dict[str, list[Line]] = {}
+    of_titles: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for figure in FIGURES.values():
+        of_titles.setdefault(figure.chart, {})
     for key in dict.fromkeys(key for line in lines for key in line):
-        figure = find(key)
-        points = [(line["step"], line[key]) for line in lines if figure and is_number(line.get(key))]
-        drawn = of_titles.get(figure.chart, []) if figure else []
-        if points and figure.chart and all(line.points != points for line in drawn):  # of one rank it is the slowest
+        of_key = find(key)
+        numbers = [(line["step"], line[key]) for line in lines if is_number(line.get(key))]
+        if of_key and numbers and numbers not in of_titles[of_key.chart].values():  # of one rank it is the slowest
             name = key.partition("/")[2] or ("training" if key == "loss" else in_words(key))
-            dots = len(points) == 1 or (figure.name.startswith("eval/") and len(points) <= MAX_DOTS)
-            of_titles.setdefault(figure.chart, []).append(Line(name, points, dots))
-    if not of_titles:
-        return ""
-    marks = [entry["step"] for entry in skipped_in(lines)]
-    order = dict.fromkeys(figure.chart for figure in FIGURES.values() if figure.chart in of_titles)
-    charts = [chart(title, of_titles[title], marks if title in ("Loss", "Gradient norm") else []) for title in order]
-    return f"<div class=charts>{''.join(charts)}</div>"
+            of_titles[of_key.chart][name] = numbers
+    charts = [draw_chart(title, of_names) for title, of_names in of_titles.items() if title and of_names]
+    return f"<div class=charts>{''.join(charts)}</div>" if charts else ""
 
 
-def chart(title: str, lines: list[Line], marks: list[int]) -> str:
-    """A chart of lines over steps; `marks` are the steps of marks at its foot."""
-    across = Axis(min(line.points[0][0] for line in lines), max(line.points[-1][0] for line in lines))
-    if across.low == across.high:
-        across = Axis(across.low - 1, across.high + 1)
-    upward = choose_axis(title, lines)
-    paths, legend = [], []
-    grid = "".join(f"M0 {SIZE - upward.place(tick)}h{SIZE}" for tick in upward.ticks())
-    paths.append(f'<path class=grid d="{grid}"/>')
-    for number, line in enumerate(lines):
-        color = f"var(--c{number % 8})"
-        paths += draw(line, across, upward, color)
-        last = f"<b>{short(line.points[-1][1])}</b>"
-        if len(lines) > 1 or "source" in title:  # else the title says what it is
-            last = f"<span class=dot style=background:{color}></span>{text(line.name)} {last}"
+def points_of(numbers: list[tuple[int, float]]) -> list[Point]:
+    """At most BUCKETS points of a line (step, value), each of as many of its numbers in a row."""
+    size = math.ceil(len(numbers) / BUCKETS)
+    points = []
+    for first in range(0, len(numbers), size):
+        steps, values = zip(*numbers[first : first + size], strict=True)
+        points.append(Point(sum(steps) / len(steps), min(values), math.fsum(values) / len(values), max(values)))
+    return points
+
+
+def draw_chart(title: str, numbers: dict[str, list[tuple[int, float]]]) -> str:
+    """A chart of lines (step, value), by their names, over steps."""
+    lines = {name: points_of(of_line) for name, of_line in numbers.items()}
+    figure = next(figure for figure in FIGURES.values() if figure.chart == title)
+    across = widened(min(line[0].step for line in lines.values()), max(line[-1].step for line in lines.values()))
+    low = min(point.least for line in lines.values() for point in line)
+    tops = sorted(point.greatest for line in lines.values() for point in line)
+    # the start of a long run, and its spikes, lie far above the rest: they leave the picture
+    high = tops[-1 - len(tops) // 20] if max(map(len, numbers.values())) > BUCKETS else tops[-1]
+    is_loss = figure.unit == "nats per token"
+    upward = widened(low if is_loss else min(low, 0.0), high, margin=0.05)
+    grid = "".join(f"M0 {HEIGHT - upward.place(tick, HEIGHT)}h{WIDTH}" for tick in upward.ticks())
+    drawn, legend = [f'<path class=grid d="{grid}"/>'], []
+    for number, (name, line) in enumerate(lines.items()):
+        drawn.append(draw_line(line, across, upward, number % 8))
+        last = f"<b>{short(numbers[name][-1][1])}</b>"
+        if len(lines) > 1 or figure.key.endswith("/SOURCE"):  # else the title says what it is
+            last = f"<span class=dot style=background:var(--c{number % 8})></span>{text(name)} {last}"
         legend.append(f"<span>{last}</span>")
-    if marks:
-        places = sorted({across.place(step) for step in marks})
-        feet = "".join(f"M{place} {SIZE}v-40" for place in places)
-        paths.append(f'<path class=marks d="{feet}"/>')
-    labels = [f"<i class=y style=bottom:{upward.place(tick) / 10:g}%>{short(tick)}</i>" for tick in upward.ticks()]
+    labels = [f"<i class=y style=bottom:{upward.place(tick, 1000) / 10}%>{short(tick)}</i>" for tick in upward.ticks()]
     steps = [tick for tick in across.ticks() if tick == int(tick)]
-    labels += [f"<i class=x style=left:{across.place(tick) / 10:g}%>{short(tick)}</i>" for tick in steps]
-    notes = [next(figure.unit for figure in FIGURES.values() if figure.chart == title)]
-    if marks:
-        notes.append("skipped steps at the foot")
-    note = ", ".join(words for words in notes if words)
-    drawing = f"<svg viewBox='0 0 {SIZE} {SIZE}' preserveAspectRatio=none role=img aria-label='{title} over steps'>"
+    labels += [f"<i class=x style=left:{across.place(tick, 1000) / 10}%>{short(tick)}</i>" for tick in steps]
+    heading = f"<h3>{title} <span>{figure.unit}</span></h3><div>{''.join(legend)}</div>"
+    svg = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' preserveAspectRatio=none role=img aria-label='{title} over steps'>"
     return (
-        f"<div class=card><div class=legend><h3>{title} <span>{note}</span></h3><div>{''.join(legend)}</div></div>"
-        f"<div class=chart>{drawing}{''.join(paths)}</svg>{''.join(labels)}</div></div>\n"
+        f"<div class=card><div class=legend>{heading}</div>"
+        f"<div class=chart>{svg}{''.join(drawn)}</svg>{''.join(labels)}</div></div>\n"
     )
 
 
-def choose_axis(title: str, lines: list[Line]) -> Axis:
-    """The vertical axis: from zero or, for losses and norms, logarithmic and fitted to what comes after the first
-    twentieth of a long run, which begins far above the rest."""
-    values = []
-    for line in lines:
-        begin = len(line.points) // 20 if len(line.points) > BUCKETS else 0
-        values += [value for _, value in line.points[begin:]]
-    low, high = min(values), max(values)
-    if title in LOGARITHMIC and low > 0:
-        return Axis(low / 1.03, high * 1.03, logarithmic=True)
-    return Axis(min(low, 0.0), 1.06 * high if high > 0 else max(1.0, high), False)
+def widened(low: float, high: float, margin: float = 0.0) -> Axis:
+    """An axis from one number to another, with a margin at the upper end and, unless it is zero, at the lower one."""
+    if low == high:
+        low, high = low - abs(low), high + (abs(high) or 1.0)
+    return Axis(low - margin * (high - low) if low else low, high + margin * (high - low))
 
 
-def draw(line: Line, across: Axis, upward: Axis, color: str) -> list[str]:
-    """The paths of a line: its points or, of many, their means and the band in which they lie."""
-    points = [(across.place(step), value) for step, value in line.points if not upward.logarithmic or value > 0]
-    paths = []
-    if len(points) > 2 * BUCKETS:
-        buckets: dict[int, list[float]] = {}
-        for place, value in points:
-            buckets.setdefault(place * BUCKETS // (SIZE + 1), []).append(value)
-        centers = {number: round((number + 0.5) * SIZE / BUCKETS) for number in buckets}
-        edge = [(centers[number], max(values)) for number, values in buckets.items()]
-        edge += [(centers[number], min(values)) for number, values in reversed(buckets.items())]
-        paths.append(f'<path class=band style=fill:{color} d="{path_of(edge, upward)}z"/>')
-        points = [(centers[number], math.fsum(values) / len(values)) for number, values in buckets.items()]
-    paths.append(f'<path style=stroke:{color} d="{path_of(points, upward)}"/>')
-    if line.dots:
-        dots = "".join(f"M{place} {SIZE - upward.place(value)}h0" for place, value in points)
-        paths.append(f'<path class=dots style=stroke:{color} d="{dots}"/>')
-    return paths
+def draw_line(line: list[Point], across: Axis, upward: Axis, color: int) -> str:
+    """A line through the means, and the band in which the numbers lie."""
 
+    def path(points: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{across.place(x, WIDTH)},{HEIGHT - upward.place(y, HEIGHT)}" for x, y in points)
 
-def path_of(points: list[tuple[int, float]], upward: Axis) -> str:
-    """The `d` of a path through points (place, value), relative and without those on a straight level."""
-    corners = [(place, SIZE - upward.place(value)) for place, value in points]
-    kept = [
-        corner
-        for before, corner, after in zip([None, *corners], corners, [*corners[1:], None], strict=False)
-        if before is None or after is None or not before[1] == corner[1] == after[1]
-    ]
-    (x, y), steps = kept[0], []
-    for next_x, next_y in kept[1:]:
-        steps.append(f"{next_x - x} {next_y - y}".replace(" -", "-"))
-        x, y = next_x, next_y
-    return f"M{kept[0][0]} {kept[0][1]}" + (f"l{' '.join(steps)}" if steps else "")
+    drawn = ""
+    if any(point.least < point.greatest for point in line):
+        edge = [(point.step, point.greatest) for point in line] + [(point.step, point.least) for point in line[::-1]]
+        drawn = f'<polygon style=fill:var(--c{color}) points="{path(edge)}"/>'
+    drawn += f'<polyline style=stroke:var(--c{color}) points="{path((point.step, point.mean) for point in line)}"/>'
+    if len(line) <= MAX_DOTS:
+        dots = "".join(f"M{path([(point.step, point.mean)])}h0" for point in line)
+        drawn += f'<path class=dots style=stroke:var(--c{color}) d="{dots}"/>'
+    return drawn
 
 
 def short(value: float) -> str:
@@ -358,9 +277,7 @@ def short(value: float) -> str:
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if size >= 10 * factor or (factor > 1e3 and size >= factor):
             return f"{value / factor:.4g} {unit}"
-    if size >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}".replace("e-0", "e-")
+    return f"{value:,.0f}" if size >= 100 else f"{value:.3g}".replace("e-0", "e-")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Prometheus: the endpoint that a Prometheus scrapes, from before the data are read until the process ends."""
 
 import pathlib
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,17 +13,8 @@ from harness import state as states
 from harness.report.figures import find
 from harness.report.trackers import Tracker
 
-HELP_OF_RUN = {  # of the metrics that are no keys of metrics.jsonl
-    "num_steps": "optimizer steps that the run is to take, by --num-steps",
-    "log_interval_steps": "optimizer steps from one log line to the next, by --log-interval",
-    "timeout_seconds": "time after which a stalled run ends itself, by --timeout-minutes",
-    "start_time_seconds": "when this process began, in seconds since 1970",
-    "gpu_memory_gib": "memory of rank 0's GPU, GiB",
-    "starts": "starts of the run, this one included",
-    "world_size": "number of ranks",
-}
-COUNTERS = ("skipped_steps",)  # figures that only grow; the others are gauges
 STATES = ("running", "done", "stopped", "failed")
+COUNTERS = ("steps", "skipped_steps")  # figures that only grow; the others are gauges
 
 
 class Prometheus(Tracker):
@@ -34,17 +24,11 @@ class Prometheus(Tracker):
 
     def __init__(self, settings: flags.Settings, folder: pathlib.Path):
         """Listens on --metrics-port."""
-        try:
-            from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
-        except ImportError as error:
-            advice = "pip install prometheus_client"
-            raise base.UserError(f"--metrics-port: needs the package prometheus_client; {advice}") from error
+        from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
 
-        self.settings, self.run = settings, folder.name
-        self.running = "running"
-        self.progress: tuple[states.TrainState, int] | None = (
-            None  # the state and the step with which this process began
-        )
+        self.settings, self.run, self.running = settings, folder.name, "running"
+        self.state: states.TrainState | None = None
+        self.first_step = 0  # with which this process began
         self.figures: dict[str, float] = {
             "num_steps": settings.num_steps,
             "log_interval_steps": settings.log_interval,
@@ -60,17 +44,14 @@ class Prometheus(Tracker):
         host, port = settings.metrics_host, settings.metrics_port
         try:
             server, _ = start_http_server(port, host, registry)
-        except (socket.gaierror, UnicodeError) as error:
-            raise base.UserError(
-                f"--metrics-host {host}: no such address; 0.0.0.0 listens on all of this host"
-            ) from error
-        except OSError as error:
-            where = f"{host}:{port} ({error.strerror})"
-            raise base.UserError(f"--metrics-port: cannot listen on {where}; choose another") from error
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "no such address"
+            advice = "choose another, or another --metrics-host"
+            raise base.UserError(f"--metrics-port: cannot listen on {host}:{port} ({reason}); {advice}") from error
         server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client hung up
 
     def start(self, run: dict, state: states.TrainState) -> str:
-        self.progress = state, state.step
+        self.state, self.first_step = state, state.step
         num_steps, starts = run["flags"]["num_steps"], len(run["starts"])
         self.show({"num_steps": num_steps, "starts": starts, "world_size": run["world_size"]})
         return f"http://{self.settings.metrics_host}:{self.settings.metrics_port}/metrics"
@@ -89,32 +70,24 @@ class Prometheus(Tracker):
 
     def collect(self) -> Iterator:
         """The metrics as they are now; a figure is that of the last log line that had it."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, StateSetMetricFamily
+        from prometheus_client import Metric
 
-        def labelled(family, value, **labels: str):
-            family.add_metric([self.run, *labels.values()], value)
-            return family
-
-        labels, here = ["run"], job.HERE
-        states = StateSetMetricFamily("training_state", "running, done, stopped or failed", labels=labels)
-        yield labelled(states, {name: name == self.running for name in STATES})
-        steps = CounterMetricFamily("training_steps", "optimizer steps since this process began", labels=labels)
-        yield labelled(steps, self.progress[0].step - self.progress[1] if self.progress else 0)
-        if self.running == "running":
-            words = "time that rank 0 has been in this part of a step, or of what surrounds the steps"
-            phase = GaugeMetricFamily("training_phase_seconds", words, labels=["run", "phase"])
-            yield labelled(phase, time.monotonic() - here.since, phase=here.phase)
-        gauges = {}
-        for key, value in self.figures.items():
-            if key in COUNTERS:
-                yield labelled(CounterMetricFamily(f"training_{key}", describe(key), labels=labels), value)
-                continue
+        figures = self.figures | {"steps": self.state.step - self.first_step if self.state else 0}
+        metrics: dict[str, Metric] = {}
+        for key, value in figures.items():
             name, _, source = key.partition("/")
-            if name not in gauges:
-                gauges[name] = GaugeMetricFamily(f"training_{name}", describe(name))
-            of_source = {"source": source} if source else {}
-            gauges[name].add_sample(f"training_{name}", {"run": self.run} | of_source, value)
-        yield from gauges.values()
+            kind, suffix = ("counter", "_total") if name in COUNTERS else ("gauge", "")
+            metric = metrics.setdefault(name, Metric(f"training_{name}", describe(name), kind))
+            labels = {"run": self.run} | ({"source": source} if source else {})
+            metric.add_sample(f"training_{name}{suffix}", labels, value)
+        state = Metric("training_state", ", ".join(STATES), "stateset")
+        for name in STATES:
+            state.add_sample(state.name, {"run": self.run, state.name: name}, float(name == self.running))
+        yield from (state, *metrics.values())
+        if self.running == "running":
+            phase = Metric("training_phase_seconds", "time that rank 0 has been in this part of a step", "gauge")
+            phase.add_sample(phase.name, {"run": self.run, "phase": job.HERE.phase}, time.monotonic() - job.HERE.since)
+            yield phase
 
 
 def describe(key: str) -> str:
@@ -122,4 +95,4 @@ def describe(key: str) -> str:
     figure = find(key) or find(f"{key}/SOURCE")
     if figure:
         return f"{figure.words}, {figure.unit}" if figure.unit else figure.words
-    return HELP_OF_RUN.get(key, key)
+    return key.replace("_", " ")

@@ -17,20 +17,12 @@ from harness.report.files import as_json
 from harness.report.header import significant
 from harness.report.health import Skipped, first_not_finite
 
-MAX_EXPONENT = 709  # the exponential of more overflows a float
-
-
 # ---- Losses and stories ----------------------------------------------------------------------------------------------
-
-
-def of_sources(metrics: dict, key: str) -> dict[str, float]:
-    """A figure of a line by the sources of the data: `eval_loss/web` and its like under "web"."""
-    return {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith(f"{key}/")}
 
 
 def perplexity(loss: float) -> float:
     """Infinite where a float does not hold it."""
-    return math.exp(loss) if loss < MAX_EXPONENT else math.inf
+    return math.exp(loss) if loss < 709 else math.inf
 
 
 def with_perplexity(loss: float) -> str:
@@ -41,36 +33,29 @@ def with_perplexity(loss: float) -> str:
 def describe_held_out(metrics: dict) -> str:
     """The held-out losses of a line: of all tokens, of the averaged weights, of each of several sources; empty where it
     has none."""
-    if metrics.get("eval_loss") is None:
+    if "eval_loss" not in metrics:
         return ""
-    parts = [f"held-out loss {with_perplexity(metrics['eval_loss'])}"]
-    if metrics.get("eval_loss_ema") is not None:
-        parts.append(f"of the average {with_perplexity(metrics['eval_loss_ema'])}")
-    losses = of_sources(metrics, "eval_loss")
-    if len(losses) > 1:
-        parts += [f"{source} {loss:.4f}" for source, loss in losses.items()]
-    return ", ".join(parts)
+    words = f"held-out loss {with_perplexity(metrics['eval_loss'])}"
+    if "eval_loss_ema" in metrics:
+        words += f", of the average {with_perplexity(metrics['eval_loss_ema'])}"
+    for name, loss in metrics.items():
+        if name.startswith("eval_loss/"):
+            words += f", {name.removeprefix('eval_loss/')} {loss:.4f}"
+    return words
 
 
 def describe_stories(stories: list[dict[str, str]]) -> str:
     return "\n\n".join(story["text"] for story in stories)
 
 
-class Answer(contextlib.AbstractContextManager):
+class Answer(contextlib.ExitStack):
     """What a run of no step prints, in the place of a log. With --json one object on stdout, and all else on stderr."""
 
-    page = None
-
     def __init__(self, settings: flags.Settings):
-        self.json, self.stdout = settings.json, sys.stdout
-
-    def __enter__(self) -> "Answer":
-        if self.json:
-            sys.stdout = sys.stderr
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        sys.stdout = self.stdout
+        super().__init__()
+        self.stdout = sys.stdout
+        if settings.json:
+            self.enter_context(contextlib.redirect_stdout(sys.stderr))
 
     def say_evaluation(self, run: Any, losses: dict[str, float], tokens: int) -> None:
         """The line of an evaluation, and with --json the object. `tokens` is how many the losses are over.
@@ -97,8 +82,8 @@ class Answer(contextlib.AbstractContextManager):
 
     def finish(self, stories: list[dict[str, str]], predicted: dict[str, float]) -> dict:
         """Prints the stories; there are no figures."""
-        for story in stories:
-            job.say_story("\n" + describe_stories([story]))
+        if stories:
+            job.say_story("\n" + describe_stories(stories))
         return {}
 
 
@@ -108,14 +93,13 @@ class Answer(contextlib.AbstractContextManager):
 def describe_skipped(skipped: list[Skipped], data, folder: pathlib.Path) -> str:
     """Which steps were skipped and why, with the command that shows what the first one trained on. `data` is the record
     of the run's data."""
-    first, count = skipped[0], len(skipped)
+    first = skipped[0].step
     steps = base.shortened([f"{step:,}" for step, _ in skipped])
     reasons = base.shortened(list(dict.fromkeys(reason for _, reason in skipped)), 3)
-    samples = data.samples_of_step(first.step)
-    command = flags.to_paste(job.launcher(), config=folder / "config.json", show_samples=first.step)
-    whose = "which" if count == 1 else "the first of which"
-    text = f"{'step' if count == 1 else 'steps'} {steps}: {reasons}; {whose} had samples {samples.start:,} to "
-    return job.columns({"skipped": f"{text}{samples.stop - 1:,}, shown by: {command}"})
+    samples = data.samples_of_step(first)
+    command = flags.to_paste(job.launcher(), config=folder / "config.json", show_samples=first)
+    where = f"step {first:,} had samples {samples.start:,} to {samples.stop - 1:,}"
+    return job.columns({"skipped": f"step {steps}: {reasons}; {where}, shown by: {command}"})
 
 
 # ---- The end ---------------------------------------------------------------------------------------------------------
@@ -132,9 +116,6 @@ def summarize(
         words = f"the loss ended at {loss:,.4f}, above its first, {first_loss:,.4f}"
         lines["worse"] = f"{words}: a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
     lines["speed"] = describe_speed(metrics)
-    epochs = [f"{source} {passes:.1f}" for source, passes in of_sources(metrics, "epochs").items()]
-    if epochs:
-        lines["sources"] = "epochs of " + ", ".join(epochs)
     kinds = [kind for kind in ("alloc", "reserved") if f"peak_memory_{kind}" in metrics]
     if kinds:
         lines["memory"] = ", ".join(f"{kind} {metrics[f'peak_memory_{kind}']:.2f} GiB" for kind in kinds)
@@ -148,20 +129,17 @@ def summarize(
 
 def describe_training(metrics: dict, state: states.TrainState, seconds: float) -> str:
     """Steps, tokens, time and losses; of a run that branched from another without the other's steps and tokens."""
-    steps, tokens = metrics["step"], metrics["tokens_seen"]
-    if state.branched_from:
-        steps -= state.branched_from["step"]
-        tokens -= state.branched_from["tokens"]
-    skipped = f" ({metrics['skipped_steps']:,} skipped)" if metrics.get("skipped_steps") else ""
-    words = f"{base.counted(steps, 'step')}{skipped}, {tokens:,} tokens in "
+    origin = state.branched_from or {"step": 0, "tokens": 0}
+    words = base.counted(metrics["step"] - origin["step"], "step")
+    if metrics["skipped_steps"]:
+        words += f" ({metrics['skipped_steps']:,} skipped)"
+    which = ""
     if state.elapsed_before:  # of the starts before, only the time of their steps is known
-        seconds = metrics.get("trained_seconds", seconds)
-    first = "first " if state.elapsed_before else ""
-    words += (
-        f"{tqdm.format_interval(seconds)} of training, {tqdm.format_interval(state.elapsed)} since the {first}start"
-    )
+        which, seconds = "first ", metrics.get("trained_seconds", seconds)
+    words += f", {metrics['tokens_seen'] - origin['tokens']:,} tokens in {tqdm.format_interval(seconds)} of training, "
+    words += f"{tqdm.format_interval(state.elapsed)} since the {which}start"
     if state.branched_from:
-        words += f" after step {state.branched_from['step']:,} of {pathlib.Path(state.branched_from['folder']).name}"
+        words += f" after step {origin['step']:,} of {pathlib.Path(origin['folder']).name}"
     if "loss" in metrics:  # the last step was not skipped
         words += f", loss {metrics['loss']:.4f}"
     held_out = describe_held_out(metrics)
@@ -183,13 +161,9 @@ def describe_speed(metrics: dict) -> str:
     return words
 
 
-def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, page: pathlib.Path | None) -> str:
-    """What can be done with what this run left, as commands to paste.
-
-    Args:
-        prompt: what a story may begin with, empty where there is no tokenizer.
-        page: of the run, None where it was not written.
-    """
+def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str) -> str:
+    """What can be done with what this run left, as commands to paste. `prompt` is what a story may begin with, empty
+    where there is no tokenizer."""
     launcher, lines = job.launcher(), {}
     is_saved = base.newest_checkpoint(folder) is not None
     source = {"resume": folder} if is_saved else {"init": "pretrained", "model": settings.export or ""}
@@ -207,32 +181,18 @@ def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, p
         if settings.num_tokens:
             longer = {"num_tokens": 2 * settings.num_tokens}
         lines["go on"] = flags.to_paste(launcher, given, **source, **longer)
-        if settings.lr_scheduler == "warmup_stable_decay" and settings.decay_steps == 0:
-            lines["decay"] = decay_command(settings, folder)
     elif not settings.export:
         lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
-    if page:
-        lines["report"] = str(page)
+    lines["report"] = str(folder / "report.html")
     return "\n" + job.columns(lines)
-
-
-def decay_command(settings: flags.Settings, folder: pathlib.Path) -> str:
-    """The command of a branch that decays the learning rate of a run that ended in the stable phase, in a fifth of all
-    its steps."""
-    given = flags.flags_of_run(settings, folder, *flags.LENGTHS, "decay_steps", "export", "export_weights")
-    steps = max(1, settings.num_steps // 4)
-    branch = {"resume": folder, "run_name": f"{folder.name}-decayed"}
-    return flags.to_paste(job.launcher(), given, **branch, num_steps=settings.num_steps + steps, decay_steps=steps)
 
 
 def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:
     """The last lines of a run that a signal ended, and its exit code."""
-    log.write_page()
     lines = {"stopped": f"by {stop.name or 'a signal to another rank'} after step {run.state.step}"}
     if not checkpoints.failures:
         lines["stopped"] += f", saved in {checkpoints.folder}"
         lines["go on"] = job.command(run.settings, run.folder)
-    if log.page:
-        lines["report"] = str(log.page)
+    lines["report"] = str(run.folder / "report.html")
     job.say(job.columns(lines))
-    return 1 if checkpoints.failures or log.failed else job.STOPPED
+    return 1 if checkpoints.failures or log.refused else job.STOPPED

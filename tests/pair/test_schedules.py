@@ -1,7 +1,6 @@
 """warmup_stable_decay: the shapes of its decay, and a stable run that is decayed from any checkpoint by one command."""
 
 import math
-import shlex
 import shutil
 
 import multirank
@@ -110,16 +109,6 @@ def test_a_stable_run_is_decayed_on_other_ranks(stable, tmp_path):
     forked(2, multirank.program, *words(f"{command} --num-steps 10 --decay-steps 4 --batch-size 1"))
     wanted = {step: rate(step, 10, 4) for step in range(7, 11)}
     assert rates_of(tmp_path / "decayed") == pytest.approx(wanted, rel=1e-12)
-
-
-def test_a_run_that_ended_in_the_stable_phase_prints_the_command_that_decays_it(run, device, tmp_path, capsys):
-    assert run("r", "--decay-steps", 0) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("decay "))
-    assert train(shlex.split("--" + line.partition(" --")[2]), device) == 0
-    steps = STEPS + STEPS // 4
-    wanted = {step: rate(step, steps, STEPS // 4) for step in range(STEPS + 1, steps + 1)}
-    assert rates_of(tmp_path / "r-decayed") == pytest.approx(wanted, rel=1e-12)
-    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("decay ")]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

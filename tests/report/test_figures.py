@@ -1,19 +1,16 @@
-"""Figures: each is a row of the table, and a line has the figure of the rank where it is worst."""
+"""Figures: each is a row of the table, and the trackers and Prometheus show it by that row."""
 
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import copy_program, forked, metrics_of, parse, start, words
-from multirank import worst_of_two
+from conftest import parse
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from trackerfiles import read_events
 
 import utils
-from harness.report.figures import FIGURES, memory_figures, of_all_ranks
+from harness.report.figures import FIGURES, memory_figures
 from harness.report.prometheus import Prometheus
 from harness.report.trackers import named, over_tokens
 
@@ -48,22 +45,11 @@ def test_a_figure_has_the_name_of_its_row_and_of_its_source_and_one_without_a_ro
     assert over_tokens(line) == {"by_tokens/loss": 1.5, "by_tokens/eval_loss/web": 2.0}
 
 
-def test_a_line_has_the_worst_of_all_ranks():
-    said = forked(2, worst_of_two)
-    assert "'data_wait_percent': 5.0" in said and "'slowest_rank_ms': 8.0, 'slowest_rank': 1" in said
-    assert "'step_time_ms': 10.0" in said
-    assert "the others wait 6 ms for rank 1" in said
-
-
 def test_memory_is_that_of_torchs_allocator_at_its_peak(monkeypatch):
     stats = {"active_bytes": 3 * 2**30, "allocated_bytes": 2 * 2**30, "reserved_bytes": 4 * 2**30}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {f"{key}.all.peak": size for key, size in stats.items()})
     peaks = memory_figures(torch.device("cuda"))
     assert peaks == {"peak_memory_active": 3.0, "peak_memory_alloc": 2.0, "peak_memory_reserved": 4.0}
-
-
-def test_in_warmup_on_a_cpu_there_is_nothing(device):
-    assert of_all_ranks({"warmup_completed": True}, None, device) == ({}, "")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,7 +73,6 @@ def test_prometheus_tells_what_a_figure_is_and_has_that_of_a_source_behind_a_lab
     text = generate_latest(registry).decode()
     assert text.count("# TYPE training_eval_loss gauge\n") == 1
     assert f"# HELP training_mfu_percent {FIGURES['mfu_percent'].words}, %\n" in text
-    assert "# HELP training_num_steps optimizer steps that the run is to take, by --num-steps\n" in text
     samples = {}
     for family in text_string_to_metric_families(text):
         samples[family.name] = [(sample.labels, sample.value) for sample in family.samples]
@@ -102,38 +87,3 @@ def test_prometheus_tells_what_a_figure_is_and_has_that_of_a_source_behind_a_lab
         checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
         ours = [line for line in checked.stderr.splitlines() if "training_" in line]
         assert checked.returncode in (0, 3) and ours == []
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A new figure
-
-ROW = "elapsed_hours|extra/elapsed_hours|h|Hours|.6f|time since the start, in hours\n"
-COMPUTED = '    figures["elapsed_hours"] = elapsed / 3600\n'
-
-
-def insert(path, before: str, text: str) -> None:
-    """Puts `text` before the only place of a file that reads `before`."""
-    content = path.read_text()
-    assert content.count(before) == 1, f"{path} has not one {before}"
-    path.write_text(content.replace(before, text + before))
-
-
-@pytest.mark.slow
-def test_a_row_and_a_line_that_computes_it_are_all_that_a_new_figure_takes(tmp_path):
-    tree, run = copy_program(tmp_path / "tree"), tmp_path / "out" / "r"
-    insert(tree / "harness/report/figures.py", "loss|train/loss|", ROW)
-    insert(tree / "harness/report/figures.py", '    figures["goodput_percent"] =', COMPUTED)
-
-    flags = "--model demo --dataset synthetic --sequence-length 32 --batch-size 2 --num-workers 0 --num-steps 4"
-    flags += " --log-interval 1 --perf-warmup-steps 1 --log-with tensorboard --run-name r"
-    process = start([sys.executable, "train_fsdp.py", *words(flags), "--output-dir", tmp_path / "out"], cwd=tree)
-    assert process.returncode == 0, process.stderr
-    *lines, final = metrics_of(run)
-    hours = {line["step"]: line["elapsed_hours"] for line in lines if "step_time_ms" in line}
-    assert hours.keys() == {2, 3, 4} and final["elapsed_hours"] == final["elapsed_seconds"] / 3600
-    events = read_events(run / "train_fsdp").Scalars("extra/elapsed_hours")
-    assert {event.step: event.value for event in events} == pytest.approx(hours)
-    page = (run / "report.html").read_text()
-    assert "<h3>Hours <span>h</span></h3>" in page and f"<b>{final['elapsed_hours']:.6f}</b>" in page
-    table = start([sys.executable, "-m", "tools.figure_table"], cwd=tree).stdout
-    assert "| `elapsed_hours` | `extra/elapsed_hours` | h | time since the start, in hours |" in table

@@ -6,23 +6,18 @@ import pathlib
 import re
 import resource
 import socket
-import time
-import types
 
 import pytest
 import torch
 from conftest import metrics_of, parse, python, train
 
-import train_fsdp
 import utils
 from harness.base.errors import UserError
 from harness.flags.settings import PROFILED_STEPS
 from harness.job import endings
-from harness.report import summary
 from harness.report.figures import check_gates
 from harness.report.log import Log
-from harness.report.profiling import dump_memory, profiling, record_memory, time_shares
-from harness.state import train_state
+from harness.report.profiling import dump_memory, record_memory, time_shares
 from harness.state.train_state import TrainState
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
@@ -48,39 +43,6 @@ def run(device, tmp_path):
     return go
 
 
-class Kept:
-    """What a compiler leaves: objects that stay and refer to each other."""
-
-    def __init__(self):
-        self.itself = self
-
-
-def test_what_the_first_step_and_the_first_evaluation_leave_is_not_collected_at_log_lines(run, monkeypatch):
-    made, looked_at = [], []
-
-    def leaving(function, *lines):
-        def wrapper(*args):
-            if len(looked_at) in lines:  # after that many log lines
-                made.extend(Kept() for _ in range(10))
-            return function(*args)
-
-        return wrapper
-
-    write = Log.write
-
-    def write_and_look(self, *args):
-        write(self, *args)
-        looked_at.append(sum(isinstance(thing, Kept) for thing in gc.get_objects()))
-
-    monkeypatch.setattr(train_fsdp, "train_step", leaving(train_fsdp.train_step, 0, 2))
-    monkeypatch.setattr(train_fsdp, "evaluate", leaving(train_fsdp.evaluate, 1))
-    monkeypatch.setattr(Log, "write", write_and_look)
-    run("--num-steps", "4", "--log-interval", "1", "--eval-interval", "2", "--eval-steps", "1")
-    assert len(made) == 30  # in the first step, the first evaluation and the third step
-    assert looked_at == [0, 0, 10, 10]  # those of the third step
-    assert gc.isenabled()
-
-
 def test_the_same_command_after_the_end_keeps_the_last_line_and_ends_well(run, capsys):
     flags = ["--num-steps", "3", "--perf-warmup-steps", "1", "--log-interval", "1", "--resume", "auto"]
     folder = run(*flags)
@@ -92,24 +54,15 @@ def test_the_same_command_after_the_end_keeps_the_last_line_and_ends_well(run, c
     assert re.search(r"done +3 steps, 192 tokens in \d\d:\d\d of training, \d\d:\d\d since the start, loss", first)
 
 
-def test_a_run_whose_loss_ends_above_its_first_says_so(run, capsys):
-    run("--num-steps", "4", "--lr", "1", "--warmup-steps", "0", "--max-grad-norm", "1000")
-    worse = r"\nworse +the loss ended at [\d.,]+, above its first, [\d.]+: a lower --lr"
-    assert re.search(worse, capsys.readouterr().out)
-    run("--num-steps", "4", "--run-name", "good", "--batch-size", "8", "--lr", "0.003")
-    assert "worse" not in capsys.readouterr().out
-
-
 def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_it_trained(run, capsys):
     flags = ["--log-interval", "1", "--perf-warmup-steps", "1", "--checkpoint-interval", "3"]
     run(*flags, "--num-steps", "3")
     assert "first start" not in capsys.readouterr().out
     folder = run(*flags, "--num-steps", "6", "--lr", "0.01", "--resume", "auto")
     lines = metrics_of(folder)
-    (changed,) = [line for line in lines if "changed" in line]
-    assert changed["step"] == 4 and "num steps 3 -> 6" in changed["changed"] and "-> 0.01" in changed["changed"]
-    starts = json.loads((folder / "config.json").read_text())["starts"]
-    assert [(start["step"], start.get("changed")) for start in starts] == [(0, None), (3, changed["changed"])]
+    first, second = json.loads((folder / "config.json").read_text())["starts"]
+    assert (first["step"], second["step"]) == (0, 3) and "changed" not in first
+    assert "num steps 3 -> 6" in second["changed"] and "-> 0.01" in second["changed"]
     assert 0 < lines[-1]["trained_seconds"] < lines[-1]["elapsed_seconds"]
     assert re.search(r"tokens in [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
 
@@ -130,25 +83,6 @@ def test_a_run_leaves_a_trace_and_a_table(run, capsys):
     assert "tokens_per_sec" not in metrics_of(folder)[1]  # step 3 is profiled
 
 
-def test_starting_the_profiler_is_in_no_step(clock, device, tmp_path, monkeypatch, capsys):
-    class SlowToStart:
-        def __enter__(self):
-            clock.advance(30)  # as CUPTI is
-            return self
-
-        def __exit__(self, *_):
-            clock.advance(30)
-
-        events, export_chrome_trace = lambda self: [], lambda self, path: None
-
-    monkeypatch.setattr(torch.profiler, "profile", SlowToStart)
-    state = types.SimpleNamespace(step=0, tracker=utils.PerformanceTracker())
-    with profiling(tmp_path, state):
-        clock.advance(3)
-        state.step = 3
-    assert "3 steps of 1,000.0 ms" in capsys.readouterr().out
-
-
 class Event:
     def __init__(self, name, start, end, device="CPU", annotation=False):
         self.name, self.is_user_annotation = name, annotation
@@ -166,13 +100,6 @@ def test_shares_of_a_gpu_by_hand():
         Event("ncclDevKernel_ReduceScatter", 60, 80, "CUDA"),
     ]
     expected = {"compute": 40, "communication": 40, "exposed communication": 30, "idle": 30}
-    assert time_shares(events, 100e-6) == pytest.approx(expected)
-
-
-def test_shares_of_a_cpu_by_hand():
-    events = [Event("aten::mm", 0, 50), Event("aten::add", 10, 20), Event("c10d::allreduce_", 50, 75)]
-    events += [Event("gloo:all_reduce", 40, 70, annotation=True), Event("FSDP::x", 0, 100, annotation=True)]
-    expected = {"compute": 50, "communication": 35, "exposed communication": 25, "idle": 25}
     assert time_shares(events, 100e-6) == pytest.approx(expected)
 
 
@@ -277,10 +204,9 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room_again(dis
     fill = lambda: limit_files(disturbed.metrics.stat().st_size + 100)  # noqa: E731 - in the middle of a line
     assert disturbed({2: fill, 5: lambda: limit_files(resource.RLIM_INFINITY)}) == 0
     assert steps_in(disturbed.folder) == [*range(1, 9), 8]
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("failed", "recovered"))]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
     assert told == [
-        "failed     metrics.jsonl, from step 3 on: File too large; its lines wait in memory, the run goes on",
-        "recovered  metrics.jsonl: it has every line up to step 6",
+        "failed     metrics.jsonl, from step 3 on: File too large; its lines wait in memory, the run goes on"
     ]
 
 
@@ -289,7 +215,7 @@ def test_lines_that_are_refused_to_the_end_make_the_run_fail_and_the_page_says_w
         disturbed({3: lambda: limit_files(disturbed.metrics.stat().st_size)})
     assert failed.value.exit_code == 1
     said = capsys.readouterr().out
-    assert said.count("failed     ") == 1 and "report     not written: File too large" in said
+    assert said.count("failed     metrics.jsonl") == 1 and "failed     report.html: File too large" in said
     assert steps_in(disturbed.folder) == [1, 2, 3]
 
 
@@ -317,23 +243,6 @@ def test_ctrl_c_leaves_the_page(disturbed, monkeypatch):
     assert json.loads((disturbed.folder / "config.json").read_text())["starts"][0]["exit_code"] == 130
 
 
-@pytest.mark.parametrize("jump", [-7200, 7200])
-def test_a_clock_that_is_set_while_a_run_goes_on_changes_no_figure(run, monkeypatch, capsys, jump):
-    write, now, set_to = Log.write, time.time, [0]
-    monkeypatch.setattr(time, "time", lambda: now() + set_to[0])
-
-    def write_and_set(self, metrics, *more):
-        set_to[0] = jump if metrics["step"] >= 3 else 0
-        write(self, metrics, *more)
-
-    monkeypatch.setattr(Log, "write", write_and_set)
-    monkeypatch.setattr(train_state, "PROCESS_STARTED", now())
-    monkeypatch.setattr(train_state, "CLOCK", now() - time.monotonic())
-    folder = run("--num-steps", "6", "--perf-warmup-steps", "1", "--log-interval", "1")
-    assert re.search(r"tokens in 00:[0-5]\d of training, 00:[0-5]\d since", capsys.readouterr().out)
-    assert all(0 < line["goodput_percent"] <= 100 for line in metrics_of(folder)[1:])
-
-
 def test_a_clock_that_went_back_between_two_starts_takes_no_time_away(device, monkeypatch):
     monkeypatch.setattr(TrainState, "load_tensors", lambda *_: None)
     new = TrainState(torch.nn.Linear(1, 1), tracker=utils.PerformanceTracker())
@@ -343,11 +252,3 @@ def test_a_clock_that_went_back_between_two_starts_takes_no_time_away(device, mo
         before = state.elapsed
         state.load(pathlib.Path(), saved | {"started": started, "elapsed_before": elapsed})
         assert state.elapsed - before == pytest.approx(least, abs=20)
-
-
-def test_losses_of_several_sources_stand_behind_that_of_all():
-    metrics = {"eval_loss": 0.0, "eval_loss_ema": 1.0, "eval_loss/web": 2.0104, "eval_loss/code": 3.5}
-    words = "held-out loss 0.0000 (perplexity 1.00), of the average 1.0000 (perplexity 2.72), web 2.0104, code 3.5000"
-    assert summary.describe_held_out(metrics) == words
-    del metrics["eval_loss/code"]
-    assert "web" not in summary.describe_held_out(metrics)

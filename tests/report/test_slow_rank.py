@@ -7,7 +7,6 @@ import pytest
 from conftest import forked, metrics_of, words
 
 from harness.base.versions import installed
-from harness.report.waits import Waits
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +38,3 @@ def test_the_time_of_the_slowest_rank_is_that_outside_collectives(run):
 def test_a_run_warns_once_of_other_versions(run):
     (other,) = [line for line in run[0].splitlines() if ": warning: " in line and "torch 0.1" in line]
     assert f"torch 0.1, but {installed('torch')} on rank 0 (node-a, pid " in other
-
-
-class Moment(float):
-    """A CUDA event, by the milliseconds at which it was recorded."""
-
-    def elapsed_time(self, end: float) -> float:
-        return end - self
-
-
-@pytest.mark.parametrize("cuda", [True, False])
-def test_collectives_that_run_at_once_are_waited_for_once(monkeypatch, cuda):
-    clock = object.__new__(Waits)
-    clock.cuda, clock.runs, clock.steps, clock.spans, clock.begun = cuda, False, 0, [], None
-    unit = 1 if cuda else 1000
-    now = iter([10, 25, 28, 50])
-    monkeypatch.setattr(clock, "now", lambda: Moment(next(now) / unit))
-    with clock.step(logs=True):
-        for start in (10, 15, 50):  # to 25, 28 and 50
-            clock.add(Moment(start / unit))
-    assert clock.take() == pytest.approx(18)
-    assert clock.take() == 0

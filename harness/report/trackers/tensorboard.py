@@ -6,7 +6,6 @@ import shlex
 import textwrap
 from typing import Any
 
-from harness import base
 from harness import flags as flag_rules
 from harness import state as states
 from harness.report.trackers import Tracker, named, over_tokens
@@ -15,7 +14,6 @@ COMPARED_FLAGS = (  # columns of the tab in which runs are compared
     *("model", "dataset", "sequence_length", "batch_size", "gradient_accumulation_steps", "precision", "zero_stage"),
     *("optimizer", "lr", "warmup_steps", "weight_decay", "seed"),
 )
-LINE = 100  # characters of a line of a story
 
 
 class Tensorboard(Tracker):
@@ -58,7 +56,7 @@ class Tensorboard(Tracker):
         flags = {"world_size": self.run["world_size"]}
         for name in COMPARED_FLAGS:
             value = self.run["flags"][name]
-            flags[name] = base.one_or_more(value) if isinstance(value, list) else value
+            flags[name] = " ".join(value) if isinstance(value, list) else value
         self.steps.add_hparams(flags, named(metrics), run_name="summary", global_step=metrics["step"])
 
     def close(self, exit_code: int) -> None:
@@ -68,10 +66,7 @@ class Tensorboard(Tracker):
 
 def as_it_is(text: str) -> str:
     """A text as a block of code, the one thing in which Markdown changes nothing."""
-    lines = []
-    for paragraph in text.splitlines():
-        lines += textwrap.wrap(paragraph, LINE) or [""]
-    return textwrap.indent("\n".join(lines), "    ", lambda line: True)
+    return textwrap.indent(text, "    ", lambda line: True)
 
 
 TRACKER = Tensorboard

@@ -48,21 +48,10 @@ class Wandb(Tracker):
         return self.run.url or f"offline; later: wandb sync {pathlib.Path(self.run.dir).parent}"
 
     def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
-        row = named(metrics) | over_tokens(metrics)
-        if stories:
-            row["stories"] = self.table(stories)
-        self.run.log(row, step=metrics["step"], commit=True)
+        self.run.log(named(metrics) | over_tokens(metrics) | table_of(stories), step=metrics["step"], commit=True)
 
     def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
-        summary = named(metrics)
-        if stories:
-            summary["stories"] = self.table(stories)
-        self.run.summary.update(summary)
-
-    def table(self, stories: list[dict[str, str]]):
-        import wandb
-
-        return wandb.Table(columns=["prompt", "text"], data=[[story["prompt"], story["text"]] for story in stories])
+        self.run.summary.update(named(metrics) | table_of(stories))
 
     def close(self, exit_code: int) -> None:
         import wandb
@@ -71,6 +60,14 @@ class Wandb(Tracker):
             self.run.mark_preempting()  # wandb then calls it preempted, else failed
         self.run.finish(exit_code=exit_code)
         wandb.teardown(exit_code)  # until its process has written the last record: it ends with this one
+
+
+def table_of(stories: list[dict[str, str]]) -> dict[str, Any]:
+    """The stories as a table, by its name in a row; empty without any."""
+    import wandb
+
+    rows = [[story["prompt"], story["text"]] for story in stories]
+    return {"stories": wandb.Table(columns=["prompt", "text"], data=rows)} if rows else {}
 
 
 TRACKER = Wandb
