@@ -2,11 +2,13 @@
 drivers call them. Imports no torch, so that a wrong --plan-gpu is answered at once."""
 
 import csv
-import difflib
 import json
+import pathlib
 import re
 from typing import Any, NamedTuple
 
+from harness.base.errors import UserError
+from harness.base.text import first_line
 from harness.base.versions import ROOT
 
 # The rates that describe a kind that is not in the table, with an example: about what programs reach on an L40S.
@@ -20,7 +22,6 @@ DESCRIBED = {
 }
 RATES = (*DESCRIBED, "fp8_tflops", "peak_tflops", "host_us", "kernel_us")
 ABOUT = ("device", "date", "torch")  # what --measure says beside its rates: text
-FORMS = {"SXM": r"SXM\d?|HBM\d?E?", "PCIE": "PCIE", "NVL": "NVL"}  # words of a name that mean a form
 
 # What a process holds of the card beyond what its tensors need, in GiB; assumed, not measured.
 CONTEXT_GIB = 0.6  # CUDA context, cuBLAS and cuDNN with their workspaces
@@ -70,36 +71,26 @@ def find_gpu(name: str) -> Gpu | None:
     return None
 
 
-def family_of(kind: str) -> str:
-    """A kind without its form and memory, in capitals without blanks: `H100` of `H100 PCIe`, `RTX4090` of itself."""
-    return re.sub(r" (SXM|PCIe|NVL|\d+GB)$", "", kind).upper().replace(" ", "")
-
-
 def choose_kind(typed: str) -> tuple[str, list[str]]:
-    """The kind that plans take a name for, and the other kinds that the name fits; ("", []) where plans know none.
-
-    A driver's name stands for itself. Any other name is a family, of which those kinds are left that have the form and
-    the memory in the name: `H100 80GB` is SXM or PCIe, `h100-nvl` one kind.
-    """
+    """The kind that plans take a name for, and the other kinds that the name fits; ("", []) where plans know none. A
+    name fits a kind whose first words it is, however they are joined: `h100-nvl`, `RTX4090`, and `A100` two kinds. A
+    driver's name stands for itself."""
+    fitting = [kind for kind in PLANNED if joined(typed) in beginnings(kind)]
+    if fitting:
+        return fitting[0], fitting[1:]
     gpu = find_gpu(typed)
-    as_typed: tuple[str, list[str]] = (typed, []) if gpu and gpu.memory_gib else ("", [])
-    name = " ".join(re.split(r"[\s_-]+", typed.strip().upper()))
-    families = {re.sub(r"^RTX", "RTX ?", family_of(kind)) for kind in PLANNED}
-    parts = re.fullmatch(rf"({'|'.join(families)})(?!\d) ?(.*)", name)
-    if not parts:
-        return as_typed
-    fitting = [kind for kind in PLANNED if family_of(kind) == parts[1].replace(" ", "")]
-    for word in parts[2].split():
-        memory = re.fullmatch(r"(\d+)(G|GB|GIB)?", word)
-        forms = [form for form, pattern in FORMS.items() if re.fullmatch(pattern, word)]
-        if memory:  # as it is sold, near what the driver has
-            fitting = [kind for kind in fitting if abs(int(memory[1]) / find_gpu(kind).memory_gib - 1) < 0.1]
-        elif forms:
-            without_form = [kind for kind in fitting if not any(form in kind.upper() for form in FORMS)]
-            fitting = [kind for kind in fitting if forms[0] in kind.upper()] or without_form  # as an SXM is called
-        else:
-            return as_typed
-    return (fitting[0], fitting[1:]) if fitting else ("", [])
+    return (typed, []) if gpu and gpu.memory_gib else ("", [])
+
+
+def joined(name: str) -> str:
+    """A name in capitals, without what stands between its words."""
+    return re.sub(r"[\s_-]", "", name).upper()
+
+
+def beginnings(kind: str) -> set[str]:
+    """`RTX` and `RTX4090` of `RTX 4090`."""
+    words = kind.split()
+    return {joined("".join(words[:count])) for count in range(1, len(words) + 1)}
 
 
 def unlisted(gpu: str, given: dict[str, Any]) -> str:
@@ -110,24 +101,27 @@ def unlisted(gpu: str, given: dict[str, Any]) -> str:
     if given:
         advice = f"the file has to give {', '.join(lacking)} too"
         return f"--plan-rates: {gpu!r} is not a kind that plans know, so {advice}"
-    near = [kind for kind in PLANNED if gpu.lower() in kind.lower()]
-    if not near:
-        near = difflib.get_close_matches(gpu.upper(), PLANNED, 1, cutoff=0.7)
-    meant = f"; did you mean {' or '.join(near)}?" if near else "."
     own = f"describe another by --plan-rates FILE, JSON with what programs reach on it, such as {json.dumps(DESCRIBED)}"
-    return f"--plan-gpu {gpu!r}: not a kind that plans know{meant} They know {', '.join(PLANNED)}; {own}"
+    return f"--plan-gpu {gpu!r}: not a kind that plans know. They know {', '.join(PLANNED)}; {own}"
 
 
-def wrong_rates(contents) -> str:
-    """What is wrong with the contents of a file of rates; empty where nothing is."""
-    example = json.dumps(DESCRIBED)
-    if not isinstance(contents, dict):
-        return f"--plan-rates: needs a JSON object of positive numbers, such as {example}"
-    if unknown := set(contents) - {*RATES, *ABOUT}:
-        return f"--plan-rates: no such rate: {', '.join(sorted(unknown))}; there are {', '.join(RATES)}"
-    numbers = [value for name, value in contents.items() if name in RATES]
-    texts = [value for name, value in contents.items() if name in ABOUT]
-    is_valid = all(type(rate) in (int, float) and 1e-6 < rate < 1e12 for rate in numbers)
-    if not is_valid or not all(isinstance(text, str) for text in texts):
-        return f"--plan-rates: needs a JSON object of positive numbers, such as {example}"
-    return ""
+def read_rates(path: pathlib.Path) -> dict[str, Any]:
+    """The contents of a file of rates: of `RATES`, and of `ABOUT` where --measure wrote it.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        contents = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or f"it is no JSON ({first_line(error)})"
+        raise UserError(f"--plan-rates {path}: {why}") from error
+    rates = contents.items() if isinstance(contents, dict) else ()
+    if unknown := {name for name, _ in rates} - {*RATES, *ABOUT}:
+        problem = f"no such rate: {', '.join(sorted(unknown))}; there are {', '.join(RATES)}"
+        raise UserError(f"--plan-rates {path}: {problem}")
+    numbers = [rate for name, rate in rates if name in RATES]
+    if not rates or not all(type(rate) in (int, float) and 1e-6 < rate < 1e12 for rate in numbers):
+        problem = f"needs a JSON object of positive numbers, such as {json.dumps(DESCRIBED)}"
+        raise UserError(f"--plan-rates {path}: {problem}")
+    return contents

@@ -82,12 +82,6 @@ def leave(problem):
     if int(os.environ.get("RANK", 0)):
         time.sleep(3)
         sys.exit(2)
-    right_python = ROOT / ".venv" / "bin" / "python"
-    this_python = os.path.abspath(sys.executable)
-    is_set_up = (ROOT / ".venv" / "installed.txt").exists()
-    if is_set_up and this_python != str(right_python):
-        advice = f"start it with {right_python}"
-    else:
-        advice = "run ./setup.sh, then start it with .venv/bin/python"
-    sys.stderr.write(f"train_fsdp.py: error: this is {this_python}, {problem}; {advice}\n")
+    advice = f"run ./setup.sh, then start it with {ROOT / '.venv' / 'bin' / 'python'}"
+    sys.stderr.write(f"train_fsdp.py: error: this is {os.path.abspath(sys.executable)}, {problem}; {advice}\n")
     sys.exit(2)

@@ -42,17 +42,16 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     reported when it is loaded."""
     try:
         flags = base.read_manifest(checkpoint_folder(settings.resume))["flags"]
-        dataset = flags["dataset"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return {}
     evaluates, shows = settings.eval_interval > 0, settings.show_samples is not None
-    kinds = {"model"}
+    kinds = ["model"]
     if evaluates or settings.export_weights == "ema":
-        kinds.add("average")
+        kinds.append("average")
     if evaluates or shows:
-        kinds.add("step")
-        if same_dataset(settings.given.get("dataset", dataset), dataset):
-            kinds.add("data")
+        kinds.append("step")
+        if same_dataset(settings.given.get("dataset", flags["dataset"]), flags["dataset"]):
+            kinds.append("data")
     names = [name for kind in kinds for name in flags_where("from_checkpoint", kind)]
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

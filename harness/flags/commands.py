@@ -1,24 +1,23 @@
 """Commands: flags as words of a command line, and the one place that makes a command to be pasted into a shell.
 Independent of what a flag means."""
 
-import pathlib
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from harness.flags.settings import OF_ONE_RUN, Settings
+from harness.flags.settings import COLLECTED, Settings, as_flag
 
 
 def as_words(values: Mapping[str, Any]) -> list[str]:
     """Fields of the settings and their values as words of a command line."""
     words = []
     for field, value in values.items():
-        flag = f"--{field.replace('_', '-')}"
+        flag = as_flag(field)
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
-        elif field == "plan_gpus":
+        elif field == "plan_gpus" and isinstance(value, list | tuple):
             words += [flag, ",".join(map(str, value))]
-        elif isinstance(value, list | tuple) and field not in ("sample_prompt", "mixture_stage"):
+        elif field not in COLLECTED and isinstance(value, list | tuple):
             words += [flag, *map(str, value)]
         else:
             for text in value if isinstance(value, list | tuple) else [value]:  # each has the flag again
@@ -37,14 +36,8 @@ def to_paste(launcher: str, given: Mapping[str, object] | None = None, **changes
     return f"{launcher} {as_flags({**(given or {}), **changes})}".rstrip()
 
 
-def flags_of_run(settings: Settings, folder: pathlib.Path, *given_anew: str) -> dict[str, object]:
-    """The flags of the run in `folder`, for a command that goes on with it: those that were given, or its config.json
-    where that is shorter. Left out are the fields in `given_anew` and those that say which run it is."""
+def flags_of_run(settings: Settings, *given_anew: str) -> dict[str, object]:
+    """The flags that were given to a run, for a command that goes on with it, without the fields in `given_anew` and
+    those that say which run it is."""
     left_out = {*given_anew, "resume", "run_name"}
-    given = {name: value for name, value in settings.given.items() if name not in left_out}
-    config = folder / "config.json"
-    from_file: dict[str, object] = {"config": config}
-    from_file |= {name: given[name] for name in OF_ONE_RUN if name in given}
-    if config.exists() and len(as_flags(from_file)) < len(as_flags(given)):
-        return from_file
-    return given
+    return {name: value for name, value in settings.given.items() if name not in left_out}

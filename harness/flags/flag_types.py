@@ -42,8 +42,6 @@ def text(value: str) -> str:
     """An argparse type: a text that is not blank, and that files and other programs can take."""
     if not value.strip():
         raise argparse.ArgumentTypeError("its value is empty; give one, or leave the flag out")
-    if "\0" in value:
-        raise argparse.ArgumentTypeError("its value holds a NUL byte; leave it out")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -56,15 +54,13 @@ def text(value: str) -> str:
 def path(value: str) -> str:
     """An argparse type: a text that can be the path of a file or folder; a hub id is one too."""
     expanded = os.path.expanduser(text(value))
+    if expanded.startswith("~") and not os.path.lexists(expanded):
+        raise argparse.ArgumentTypeError(f"{value}: no such user; for a file of that name give ./{value}")
     try:
         os.lstat(expanded)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            problem = f"{value[:40]}... is too long for a path; give a shorter one"
-            raise argparse.ArgumentTypeError(problem) from None
-        if expanded.startswith("~"):
-            problem = f"{value}: no such user; for a file of that name give ./{value}"
-            raise argparse.ArgumentTypeError(problem) from None
+            raise argparse.ArgumentTypeError(f"{value[:40]}... is too long for a path; give a shorter one") from None
     return value
 
 

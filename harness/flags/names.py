@@ -1,24 +1,19 @@
 """Names: what a mistyped flag, or a mistyped name of anything else, may have meant."""
 
-import dataclasses
 import difflib
 from collections.abc import Iterable
 
-from harness.flags.settings import Settings
+from harness.flags.settings import FLAGS, as_flag
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """What a mistyped name may have meant, as the end of an error; empty where no name in `known` is near."""
     name, known = name.lower().replace("_", "-"), sorted(known)
     meanings = {own: own for own in known}
-    for field in dataclasses.fields(Settings):
-        own = f"--{field.name.replace('_', '-')}"
-        if own in known:
-            for other in field.metadata["also"].split():
-                meanings.setdefault(f"--{other}", own)
-    near = []
-    if name in meanings and name not in known:
-        near = [meanings[name]]
+    for field, about in FLAGS.items():
+        if as_flag(field) in known:
+            meanings |= {f"--{other}": as_flag(field) for other in about.metadata["also"].split()}
+    near = [meanings[name]] if name in meanings and name not in known else []
     if not near and len(name) > 4:
         near = [own for own in known if own.startswith(name)]
     if not near:

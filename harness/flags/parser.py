@@ -17,7 +17,7 @@ from harness.flags.files import read_flags
 from harness.flags.flag_types import number, text
 from harness.flags.names import suggest
 from harness.flags.rules import contradiction
-from harness.flags.settings import ASSETS, LENGTHS, Settings, default_warmup, is_flag, is_local
+from harness.flags.settings import ASSETS, FLAGS, LENGTHS, Settings, as_flag, default_split, default_warmup
 
 EXAMPLES = """examples:
   train_fsdp.py --demo                                                                # all embedded, a minute
@@ -98,10 +98,10 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action=base.ShowVersion, nargs=0, help="of this program and of what it stands on")
     group: typing.Any = parser  # or a group of it
     hints = typing.get_type_hints(Settings)
-    for field in filter(is_flag, dataclasses.fields(Settings)):
-        if "group" in field.metadata:
+    for name, field in FLAGS.items():
+        if field.metadata["group"]:
             group = parser.add_argument_group(field.metadata["group"])
-        group.add_argument(f"--{field.name.replace('_', '-')}", **argument(field, hints[field.name]))
+        group.add_argument(as_flag(name), **argument(field, hints[name]))
     return parser
 
 
@@ -125,12 +125,9 @@ def parse_args(argv: list[str] | None = None) -> Settings:
         if given.keys() & {*LENGTHS}:  # one of them replaces the other
             of_file = {name: value for name, value in of_file.items() if name not in LENGTHS}
         given = of_file | given
-    in_file = f" (with the flags of {file})" if file else ""
-    if given.keys() >= {*LENGTHS}:
-        parser.error(f"--num-tokens: --num-steps is given too; leave out one of them{in_file}")
     settings = complete(given, file)
-    problem = contradiction(settings)
-    if problem:
+    if problem := contradiction(settings):
+        in_file = f" (with the flags of {file})" if file else ""
         parser.error(problem + in_file)
     if argv is None:
         leave_out_accelerate(settings)
@@ -154,8 +151,7 @@ def complete(given: dict[str, typing.Any], file: str | None) -> Settings:
     if settings.num_tokens:
         changes["num_steps"] = settings.num_tokens  # an upper bound, until `resolve` knows how many tokens a step has
     if settings.dataset_split is None and isinstance(settings.dataset, str):  # each of several has its own default
-        whole = is_local(settings.dataset) or settings.streaming
-        changes["dataset_split"] = "train" if whole else "train[:5%]"
+        changes["dataset_split"] = default_split(settings.dataset, settings.streaming)
     if settings.fp8_recipe is None and settings.precision == "fp8":
         changes["fp8_recipe"] = "tensorwise"
     if settings.warmup_steps is None:
@@ -168,21 +164,17 @@ def complete(given: dict[str, typing.Any], file: str | None) -> Settings:
 
 
 def leave_out_accelerate(settings: Settings) -> None:
-    """Takes the settings of accelerate launch out of the environment: sharding and precision go by the flags alone.
-    Warns on rank 0 of each that contradicts them."""
+    """Takes the settings of accelerate launch out of the environment, with a warning of rank 0 for each that differs
+    from the flags: sharding and precision go by the flags alone."""
     decided_by = {
-        "ACCELERATE_USE_FSDP": "zero_stage",
-        "ACCELERATE_USE_DEEPSPEED": "zero_stage",
-        "ACCELERATE_MIXED_PRECISION": "precision",
-        "ACCELERATE_DYNAMO_BACKEND": "compile",
+        "ACCELERATE_USE_FSDP": ("zero_stage", "false"),
+        "ACCELERATE_USE_DEEPSPEED": ("zero_stage", "false"),
+        "ACCELERATE_MIXED_PRECISION": ("precision", settings.precision or "bf16"),
+        "ACCELERATE_DYNAMO_BACKEND": ("compile", "no"),
     }
-    for name, field in decided_by.items():
-        value, own = os.environ.pop(name, "").lower(), getattr(settings, field)
-        if field == "precision" and own is None:
-            own = "bf16"  # on a GPU; the header says what it is on a CPU
-        if value not in ("", "no", "false", "0", str(own)) and int(os.environ.get("RANK", 0)) == 0:
-            flag = f"--{field.replace('_', '-')}"
-            followed = (
-                f"{name}={value} (of accelerate launch or its config) is not followed: this program goes by {flag}"
-            )
-            print(f"train_fsdp.py: warning: {followed}", file=sys.stderr, flush=True)
+    for name, (field, own) in decided_by.items():
+        value = os.environ.pop(name, "").lower()
+        if value not in ("", "no", own) and int(os.environ.get("RANK", 0)) == 0:
+            followed = f"{name}={value} (of accelerate launch or its config) is not followed"
+            warning = f"train_fsdp.py: warning: {followed}: this program goes by {as_flag(field)}"
+            print(warning, file=sys.stderr, flush=True)

@@ -1,7 +1,5 @@
 """Rules: which flags do not go together, and which can have no effect beside the others."""
 
-import json
-import math
 import os
 import pathlib
 import re
@@ -15,14 +13,16 @@ from harness.flags.names import suggest
 from harness.flags.schedules import SCHEDULES
 from harness.flags.settings import (
     COMPRESSIONS,
+    FLAGS,
+    LENGTHS,
     OPTIMIZERS_FOLDER,
     PLAIN_SUFFIXES,
     PRESETS,
     PROFILED_STEPS,
     Settings,
-    flags_with_condition,
+    as_flag,
+    default_split,
     is_local,
-    names_of,
 )
 from harness.flags.sources import splits_overlap, wrong_mixture
 
@@ -39,6 +39,8 @@ def contradiction(s: Settings) -> str:
 def contradictions(s: Settings) -> Iterator[str]:
     """The table of what does not go together, and of flags without effect, each as an error; the first one counts."""
     trains = not (s.plan or s.measure or s.show_samples) and s.num_steps > 0
+    if s.given.keys() >= {*LENGTHS}:
+        yield "--num-tokens: --num-steps is given too; leave out one of them"
     if s.resume == "auto" and s.num_steps == 0:
         yield "--resume: --num-steps 0 takes one checkpoint, give its PATH"
     if problem := unknown_model(s.model):
@@ -46,7 +48,7 @@ def contradictions(s: Settings) -> Iterator[str]:
     for name in ("run_name", "project_name"):
         value = getattr(s, name)
         if value is not None and (problem := not_a_folder_name(value)):
-            yield f"{names_of([name])}: {value!r} is {problem}"
+            yield f"{as_flag(name)}: {value!r} is {problem}"
 
     # What is trained on
     if problem := wrong_mixture(s.dataset, s.mixture_stage):
@@ -98,7 +100,7 @@ def contradictions(s: Settings) -> Iterator[str]:
     for name in ("profile", "min_mfu"):
         if getattr(s, name) and measured < 1:
             enough = s.num_steps - measured + 1
-            yield f"{names_of([name])}: no step is left to measure; give --num-steps at least {enough}"
+            yield f"{as_flag(name)}: no step is left to measure; give --num-steps at least {enough}"
 
     # Without training
     if s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts or s.eval_interval):
@@ -106,14 +108,12 @@ def contradictions(s: Settings) -> Iterator[str]:
     if s.num_steps == 0 and (s.eval_interval or not s.export) and s.resume == "none" and s.init == "random":
         problem = "0 trains nothing, and random weights have nothing to show"
         yield f"--num-steps: {problem}; give --resume PATH, or --model DIR --init pretrained"
-    if s.num_steps == 0 and s.batch_size == "auto":
-        yield "--batch-size: --num-steps 0 trains nothing; leave auto out"
+    if s.batch_size == "auto" and (s.num_steps == 0 or s.measure):
+        yield "--batch-size: auto is for a run that trains, or its plan; give a number"
     if s.json and not s.plan and (s.num_steps or not s.eval_interval):
         yield "--json: only with --plan, or with --num-steps 0 and --eval-interval"
     if s.measure and s.plan:
         yield "--measure: it trains nothing and plans nothing; run --plan after it"
-    if s.measure and s.batch_size == "auto":
-        yield "--batch-size: --measure times one size; give a number"
     if problem := wrong_plan(s):
         yield problem
 
@@ -129,14 +129,15 @@ def without_effect(s: Settings) -> Iterator[str]:
     and a run of no step take a run's flags as they are."""
 
     def idle(fields: str, why: str) -> Iterator[str]:
-        given = [name for name in fields.split() if name in s.given]
+        given = [as_flag(name) for name in fields.split() if name in s.given]
         if given:
-            yield f"{names_of(given)}: {why}; leave it out"
+            yield f"{', '.join(given)}: {why}; leave it out"
 
-    for name, conditions in flags_with_condition().items():
-        if name in s.given and not any(is_met(s, condition) for condition in conditions):
-            needed = " or ".join(map(as_flag, conditions))
-            yield f"{names_of([name])}: only with {needed}; give that too, or leave it out"
+    for name in s.given:
+        conditions = FLAGS[name].metadata["only_with"].split()
+        if conditions and not any(is_met(s, condition) for condition in conditions):
+            needed = " or ".join(map(as_words_of_condition, conditions))
+            yield f"{as_flag(name)}: only with {needed}; give that too, or leave it out"
     if not s.checkpoint_interval and not s.keeps_last():
         yield from idle("keep_checkpoints", "no save is due without --checkpoint-interval and --final-checkpoint")
     if s.dataset == "synthetic":
@@ -144,11 +145,12 @@ def without_effect(s: Settings) -> Iterator[str]:
         yield from idle(fields, "synthetic tokens are read from nowhere")
         if s.init == "random":
             yield from idle("sample_prompt sample_prompts", "a model learns nothing to write from synthetic tokens")
-    if all(is_local(source.dataset) for source in s.sources()):
+    places = [source.dataset for source in s.sources()]
+    if all(map(is_local, places)):
         yield from idle("dataset_config", "only a data set of the hub has subsets")
-    if all(is_plain_text(source.dataset) for source in s.sources()):
+    if all(map(is_plain_text, places)):
         yield from idle("text_field", "plain text has no fields")
-    if len(s.sources()) == 1:
+    if len(places) == 1:
         yield from idle("mixture_stage", "one source has no weights to change")
     if s.gradient_accumulation_steps == 1:
         yield from idle("defer_grad_sync", "one microbatch a step leaves nothing to defer")
@@ -166,14 +168,14 @@ def is_met(s: Settings, condition: str) -> bool:
     name, _, wanted = condition.partition("=")
     value: Any = getattr(s, name)
     if wanted:
-        return str(value) == wanted
-    return value is not None and value not in (False, 0, "none")
+        return value == wanted
+    return value not in (None, False, 0, "none")
 
 
-def as_flag(condition: str) -> str:
+def as_words_of_condition(condition: str) -> str:
     """A condition as words of a command line: `--lr-scheduler cosine`."""
     name, _, wanted = condition.partition("=")
-    return f"{names_of([name])} {wanted}".rstrip()
+    return f"{as_flag(name)} {wanted}".rstrip()
 
 
 def is_plain_text(dataset: str) -> bool:
@@ -189,11 +191,8 @@ def misfits_float8(s: Settings) -> str:
     number is not known yet."""
     if s.sequence_length is None or s.batch_size == "auto" or s.batch_size % s.batch_step() == 0:
         return ""
-    unit = 16 // math.gcd(16, s.batch_size)
-    length = max(unit, round(s.sequence_length / unit) * unit)
-    batch = -(-s.batch_size // s.batch_step()) * s.batch_step()
     what = f"--precision fp8 ({s.fp8_recipe}) takes batch x sequence in multiples of 16"
-    advice = f"give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
+    advice = f"give a multiple of 16, or --batch-size {s.batch_step()}, or --fp8-recipe rowwise_with_gw_hp"
     return f"--sequence-length {s.sequence_length}: {what}, {s.batch_size} x {s.sequence_length} is none; {advice}"
 
 
@@ -202,8 +201,7 @@ def trained_eval_split(s: Settings) -> str:
     if not (s.eval_interval and s.eval_split and s.num_steps) or s.dataset == "synthetic":
         return ""
     for source in s.sources():
-        default = "train" if is_local(source.dataset) or s.streaming else "train[:5%]"
-        trained = s.dataset_split or default
+        trained = s.dataset_split or default_split(source.dataset, s.streaming)
         if splits_overlap(trained, s.eval_split):
             advice = "such as --dataset-split 'train[:90%]' --eval-split 'train[90%:]'"
             return f"--eval-split {s.eval_split}: it is not apart from {trained!r}, which is trained on; {advice}"
@@ -214,10 +212,9 @@ def missing_files(s: Settings, trains: bool) -> Iterator[str]:
     """An error for each file and folder of the flags that is not there."""
     if s.resume not in ("none", "auto") and (problem := no_checkpoint(s.resume)):
         yield f"--resume {s.resume}: {problem}"
-    if trains:
-        for source in s.sources():
-            if not may_exist(source.dataset):
-                yield f"--dataset {source.dataset}: no such file or folder"
+    for source in s.sources() if trains else []:
+        if not is_local(source.dataset) and not may_be_on_the_hub(source.dataset):
+            yield f"--dataset {source.dataset}: no such file or folder"
     if s.sample_prompts:
         try:
             open(os.path.expanduser(s.sample_prompts), "rb").close()
@@ -225,24 +222,20 @@ def missing_files(s: Settings, trains: bool) -> Iterator[str]:
             yield f"--sample-prompts {s.sample_prompts}: cannot be read ({error.strerror})"
 
 
-def may_exist(dataset: str) -> bool:
-    """Whether a source is on this machine, a URL, or by its form the name of a hub data set."""
-    path = os.path.expanduser(dataset)
-    can_be_hub_id = dataset.count("/") <= 1 and not path.startswith(("/", ".")) and not path.endswith("/")
-    return is_local(dataset) or can_be_hub_id
+def may_be_on_the_hub(name: str) -> bool:
+    """Whether the hub can have a model or data set of a name, by its form."""
+    return name.count("/") <= 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
 
 
 def unknown_model(model: str) -> str:
     """Why a name is no model's; empty where it is a preset's or a folder's, or may be one of the hub."""
-    path = pathlib.Path(model).expanduser()
+    path = os.path.expanduser(model)
     if model in PRESETS or os.path.isdir(path):
         return ""
-    if os.path.lexists(path) or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    if os.path.lexists(path) or not may_be_on_the_hub(model):
         return "no such folder"
     near = "" if "/" in model else suggest(model, PRESETS)
-    if near:
-        return f"no preset, folder or hub id{near}"
-    return ""
+    return f"no preset, folder or hub id{near}" if near else ""
 
 
 def not_a_folder_name(name: str) -> str:
@@ -256,15 +249,10 @@ def not_a_folder_name(name: str) -> str:
 
 def wrong_plan(s: Settings) -> str:
     """What is wrong with the GPUs of a plan or with a file of rates, as an error; empty where nothing is."""
-    given = {}
-    if s.plan_rates not in (None, "none"):
-        try:
-            given = json.loads(pathlib.Path(s.plan_rates).expanduser().read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            why = getattr(error, "strerror", None) or f"it is no JSON ({base.first_line(error)})"
-            return f"--plan-rates {s.plan_rates}: {why}"
-        if problem := base.wrong_rates(given):
-            return problem
+    try:
+        given = base.read_rates(pathlib.Path(s.plan_rates).expanduser()) if s.plan_rates not in (None, "none") else {}
+    except base.UserError as error:
+        return str(error)
     if s.plan_gpu and s.plan_gpu.lower() != "cpu":
         kind, _ = base.choose_kind(s.plan_gpu)
         if not kind and (problem := base.unlisted(s.plan_gpu, given)):

@@ -5,7 +5,7 @@ import dataclasses
 import glob
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -40,7 +40,6 @@ FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
 COMPRESSIONS = tuple(constants_of(base.ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
 PROFILED_STEPS = 3
 LENGTHS = ("num_steps", "num_tokens")  # of which a run has one
-OF_ONE_RUN = ("run_name", "resume", "export")  # which its config.json does not give to another run
 
 
 def listed(names: Sequence[str]) -> str:
@@ -52,12 +51,13 @@ def flag(
     default,
     help: str,
     *,
-    group: str | None = None,
+    group: str = "",
     least: float | None = None,
     below: float = math.inf,
     only_with: str = "",
     on_resume: Literal["same", "reported", "free"] = "free",
     from_checkpoint: Literal["", "model", "average", "data", "step"] = "",
+    of_one_run: bool = False,
     also: str = "",
     **options,
 ):
@@ -71,19 +71,13 @@ def flag(
         on_resume: what a resumed run may do with it: nothing (`same`), change it and report that, or change it freely.
         from_checkpoint: when a run of no step (--num-steps 0, --show-samples) takes it from its checkpoint, see
             `checkpoints.flags_of_checkpoint`; empty is never.
+        of_one_run: whether the config.json of a run does not give it to another run.
         also: what other trainers call it, for the error that names the nearest flag.
         options: argparse's own.
     """
-    about: dict[str, Any] = {
-        "least": least,
-        "below": below,
-        "only_with": only_with,
-        "on_resume": on_resume,
-        "also": also,
-    }
-    about |= {"from_checkpoint": from_checkpoint, "options": options | {"help": help}}
-    if group:
-        about["group"] = group
+    options["help"] = help
+    about = {"group": group, "least": least, "below": below, "only_with": only_with, "on_resume": on_resume}
+    about |= {"from_checkpoint": from_checkpoint, "of_one_run": of_one_run, "also": also, "options": options}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -162,8 +156,8 @@ class Settings:
     keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]", also="save-total-limit")
     async_checkpoint: bool = flag(True, "write in the background, the loop waits only for the copy [on]", only_with="checkpoint_interval")
     final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
-    resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path, also="resume-from-checkpoint")
-    export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR", type=path)
+    resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path, of_one_run=True, also="resume-from-checkpoint")
+    export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR", type=path, of_one_run=True)
     export_weights: Literal["raw", "ema"] = flag("raw", "of --export: those that the optimizer trains, or their average of --ema [raw]", only_with="export")
 
     timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", least=0.001, below=1e7, group="failures")
@@ -172,7 +166,7 @@ class Settings:
     skip_spikes: float = flag(0.0, "skip a step too whose gradient norm is a spike: its robust z-score over the last 128 steps is above this, such as 6; 0 never [0]", least=0)
 
     output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path, also="out-dir output")
-    run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]")
+    run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]", of_one_run=True)
     log_with: Literal["none", *TRACKERS, "all"] = flag("none", f"a tracker beside metrics.jsonl. {TRACKERS_HELP} [none]", also="report-to wandb tensorboard")  # type: ignore[valid-type]  # the files of a folder
     project_name: str = flag("train_fsdp", "project in wandb and tensorboard [train_fsdp]", only_with="log_with")
     log_interval: int = flag(10, "steps between log lines [10]", also="logging-steps log-every")
@@ -254,21 +248,13 @@ def default_warmup(lr_scheduler: str, num_steps: int) -> int:
     return 0 if lr_scheduler == "constant" else num_steps // 20
 
 
-def is_flag(field: dataclasses.Field) -> bool:
-    return bool(field.metadata)
+FLAGS = {field.name: field for field in dataclasses.fields(Settings) if field.metadata}
+COLLECTED = [name for name, field in FLAGS.items() if field.metadata["options"].get("action") is Collect]
 
 
-def flags_where(name: str, value: str) -> list[str]:
+def flags_where(name: str, value: object) -> list[str]:
     """The flags whose fields say `value` of `name`, as `flags_where("on_resume", "same")`."""
-    return [field.name for field in dataclasses.fields(Settings) if field.metadata.get(name) == value]
-
-
-def flags_with_condition() -> dict[str, list[str]]:
-    """The flags that have an effect only beside others, with their `only_with`."""
-    conditions = {
-        field.name: field.metadata["only_with"].split() for field in filter(is_flag, dataclasses.fields(Settings))
-    }
-    return {name: condition for name, condition in conditions.items() if condition}
+    return [flag for flag, field in FLAGS.items() if field.metadata[name] == value]
 
 
 def must_match(settings: Settings) -> dict[str, Any]:
@@ -284,13 +270,17 @@ def reported(settings: Settings) -> dict[str, Any]:
 def record_flags(settings: Settings) -> dict[str, dict]:
     """The flags of a run for its config.json and its checkpoints: `given`, those that the command line and --config
     gave, with the values that they had there; `flags`, all of them as `settings` has them."""
-    flags = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Settings) if is_flag(field)}
-    return {"given": dict(settings.given), "flags": flags}
+    return {"given": dict(settings.given), "flags": {name: getattr(settings, name) for name in FLAGS}}
 
 
-def names_of(fields: Iterable[str]) -> str:
-    """Fields as flags: `--lr, --num-steps`."""
-    return ", ".join(f"--{field.replace('_', '-')}" for field in fields)
+def default_split(dataset: str, streaming: bool) -> str:
+    """--dataset-split of a source where it was not given."""
+    return "train" if is_local(dataset) or streaming else "train[:5%]"
+
+
+def as_flag(field: str) -> str:
+    """`--num-steps` of the field `num_steps`."""
+    return f"--{field.replace('_', '-')}"
 
 
 def is_local(dataset: str) -> bool:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 NAME = r"[A-Za-z0-9][\w.-]*"
 WEIGHT = r"\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+"
@@ -170,39 +169,3 @@ def wrong_mixture(dataset: str | tuple[str, ...], stage_texts: tuple[str, ...] |
         if source.weight == 0 and not any(stage.weights.get(source.name) for stage in stages):
             return f"--dataset: {source.name} has the weight 0 and no --mixture-stage uses it; leave it out"
     return ""
-
-
-def words_of_table(table: dict[str, Any]) -> list[str]:
-    """The words of --dataset that a TOML table stands for: `web = "a.jsonl:0.7"`, or a table with `path` and `weight`
-    under each name. A ValueError where it is neither."""
-    words = []
-    for name, value in table.items():
-        if not re.fullmatch(NAME, name):
-            raise ValueError(f"dataset: {name!r} is no name of a source (letters, digits, dots, - and _)")
-        if isinstance(value, dict):
-            unknown = value.keys() - {"path", "weight"}
-            if "path" not in value:
-                raise ValueError(f"dataset.{name}: it has no path")
-            if unknown:
-                raise ValueError(f"dataset.{name}: a source has path and weight, not {', '.join(sorted(unknown))}")
-            word = f"{name}={value['path']}"
-            if "weight" in value:
-                word += f":{value['weight']}"
-            words.append(word)
-        elif isinstance(value, str):
-            words.append(f"{name}={value}")
-        else:
-            raise ValueError(f"dataset.{name}: {value!r} where a path belongs")
-    return words
-
-
-def words_of_stages(tables: list[dict[str, Any]]) -> list[str]:
-    """The values of --mixture-stage that an array of TOML tables stands for, each with `from` and a weight under the
-    name of each source. A ValueError where a table has no `from`."""
-    words = []
-    for table in tables:
-        if "from" not in table:
-            raise ValueError("mixture-stage: a table has no `from`, the share of the run at which it begins")
-        weights = ",".join(f"{name}={weight}" for name, weight in table.items() if name != "from")
-        words.append(f"{table['from']}:{weights}")
-    return words

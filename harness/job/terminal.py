@@ -145,7 +145,7 @@ def launcher() -> str:
 
 def command(settings: flag_rules.Settings, folder: pathlib.Path) -> str:
     """The command, for the shell, that goes on with this run from its newest checkpoint."""
-    flags = flag_rules.flags_of_run(settings, folder)
+    flags = flag_rules.flags_of_run(settings)
     if folder.parent == pathlib.Path(settings.output_dir).expanduser():
         return flag_rules.to_paste(launcher(), flags, resume="auto", run_name=folder.name)
     return flag_rules.to_paste(launcher(), flags, resume=folder)

@@ -6,10 +6,8 @@ the shares of its datasheet below; of a processor nothing is assumed.
 """
 
 import dataclasses
-import json
 import math
 import pathlib
-from typing import Any
 
 import torch
 
@@ -177,21 +175,6 @@ def file_of(gpu: str, cache_dir: str | None) -> pathlib.Path:
     return folder / f"{name.lower().replace(' ', '-').replace('/', '-')}.json"
 
 
-def read_file(path: pathlib.Path) -> dict[str, Any]:
-    """The contents of a file of rates.
-
-    Raises:
-        UserError: it cannot be read, or holds something else.
-    """
-    try:
-        contents = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise base.UserError(f"--plan-rates {path}: {base.first_line(error)}") from error
-    if problem := base.wrong_rates(contents):
-        raise base.UserError(problem)
-    return contents
-
-
 def choose_rates(settings: flags.Settings) -> Rates:
     """The rates of a plan: what --plan-rates names, else what --measure wrote for this kind of GPU, over what is
     assumed of it.
@@ -211,7 +194,7 @@ def choose_rates(settings: flags.Settings) -> Rates:
         file = own if own.exists() else None
     elif settings.plan_rates != "none":
         file = pathlib.Path(settings.plan_rates).expanduser()
-    contents = read_file(file) if file else {}
+    contents = base.read_rates(file) if file else {}
     if is_cpu and not file:
         advice = "measure this one first, with --measure and otherwise the same flags"
         raise base.UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")

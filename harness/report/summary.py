@@ -176,7 +176,7 @@ def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str) -
     elif is_saved:
         lines["export"] = flags.to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
     if is_saved:
-        given = flags.flags_of_run(settings, folder, *flags.LENGTHS, "output_dir", "export", "export_weights")
+        given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
         longer = {"num_steps": 2 * settings.num_steps}
         if settings.num_tokens:
             longer = {"num_tokens": 2 * settings.num_tokens}

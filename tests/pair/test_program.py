@@ -1,6 +1,5 @@
 """The program as a user meets it: started from a shell, read from what it prints and the files that it leaves."""
 
-import dataclasses
 import json
 import math
 import re
@@ -27,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import train_fsdp
 import utils
 from harness.data.mixture import WindowOrder
-from harness.flags.settings import Settings, is_flag
+from harness.flags.settings import FLAGS
 
 PROMPT = "Once upon a time"
 
@@ -115,7 +114,7 @@ def test_config_json_says_what_it_takes_to_repeat_the_run(demo):
     config = json.loads((folder / "config.json").read_text())
     assert config["flags"]["num_steps"] == 12
     assert config["flags"]["model"] == "demo"
-    assert set(config["flags"]) == {field.name for field in dataclasses.fields(Settings) if is_flag(field)}
+    assert set(config["flags"]) == set(FLAGS)
     assert torch.__version__.startswith(config["versions"]["torch"])  # which may lack +cu130
     assert {"python", "transformers", "accelerate", "datasets"} <= set(config["versions"])
     if (ROOT / ".git").exists():
