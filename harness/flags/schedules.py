@@ -4,8 +4,6 @@ transformers, the options that it gets, and what is wrong with the flags where s
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-POLYNOMIAL_END = 1e-7  # learning rate at which transformers lets that schedule end
-
 
 class Schedule(NamedTuple):
     """One row: each function is given the settings."""
@@ -25,12 +23,6 @@ def problem_of_constant(s) -> str:
     return "--warmup-steps: the constant scheduler has no warmup; use constant_with_warmup" if s.warmup_steps else ""
 
 
-def problem_of_polynomial(s) -> str:
-    if s.lr > POLYNOMIAL_END:
-        return ""
-    return f"--lr {s.lr:g}: the polynomial schedule ends at {POLYNOMIAL_END:g}; give more, or --lr-scheduler linear"
-
-
 def problem_of_decay(s) -> str:
     after_warmup = max(0, s.num_steps - s.warmup_steps)
     if not s.num_steps or (s.decay_steps or 0) <= after_warmup:
@@ -45,7 +37,7 @@ SCHEDULES = {
     "linear": Schedule("linear"),
     "cosine": Schedule("cosine"),
     "cosine_with_min_lr": Schedule("cosine_with_min_lr", lambda s: {"min_lr_rate": 0.1}),
-    "polynomial": Schedule("polynomial", problem=problem_of_polynomial),
+    "polynomial": Schedule("polynomial"),
     "inverse_sqrt": Schedule("inverse_sqrt"),
     "warmup_stable_decay": Schedule("warmup_stable_decay", options_of_decay, problem_of_decay),
 }

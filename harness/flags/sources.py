@@ -31,17 +31,10 @@ class Stage:
 
 
 def sources_of(dataset: str | tuple[str, ...]) -> list[Source]:
-    """The sources that --dataset names, each with a name of its own; one word without a weight is one source."""
+    """The sources that --dataset names; one word without a weight is one source."""
     words = [dataset] if isinstance(dataset, str) else dataset
     parsed = [parse_source(word) for word in words]
-    names = Counter(name for name, _, _ in parsed if name)
-    sources = []
-    for name, place, weight in parsed:
-        if not name:
-            name = free_name(name_of(place), names)
-            names[name] += 1
-        sources.append(Source(name, place, weight))
-    return sources
+    return [Source(name or name_of(place), place, weight) for name, place, weight in parsed]
 
 
 def parse_source(word: str) -> tuple[str, str, Fraction | None]:
@@ -70,16 +63,6 @@ def name_of(place: str) -> str:
     name = parts[-1] if parts else "data"
     stem = re.sub(r"(\.[A-Za-z0-9]{1,8}){1,2}$", "", name) or name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "data"
-
-
-def free_name(name: str, taken: Counter) -> str:
-    """A name that no other source has: this one, or with the next free number."""
-    if name not in taken:
-        return name
-    number = 2
-    while f"{name}-{number}" in taken:
-        number += 1
-    return f"{name}-{number}"
 
 
 def same_dataset(one: str | Sequence[str], other: str | Sequence[str]) -> bool:

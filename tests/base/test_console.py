@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PROGRAM, ROOT, slow_case, start, torchrun_command
+from conftest import PROGRAM, ROOT, slow_case, torchrun_command
 
 # every way in which the program prints, then a file, then an ending of its own
 PRINTS = r"""
@@ -89,15 +89,6 @@ def test_what_a_console_cannot_show_is_replaced(encoding, shown):
     options = {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": encoding + ":strict"}, "capture_output": True}
     process = subprocess.run([sys.executable, "-c", script], timeout=600, **options)
     assert (process.stdout.decode(encoding), process.stderr.decode(encoding)) == (f"{shown}\n", f"{shown}\n")
-
-
-def test_a_page_is_utf_8_whatever_the_locale_is(tmp_path):
-    script = "import pathlib, sys\nfrom harness.job.folders import replace_file\n"
-    script += r"replace_file(pathlib.Path(sys.argv[1]), '\u201cWell\u201d')"
-    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
-    process = start([sys.executable, "-c", script, tmp_path / "page"], **ascii_only)
-    assert process.returncode == 0, process.stderr
-    assert (tmp_path / "page").read_text(encoding="utf-8") == "“Well”"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import ast
 import dataclasses
 import fcntl
 import io
-import json
 import os
 import pathlib
 import pty
@@ -23,7 +22,6 @@ import pytest
 from checkpoints import write_checkpoint
 from conftest import PROGRAM, ROOT, metrics_of, parse
 
-from harness.flags import record_flags
 from harness.job import terminal
 from harness.report.summary import next_commands
 
@@ -211,18 +209,14 @@ def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, 
         assert parse(flags_of(lines["export"])).export == f"{folder}-export"
 
 
-def test_a_run_of_many_flags_goes_on_by_its_own_config_and_keeps_its_export(monkeypatch, tmp_path):
+def test_a_run_of_many_flags_goes_on_with_all_of_them(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_fsdp.py"])
     flags = "--demo --lr 1e-3 --seed 7 --eval-interval 50 --log-interval 5 --weight-decay 0.2 --warmup-steps 3"
     flags += " --max-grad-norm 2 --optimizer adamw-bf16 --sample-prompt a --sample-prompt b --export e --output-dir o"
     settings = parse(flags.split())
-    folder = tmp_path / "o" / "r"
-    folder.mkdir(parents=True)
-    assert terminal.command(settings, pathlib.Path("o/r")).count("--") > 10  # no config.json
-    (folder / "config.json").write_text(json.dumps(record_flags(settings)))
     command = terminal.command(settings, pathlib.Path("o/r"))
-    assert command.endswith("--config o/r/config.json --export e --resume auto --run-name r")
+    assert command.endswith("--export e --output-dir o --resume auto --run-name r")
     again = dataclasses.asdict(parse(flags_of(command)))
     differ = {name for name, value in again.items() if value != dataclasses.asdict(settings)[name]}
-    assert differ == {"given", "config", "resume", "run_name"}
+    assert differ == {"given", "resume", "run_name"}
