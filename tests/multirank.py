@@ -26,7 +26,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -506,14 +505,6 @@ def main(workspace: pathlib.Path) -> None:
         dist.all_gather_object(held, digest.hexdigest())
         return held
 
-    def torchs_own_switches() -> list[str]:
-        """The groups of which torch would take its own memory for collectives: none that has somebody else's."""
-        _, model = build("smollm3", "")
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_allocate_memory_from_process_group_for_comm(True)
-        return [type(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)]
-
     def round_trip(name: str) -> float:
         """Largest difference of logits to those that transformers computed with the same weights."""
         folder = workspace / "checkpoints" / name
@@ -564,7 +555,6 @@ def main(workspace: pathlib.Path) -> None:
         for name in ROUND_TRIPS:
             observe("round_trips", name, round_trip, name)
     if world == 4:
-        observe("switches", "of torch", torchs_own_switches)
         for name, flags in COUNTED.items():
             observe("collectives", name, count_collectives, flags)
         for name, flags in REPLICATED.items():

@@ -186,11 +186,6 @@ def test_every_rank_has_a_dropout_of_its_own():
     assert "[True, False]" in forked(2, multirank.drawing_after_build, timeout=200).splitlines()
 
 
-@pytest.mark.slow
-def test_collectives_among_ranks_are_torchs_own(observed):
-    assert len(get(observed(4), "switches", "of torch")) == 3  # two layers and the root take torch's switches
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # A rank that shards with nobody
 

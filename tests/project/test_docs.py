@@ -22,10 +22,9 @@ from importlib.util import find_spec
 
 import pytest
 import transformers
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from checkpoints import write_checkpoint
-from conftest import ROOT, parse, start, torchrun_command
+from conftest import ROOT, parse, start
 from torch.distributed.run import get_args_parser
 
 from harness.base import gpus
@@ -91,8 +90,6 @@ class Snippet:
     code: str
     shown: str  # what it prints: the block right behind it, or the comments behind its calls of print
     not_run: str  # why
-    file: str  # it is saved under this name, if at all,
-    command: str  # and this runs it
 
 
 def snippets_of(document: pathlib.Path, language: str = "python") -> Iterator[Snippet]:
@@ -105,12 +102,9 @@ def snippets_of(document: pathlib.Path, language: str = "python") -> Iterator[Sn
         shown = "\n".join(re.findall(r"^print\(.*\)  # (.+)$", code, re.MULTILINE))
         if following and not following[1] and not text[block.end() : following.start()].strip():
             shown = textwrap.dedent(following[2]).strip()
-        saved = re.search(r"save this as `([^`]+)`.* run `([^`]+)`", above.rpartition("\n\n")[2], re.DOTALL)
         reason = re.search(r"<!-- not run: (.+) -->$", above)
         line = text.count("\n", 0, block.start()) + 1
-        yield Snippet(
-            document, line, code, shown, reason[1] if reason else "", *(saved.groups() if saved else ("", ""))
-        )
+        yield Snippet(document, line, code, shown, reason[1] if reason else "")
 
 
 def reason_to_skip(snippet: Snippet) -> str:
@@ -142,19 +136,12 @@ def run(command: list, folder: pathlib.Path) -> str:
 
 
 def outputs_of(snippets: list[Snippet], folder: pathlib.Path) -> dict[Snippet, str]:
-    """What a document's snippets print: those that are saved on their own, the others one behind the other."""
-    together = [snippet for snippet in snippets if not (reason_to_skip(snippet) or snippet.file)]
-    (folder / "snippets.py").write_text(f"\nprint({MARK!r})\n".join(snippet.code for snippet in together))
-    outputs = run([sys.executable, "snippets.py"], folder).split(f"{MARK}\n") if together else []
-    printed = dict(zip(together, outputs, strict=True))
-    for snippet in snippets:
-        if snippet.file and not reason_to_skip(snippet):
-            (folder / snippet.file).write_text(snippet.code)
-            torchrun, processes, *words = snippet.command.split()
-            assert torchrun == "torchrun"
-            command = torchrun_command(int(processes.removeprefix("--nproc_per_node=")))
-            printed[snippet] = run([*command, *words], folder)
-    return printed
+    """What a document's snippets print, one behind the other in one process."""
+    runnable = [snippet for snippet in snippets if not reason_to_skip(snippet)]
+    if not runnable:
+        return {}
+    (folder / "snippets.py").write_text(f"\nprint({MARK!r})\n".join(snippet.code for snippet in runnable))
+    return dict(zip(runnable, run([sys.executable, "snippets.py"], folder).split(f"{MARK}\n"), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -243,14 +230,6 @@ FLAGS = set(make_parser()._option_string_actions)
 VARIABLE = re.compile(r"\$(\w+|\{[^}]*\}|\([^)]*\))")
 
 
-def containers(part) -> Iterator[list[str]]:
-    """The commands of a Kubernetes manifest."""
-    if isinstance(part, dict) and "args" in part:
-        yield [*part["command"], *part["args"]]
-    for child in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        yield from containers(child)
-
-
 def commands_of(path: pathlib.Path) -> list[Command]:
     """Every command of a file that starts the program, in Markdown those in code, and flags with their values.
 
@@ -263,8 +242,6 @@ def commands_of(path: pathlib.Path) -> list[Command]:
         for words in with_values:  # a plan takes a flag without those that give it an effect
             code.append(f"train_fsdp.py {words}" + ("" if "--resume" in words else " --plan"))
         text = "\n".join([*(block[2] for block in FENCED.finditer(text)), *code])
-    elif path.suffix == ".yaml":
-        text += "\n".join(" ".join(words) for part in yaml.safe_load_all(text) for words in containers(part))
     text = VARIABLE.sub("1", re.sub(r"\\\n\s*", " ", text).replace('"$@"', ""))
     found = [Command(path.name, *(part.strip() for part in parts)) for parts in COMMAND.findall(text)]
     return list(dict.fromkeys(found))

