@@ -64,33 +64,37 @@ def write_ids_parquet(folder: pathlib.Path, documents: list[np.ndarray], texts: 
     pyarrow.parquet.write_table(pyarrow.table({"input_ids": ids}), folder / "a.parquet", row_group_size=20)
 
 
-def write_nanogpt(folder: pathlib.Path, documents: list[np.ndarray], texts: list[str]) -> None:
+def write_nanogpt(folder: pathlib.Path, documents: list[np.ndarray], texts=()) -> None:
     np.concatenate(documents).astype("<u2").tofile(folder / "train.bin")
 
 
-def write_llmc(folder: pathlib.Path, documents: list[np.ndarray], texts: list[str]) -> None:
-    tokens, header = np.concatenate(documents).astype("<u4"), np.zeros(256, "<i4")
-    header[:3] = 20240801, 7, len(tokens)
+def write_llmc(folder: pathlib.Path, documents: list[np.ndarray], texts=(), dtype: str = "uint32") -> None:
+    tokens, header = np.concatenate(documents).astype(dtype), np.zeros(256, "<i4")
+    header[:3] = {"uint16": 20240520, "uint32": 20240801}[dtype], 7, len(tokens)
     (folder / "stories.bin").write_bytes(header.tobytes() + tokens.tobytes())
 
 
-def write_npy(folder: pathlib.Path, documents: list[np.ndarray], texts: list[str]) -> None:
+def write_npy(folder: pathlib.Path, documents: list[np.ndarray], texts=()) -> None:
     np.save(folder / "a.npy", np.concatenate(documents))
 
 
-def write_megatron(folder: pathlib.Path, documents: list[np.ndarray], texts: list[str]) -> None:
-    lengths = np.array([len(document) for document in documents])
-    np.concatenate(documents).astype("<u2").tofile(folder / "a.bin")
-    with (folder / "a.idx").open("wb") as index:
-        uint16 = 8
-        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, uint16, len(documents), len(documents) + 1))
-        lengths.astype("<i4").tofile(index)
-        (2 * (np.cumsum(lengths) - lengths)).astype("<i8").tofile(index)
-        np.arange(len(documents) + 1, dtype="<i8").tofile(index)
+def write_megatron(folder: pathlib.Path, documents: list[np.ndarray], texts=(), dtype: str = "uint16") -> None:
+    tokens, lengths = np.concatenate(documents).astype(dtype), [len(document) for document in documents]
+    tokens.tofile(folder / "a.bin")
+    places = (np.cumsum(lengths) - lengths) * tokens.itemsize
+    write_index(folder / "a.idx", lengths, places, range(len(documents) + 1), dtype)
 
 
-def write_datatrove(folder: pathlib.Path, documents: list[np.ndarray], texts: list[str]) -> None:
-    np.concatenate(documents).astype("<u2").tofile(folder / "a.ds")
+def write_index(file: pathlib.Path, lengths, places, documents, dtype: str = "uint16", version: int = 1) -> None:
+    """Megatron's .idx: of sequences the tokens and the places in bytes; the sequences at which documents begin."""
+    code = {"int32": 4, "int64": 5, "float32": 7, "uint16": 8}[dtype]
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", version, code, len(lengths), len(documents))
+    arrays = np.array(lengths, "<i4"), np.array(places, "<i8"), np.array(documents, "<i8")
+    file.write_bytes(header + b"".join(array.tobytes() for array in arrays))
+
+
+def write_datatrove(folder: pathlib.Path, documents: list[np.ndarray], texts=(), dtype: str = "uint16") -> None:
+    np.concatenate(documents).astype(dtype).tofile(folder / "a.ds")
     np.cumsum([len(document) for document in documents]).astype("<u8").tofile(folder / "a.ds.index")
 
 

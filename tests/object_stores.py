@@ -1,17 +1,16 @@
-"""A server of moto's that stands in for S3, behind a proxy that makes the faults of a network and of a store.
-
-Needs the packages s3fs and moto[server].
-"""
+"""Servers that stand in for stores, behind a proxy that makes the faults of a network and of a store: one of files in
+memory by HTTP, for which fsspec needs the package aiohttp, and moto's for S3, which needs s3fs and moto[server]."""
 
 import contextlib
+import hashlib
 import http.client
 import http.server
 import logging
 import os
+import re
 import socket
 import struct
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -20,29 +19,18 @@ class Faults:
     """What the proxy does to the next requests for a range of a file, and what it saw.
 
     `plan` lists a fault for each such request, in order: "slow" sends half of the range and then nothing until `ended`
-    is set, "reset" ends the connection in the middle of it, "short" sends half of it as if it were all, "503" and "403"
-    refuse, "none" lets it pass; so do all after the last. `always` is a fault for all requests, of ranges or not.
+    is set, "reset" ends the connection in the middle of it, "short" sends half of it as if it were all, "whole" sends
+    the whole file, "503" and "403" refuse, "none" lets it pass; so do all after the last.
     """
 
     def __init__(self):
         self.plan: list[str] = []
-        self.always = ""
-        self.seen: Counter = Counter()  # requests for ranges by fault
-        self.ranges: list[str] = []
         self.ended = threading.Event()
         self.lock = threading.Lock()
 
     def next_for(self, header: str | None) -> str:
         with self.lock:
-            if self.always:
-                self.seen[self.always] += 1
-                return self.always
-            if header is None:
-                return "none"
-            self.ranges.append(header)
-            fault = self.plan.pop(0) if self.plan else "none"
-            self.seen[fault] += 1
-            return fault
+            return self.plan.pop(0) if header and self.plan else "none"
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
@@ -56,6 +44,8 @@ class Proxy(http.server.BaseHTTPRequestHandler):
             code = {"503": "SlowDown", "403": "AccessDenied"}[fault]
             content = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code} here</Message></Error>".encode()
             return self.answer(int(fault), [("Content-Type", "application/xml")], content)
+        if fault == "whole":
+            del self.headers["Range"]
         upstream = http.client.HTTPConnection(server.upstream)
         upstream.request(self.command, self.path, body, dict(self.headers))
         answer = upstream.getresponse()
@@ -103,22 +93,64 @@ class Proxy(http.server.BaseHTTPRequestHandler):
             super().finish()
 
 
+class Files(http.server.BaseHTTPRequestHandler):
+    """Serves the files in its server's `contents`, by path, and ranges of them."""
+
+    def answer(self):
+        content = self.server.contents.get(self.path.lstrip("/"))
+        if content is None:
+            return self.send_error(404)
+        mark, part = hashlib.sha256(content).hexdigest(), content
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or "")
+        if asked:
+            part = content[int(asked[1]) : int(asked[2]) + 1]
+        self.send_response(206 if asked else 200)
+        for name, value in {"Accept-Ranges": "bytes", "Content-Length": len(part), "ETag": f'"{mark}"'}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(part)
+
+    do_GET = do_HEAD = answer  # noqa: N815 - names of http.server
+
+    def log_message(self, *_):
+        pass
+
+
 @contextlib.contextmanager
-def proxy_before(address: str):
-    """(the URL of a proxy before the server at an address, its `Faults`)."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+def serving(handler: type, **attributes):
+    """A server on this machine in a thread, with these attributes."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None
-    server.upstream, server.faults = urlsplit(address).netloc, Faults()
+    vars(server).update(attributes)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", server.faults
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        server.faults.ended.set()
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def proxy_before(address: str):
+    """(the URL of a proxy before the server at an address, its `Faults`)."""
+    faults = Faults()
+    with serving(Proxy, upstream=urlsplit(address).netloc, faults=faults) as url:
+        try:
+            yield url, faults
+        finally:
+            faults.ended.set()
+
+
+@contextlib.contextmanager
+def http_store() -> Iterator[tuple[str, dict[str, bytes], Faults]]:
+    """(the URL of a server, what it has by path, the faults of the proxy before it)."""
+    contents: dict[str, bytes] = {}
+    with serving(Files, contents=contents) as address, proxy_before(address) as (url, faults):
+        yield url, contents, faults
 
 
 @contextlib.contextmanager

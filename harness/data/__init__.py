@@ -8,8 +8,7 @@
 an evaluation, `evaluates_own_data` says whether one reads what its run read, `show_samples` prints what a step trains
 on. `open_windows` with a `Reading` is the library's way in (`utils.get_dataset`). Of a checkpoint `read_record` reads
 the `DataRecord`, `renamed` and `describe_changes` compare it, and `vocabulary_of` tells tokenizers apart. `mix`,
-`find_files`, `read_records`, `PackedDataset`, `SyntheticDataset`, `create_collate_fn` and `squared_lengths` are for
-tests and comparisons.
+`PackedDataset`, `SyntheticDataset` and `create_collate_fn` are for tests and comparisons.
 """
 
 from harness.base import doors
@@ -22,8 +21,6 @@ __getattr__, __all__ = doors.open_door(
         "batches": "mix training_batches held_out_batches",
         "mixture": "DataRecord read_record renamed describe_changes",
         "encode": "vocabulary_of",
-        "files": "find_files",
-        "records": "read_records",
         "windows": "PackedDataset SyntheticDataset create_collate_fn",
     },
 )

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from harness import base, flags, job
 from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
 from harness.data.stream import BEGINNING, LaneReader, Position, Stream
-from harness.data.windows import IGNORE_INDEX, PackedDataset, Window, create_collate_fn, squared_lengths, tokens_of
+from harness.data.windows import IGNORE_INDEX, PackedDataset, Window, create_collate_fn, tokens_of
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
@@ -80,14 +80,6 @@ class TrainingData:
         """Whether all tokens come from token files, whatever the run's tokenizer."""
         tokens = [getattr(source, "tokens", None) for source in self.sources.values()]
         return all(of_source is not None and of_source.is_mapped for of_source in tokens)
-
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint records of the data; of a run of one source its rules at the top too."""
-        identity: dict[str, Any] = {"data": self.record.record()}
-        if len(self.record.sources) == 1:
-            (rules,) = self.record.sources.values()
-            identity |= rules
-        return identity
 
     def locate(self, sample: int) -> tuple[Any, int]:
         """(the data set that a global sample comes from, its window there); not of streams."""
@@ -188,29 +180,14 @@ def training_batches(
 
     `state` is the run's `TrainState`; `state.positions` moves with the batches. Where samples have other numbers of
     trained tokens than each other, a batch has a `loss_divisor`: its mean loss divided by it, summed over a step's
-    microbatches and averaged over ranks, is the mean over each trained token of the global batch. With `position_ids` a
-    batch has `squared_lengths`, for the tracker. A UserError that a data worker met is raised here.
+    microbatches and averaged over ranks, is the mean over each trained token of the global batch. A UserError that a
+    data worker met is raised here.
     """
-    loader = build_loader(settings, data, state, pin_memory=device.type == "cuda")
-    if device.type != "cuda":
-        for batch in loader:
-            take_positions(batch, state)
-            yield batch
-        return
-    copies = torch.cuda.Stream()  # the next batch is copied while the current one computes
-    ahead = None
-    for batch in loader:
-        # one batch ahead of the step: a save between steps has where the next step's first window begins
-        take_positions(batch, state)
-        ready = ahead
-        torch.cuda.current_stream().wait_stream(copies)
-        with torch.cuda.stream(copies):
-            ahead = {name: to_device(value, device) for name, value in batch.items()}
-        if ready is not None:
-            for value in ready.values():
-                if isinstance(value, torch.Tensor):
-                    value.record_stream(torch.cuda.current_stream())
-            yield ready
+    for batch in build_loader(settings, data, state, pin_memory=device.type == "cuda"):
+        if isinstance(batch, base.UserError):
+            raise batch
+        state.move_positions(batch.pop("positions", {}))
+        yield {name: to_device(value, device) for name, value in batch.items()}
 
 
 def to_device(value, device: torch.device):
@@ -276,8 +253,6 @@ class RankBatches(IterableDataset):
                 batch["positions"] = positions
             if not self.data.is_uniform:
                 batch["loss_divisor"] = self.loss_divisor(microbatch // self.accumulation, samples)
-            if "position_ids" in batch:
-                batch["squared_lengths"] = squared_lengths(batch["position_ids"], self.real_inputs(samples))
             yield batch
 
     def loss_divisor(self, step: int, samples: range) -> float:
@@ -292,20 +267,6 @@ class RankBatches(IterableDataset):
             raise base.UserError(f"--dataset: {problem}; {advice}")
         _, trained = self.data.count_tokens(samples)
         return in_step / (trained * self.world_size) if trained else math.inf
-
-    def real_inputs(self, samples: range) -> np.ndarray | None:
-        """Booleans of shape (samples, seq_len), False for padding; None where there is none."""
-        if self.data.is_uniform:
-            return None
-        lengths = [self.data.count_tokens(range(sample, sample + 1))[0] for sample in samples]
-        return np.arange(self.data.seq_len) < np.array(lengths)[:, None]
-
-
-def take_positions(batch, state) -> None:
-    """Moves the positions of the state to those of a batch of streams, or raises what a data worker met."""
-    if isinstance(batch, base.UserError):
-        raise batch
-    state.move_positions(batch.pop("positions", {}))
 
 
 def held_out_batches(settings: flags.Settings, dataset, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
@@ -330,7 +291,7 @@ def held_out_batches(settings: flags.Settings, dataset, device: torch.device) ->
 
 
 def describe_step(data: TrainingData, tokenizer, step: int) -> str:
-    """The samples of an optimizer step: each with its source, its documents, and how each begins. A UserError where a
+    """The samples of an optimizer step: each with its source, and how each of its documents begins. A UserError where a
     source is no longer one of the run's."""
     samples = data.record.samples_of_step(step)
     reader = SampleReader(data, {})
@@ -349,12 +310,9 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
             continue
         source, index = data.locate(sample)
         lines.append(f"sample {sample:,}: {name}, window {index:,} of {len(source):,}")
-        passages = source.documents(index)
-        ends = [start for start, _, _ in passages[1:]] + [source.real_tokens(index)]
-        for (start, place, offset), end in zip(passages, ends, strict=True):
-            if offset:
-                place += f", from token {offset:,}"
-            lines.append(f"  {place}: {excerpt(tokens[start:end], tokenizer)}")
+        borders = [*source.starts_in(index), source.real_tokens(index)]
+        for start, end in itertools.pairwise(borders):
+            lines.append(f"  from token {start:,}: {excerpt(tokens[start:end], tokenizer)}")
     return "\n".join(lines)
 
 

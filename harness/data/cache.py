@@ -7,14 +7,12 @@ import json
 import os
 import pathlib
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch.distributed as dist
 from tqdm import tqdm
 
 from harness import base, job
@@ -24,7 +22,7 @@ from harness.data.windows import Tokens
 
 VERSION = 3  # of the files; another one makes them anew
 LEFT_OUT = ("empty documents", "bad records", "conversations without a trained token")
-FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a log has a line of progress, and between two
+FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a line says how far it is, and between two
 
 # Arrays of encoded documents; how many bytes of the corpus were read, and how many there are.
 Batches = Iterator[tuple[Encoded, int, int]]
@@ -118,23 +116,13 @@ def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, cou
 
 
 def with_progress(batches: Batches, counts: Counter) -> Iterator[Encoded]:
-    """The arrays of `batches`. Rank 0 shows how far the tokenizing is: on a terminal in one line that goes away at the
-    end, elsewhere in a line each half minute, after one that says how long it takes."""
-    speaks = not dist.is_initialized() or dist.get_rank() == 0
-    on_terminal = job.is_terminal(sys.stderr)
-    hidden = not (speaks and on_terminal)
-    bar = tqdm(desc="tokenizing", unit="B", unit_scale=True, leave=False, disable=hidden)
+    """The arrays of `batches`. Rank 0 prints how far the tokenizing is: after some seconds, then each half minute."""
     start, next_line = time.monotonic(), float(FIRST_LINE_SECONDS)
-    with bar:
-        for encoded, read, total in batches:
-            yield encoded
-            bar.total = total
-            bar.update(read - bar.n)
-            seconds = time.monotonic() - start
-            if speaks and not on_terminal and seconds >= next_line:
-                left = tqdm.format_interval(seconds * max(0, total / max(read, 1) - 1))
-                line = (
-                    f"tokenizing, once: {counts['documents']:,} documents, {counts['tokens'] / seconds:,.0f} tokens/s"
-                )
-                print(f"data       {line}, {left} left", flush=True)
-                next_line = seconds + LOG_SECONDS
+    for encoded, read, total in batches:
+        yield encoded
+        seconds = time.monotonic() - start
+        if seconds >= next_line:
+            done = f"{counts['documents']:,} documents, {counts['tokens'] / seconds:,.0f} tokens/s"
+            left = tqdm.format_interval(seconds * max(0, total / max(read, 1) - 1))
+            job.say("data      ", f"tokenizing, once: {done}, {left} left")
+            next_line = seconds + LOG_SECONDS

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from harness import base
@@ -69,7 +70,6 @@ class Listing:
     place: str  # as --dataset names it
     splits: dict[str, list[DataFile]]  # by split, each in order
     left_out: list[str]  # what lies there and is not read, in words
-    top: str = ""  # the folder that names of files are told from
     is_hub: bool = False
 
     def of_split(self, split: str) -> list[DataFile]:
@@ -90,20 +90,20 @@ class Listing:
 def find_files(place: str, subset: str | None = None) -> Listing:
     """The data files of a file, folder, pattern, URL or data set of the hub; a UserError where there are none."""
     path = os.path.expanduser(place)
+    left_out: list[str] = []
     if base.is_url(path):
-        found, top = [(url, info) for url, info in stores.list_url(path)], top_of(path, stores.has_pattern(path))
-        candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in found]
-        left_out: list[str] = []
+        is_pattern = stores.has_pattern(path)
+        candidates = [DataFile(url, *stores.size_and_mark(url, info)) for url, info in stores.list_url(path)]
     elif os.path.exists(path) or glob.has_magic(path):
-        candidates, left_out = list_paths(path)
-        top = top_of(path, not os.path.exists(path))
+        is_pattern, (candidates, left_out) = not os.path.exists(path), list_paths(path)
     elif looks_local(place):
         beside = f"; there is {place}.bin" if os.path.exists(f"{path}.bin") else ""  # which Megatron names without
         raise base.UserError(f"--dataset {place}: no such file or folder{beside}")
     else:
         return find_on_hub(place, subset)
-    names = {file: str(file).removeprefix(top).lstrip("/") for file in candidates}
-    is_one_file = str(path) in (file.path for file in candidates)
+    is_one_file = path in (file.path for file in candidates)
+    top = stores.before_pattern(path) if is_pattern else path.rstrip("/")  # below it names say their splits
+    names = {file: str(file).removeprefix(top).lstrip("/") or file.name for file in candidates}
     files = []
     for file in sorted(candidates, key=lambda file: file.path.split("/")):
         name = names[file]
@@ -116,7 +116,7 @@ def find_files(place: str, subset: str | None = None) -> Listing:
     if not files:
         raise base.UserError(f"--dataset {place}: {describe_nothing(left_out)}")
     if is_one_file:
-        return Listing(place, {"train": files}, [], top)
+        return Listing(place, {"train": files}, [])
     splits: dict[str, list[DataFile]] = {}
     for file in files:
         splits.setdefault(split_in(names[file]), []).append(file)
@@ -125,14 +125,7 @@ def find_files(place: str, subset: str | None = None) -> Listing:
         left_out += [f"{names[file]} (not in a split)" for file in unnamed]
     elif unnamed:
         splits = {"train": unnamed} | splits
-    return Listing(place, splits, sorted(left_out), top)
-
-
-def top_of(path: str, is_pattern: bool) -> str:
-    """The folder below which the names of files say their splits."""
-    if is_pattern:
-        return stores.before_pattern(path)
-    return os.path.dirname(path) if os.path.isfile(path) else path.rstrip("/")
+    return Listing(place, splits, sorted(left_out))
 
 
 def split_in(name: str) -> str:
@@ -159,11 +152,10 @@ def describe_nothing(left_out: list[str]) -> str:
 
 def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
     """(the regular files at a path, below a folder or where a pattern leads, each real file once; what is left out)."""
+    paths: Iterable[str] = [path]
     if os.path.isdir(path):
         paths = walk(path)
-    elif os.path.exists(path):
-        paths = [path]
-    else:
+    elif not os.path.exists(path):
         paths = [found for found in glob.glob(path, recursive=True) if not os.path.isdir(found)]
     files: dict[str, DataFile] = {}
     left_out = []
@@ -179,26 +171,18 @@ def list_paths(path: str) -> tuple[list[DataFile], list[str]]:
     return list(files.values()), left_out
 
 
-def walk(top: str) -> list[str]:
-    """What lies in a folder and in those below it but hidden ones, each real folder once; links come last."""
-    paths, folders = [], [top]
-    links: list[str] = []
+def walk(top: str) -> Iterator[str]:
+    """What lies in a folder and in those below it but hidden ones, each real folder once."""
     entered: set[str] = set()
-    while folders or links:
-        folder = folders.pop() if folders else links.pop()
-        if os.path.realpath(folder) in entered:
+    for folder, below, names in os.walk(top, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in entered:
+            below.clear()
             continue
-        entered.add(os.path.realpath(folder))
-        for entry in os.scandir(folder):
-            if entry.name.startswith("."):
-                continue
-            if not entry.is_dir():
-                paths.append(entry.path)
-            elif entry.is_symlink():
-                links.append(entry.path)
-            else:
-                folders.append(entry.path)
-    return paths
+        entered.add(real)
+        below.sort(key=lambda name: os.path.islink(os.path.join(folder, name)))
+        below[:] = [name for name in below if not name.startswith(".")]
+        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 
 
 def find_on_hub(dataset: str, subset: str | None) -> Listing:

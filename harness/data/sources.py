@@ -310,41 +310,37 @@ def describe(
     if settings.dataset == "synthetic":
         return {"data": "synthetic, random tokens"}
     alone = len(corpora) == 1
-    lines: dict[str, str] = {}
     epochs = data.epochs(data.record.samples_of_step(settings.num_steps).stop)
-    parts, held_out, tokenizers = [], [], []
+    found: dict[str, list[str]] = {"data": [], "files": [], "tokenizer": [], "held out": []}
     for corpus in corpora:
-        source, train = opened[corpus.name], opened[corpus.name].train
-        prefix = "" if alone else f"{corpus.name}: "
-        size = "streamed"
+        train, size = opened[corpus.name].train, "streamed"
         if corpus.name in epochs:
-            size = f"{train.total_tokens():,} tokens, "
-            size += f"{len(train) / per_step:,.1f} steps an epoch" if alone else f"{epochs[corpus.name]:.1f} epochs"
+            read = f"{len(train) / per_step:,.1f} steps an epoch" if alone else f"{epochs[corpus.name]:.1f} epochs"
+            size = f"{train.total_tokens():,} tokens, {read}"
         place = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
-        parts.append(f"{place}: {size}" if alone else f"{corpus.name} = {place} ({size})")
-        if source.held_out is not None:
-            line = f"{source.held_out_name}: {source.held_out.total_tokens():,} tokens"
-            if source.held_out.is_chat:
-                line += f", {source.held_out.total_trained():,} of them in the loss"
-            held_out.append(line if alone else f"{corpus.name} ({line})")
-        tokenizer = describe_tokenizer(train)
-        if tokenizer:
-            tokenizers.append(prefix + tokenizer)
-        if corpus.listing.describe():
-            lines["files"] = "; ".join(filter(None, [lines.get("files"), prefix + corpus.listing.describe()]))
-    lines = {"data": "; ".join(parts)} | lines
+        of_source = [f"{place}: {size}", corpus.listing.describe(), describe_tokenizer(train)]
+        for texts, text in zip(found.values(), [*of_source, describe_held_out(opened[corpus.name])], strict=True):
+            if text:
+                texts.append(text if alone else f"{corpus.name}: {text}")
+    lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
     if not alone:
         first, *later = data.record.history
         shares = [first.describe()]
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
-    if tokenizers:
-        lines["tokenizer"] = "; ".join(tokenizers)
     if data.record.lanes > 1:
         lines["streams"] = f"{data.record.lanes:,} logical streams of each source, divided among ranks and workers"
-    if held_out:
-        lines["held out"] = ", ".join(held_out)
     return lines
+
+
+def describe_held_out(source: OpenedSource) -> str:
+    """For the header: what is held out of a source; "" where nothing is."""
+    if source.held_out is None:
+        return ""
+    line = f"{source.held_out_name}: {source.held_out.total_tokens():,} tokens"
+    if source.held_out.is_chat:
+        line += f", {source.held_out.total_trained():,} of them in the loss"
+    return line
 
 
 def describe_tokenizer(train) -> str:

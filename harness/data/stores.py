@@ -3,6 +3,7 @@ machine. A request is tried again where it may pass. Independent of what the fil
 
 import glob
 import io
+import itertools
 import logging
 import time
 import urllib.parse
@@ -64,7 +65,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def ask(url: str, operation: str, *arguments, seconds: float | None = None, tries: int = TRIES, **options) -> Any:
+def ask(url: str, operation: str, seconds: float | None = None, **options) -> Any:
     """What an operation of the URL's file system gives, with the path in it as the first argument.
 
     It is tried again where the error may pass. A FileNotFoundError where the store has no such thing; a UserError for
@@ -74,24 +75,23 @@ def ask(url: str, operation: str, *arguments, seconds: float | None = None, trie
 
     filesystem, path = filesystem_of(url)
     start, wait = time.monotonic(), FIRST_WAIT
-    for number in range(1, tries + 1):
+    for number in itertools.count(1):
         try:
             if filesystem.async_impl:
                 # private: the coroutine behind a public operation, which alone can be given up after some time
                 coroutine = getattr(filesystem, f"_{operation}")
-                return sync(filesystem.loop, coroutine, path, *arguments, timeout=seconds or TIMEOUT_SECONDS, **options)
-            return getattr(filesystem, operation)(path, *arguments, **options)
+                return sync(filesystem.loop, coroutine, path, timeout=seconds or TIMEOUT_SECONDS, **options)
+            return getattr(filesystem, operation)(path, **options)
         except Exception as error:
             if status_of(error) == 404 or isinstance(root_of(error), FileNotFoundError):
                 raise FileNotFoundError(without_query(url)) from error
             if not may_pass(error):
                 raise describe_failure(error, url) from error
-            if number == tries:
-                tried = f"{tries} tries in {time.monotonic() - start:.0f} s"
+            if number == TRIES:
+                tried = f"{TRIES} tries in {time.monotonic() - start:.0f} s"
                 raise describe_failure(error, url, tried) from error
         time.sleep(wait)
         wait *= 2
-    raise AssertionError("no try was made")
 
 
 def list_url(url: str) -> list[tuple[str, dict]]:

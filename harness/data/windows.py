@@ -36,7 +36,6 @@ class Tokens:
         self.before = np.array([0, self.before_files[-1]])  # tokens before each stretch, and all
         self.size = int(self.before_files[-1])
         self.dtype = np.dtype(np.uint16 if (vocab_size or 2**32) <= 2**16 else np.uint32)
-        self.file_ends: dict[int, np.ndarray] = {}  # that were asked for, shared with parts
         self.line = ""  # of the console, about where they come from
         self.counts: dict = {}  # what was counted when they were tokenized
 
@@ -93,11 +92,9 @@ class Tokens:
         unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative id is huge
         if np.iinfo(unsigned.dtype).max >= self.vocab_size and unsigned.max(initial=0) >= self.vocab_size:
             wrong = int((unsigned >= self.vocab_size).argmax())
-            number = self.files.index(file)
-            name, offset = self._place(int(self.before_files[number]) + start + wrong)
             fault = f"token id {tokens[wrong]}, the model has {self.vocab_size:,}"
             advice = "it was made with another tokenizer, or is damaged"
-            raise base.UserError(f"--dataset {name}, token {offset:,}: {fault}; {advice}")
+            raise base.UserError(f"--dataset {file.name}, token {start + wrong:,}: {fault}; {advice}")
         return unsigned.astype(self.dtype, copy=False)
 
     @property
@@ -119,30 +116,21 @@ class Tokens:
     def whole_ends(self) -> np.ndarray:
         """Where each document of the files ends, int64, ascending, the last one at the end. Where a file does not say
         it, all tokens are read for it."""
-        ends = self.ends_of_file(0)
-        if len(self.files) > 1:
-            ends = np.concatenate([self.ends_of_file(number) + at for number, at in enumerate(self.before_files[:-1])])
+        ends = np.concatenate(
+            [self._ends_of(file) + first for file, first in zip(self.files, self.before_files[:-1], strict=True)]
+        )
         is_empty = np.diff(ends, prepend=0) == 0
         return ends[~is_empty] if is_empty.any() else ends
 
-    def ends_of_file(self, number: int) -> np.ndarray:
+    def _ends_of(self, file: TokenFile) -> np.ndarray:
         """Where each document of a file ends, counted in its tokens, empty ones too."""
-        file = self.files[number]
-        if number in self.file_ends:
-            return self.file_ends[number]
         if file.find_ends:
-            ends = file.find_ends()
-        else:
-            chunks = [np.empty(0, np.int64)]
-            chunks += [
-                np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1
-                for start in range(0, len(file.tokens), CHUNK)
-            ]
-            ends = np.concatenate(chunks)
-            if len(file.tokens) and (not len(ends) or ends[-1] != len(file.tokens)):
-                ends = np.append(ends, len(file.tokens))
-        self.file_ends[number] = ends
-        return ends
+            return file.find_ends()
+        found = [
+            np.flatnonzero(file.tokens[start : start + CHUNK] == self.end_of_text) + start + 1
+            for start in range(0, len(file.tokens), CHUNK)
+        ]
+        return np.concatenate([*found, [len(file.tokens)]]).astype(np.int64)  # the last one may be empty
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
@@ -164,22 +152,6 @@ class Tokens:
         else:
             inside = np.flatnonzero(self[first : last - 1] == self.end_of_text) + 1
         return np.concatenate([[0], inside]).astype(np.int64)
-
-    def document_of(self, position: int) -> tuple[str, int]:
-        """(the document that a token is in, in words, numbered in its file or in the whole corpus; how many tokens of
-        it are before)."""
-        stretch = int(np.searchsorted(self.before, position, "right")) - 1
-        return self._place(position - int(self.before[stretch]) + int(self.starts[stretch]))
-
-    def _place(self, position: int) -> tuple[str, int]:
-        number = int(np.searchsorted(self.before_files, position, "right")) - 1
-        file, in_file = self.files[number], position - int(self.before_files[number])
-        if file.name and not file.find_ends:
-            return file.name, in_file
-        ends = self.ends_of_file(number)
-        document = int(np.searchsorted(ends, in_file, "right"))
-        start = int(ends[document - 1]) if document else 0
-        return f"{file.name}, document {document + 1:,}".removeprefix(", "), in_file - start
 
     def divide(self) -> tuple["Tokens", "Tokens"]:
         """(those to train on, those that are held out): one document of every 20 in a row, drawn by a checksum of their
@@ -299,12 +271,9 @@ class PackedDataset(Dataset):
         """Padding as a part of the inputs of all windows."""
         return 0.0
 
-    def documents(self, index: int) -> list[tuple[int, str, int]]:
-        """(where it begins in the window, its place in words, offset in it of the token there) of each document that
-        has an input in a window."""
-        first = index * self.seq_len
-        starts = self.tokens.starts_between(first, first + self.seq_len)
-        return [(int(start), *self.tokens.document_of(first + int(start))) for start in starts]
+    def starts_in(self, index: int) -> list[int]:
+        """Where documents begin among the inputs of a window, 0 first."""
+        return self.tokens.starts_between(index * self.seq_len, (index + 1) * self.seq_len).tolist()
 
     def describe(self) -> str:
         """The packing in words, where there is something to say."""
@@ -376,12 +345,9 @@ class BestFitDataset(PackedDataset):
     def padding_share(self) -> float:
         return 1 - self.total_tokens() / max(1, len(self) * self.seq_len)
 
-    def documents(self, index: int) -> list[tuple[int, str, int]]:
-        found, filled = [], 0
-        for piece in self.pieces_of(index):
-            found.append((filled, *self.tokens.document_of(int(self.starts[piece]))))
-            filled += int(self.lengths[piece])
-        return found
+    def starts_in(self, index: int) -> list[int]:
+        lengths = self.lengths[self.pieces_of(index)]
+        return (np.cumsum(lengths) - lengths).tolist()
 
     def describe(self) -> str:
         documents, windows = base.counted(len(self.tokens.ends), "document"), base.counted(len(self), "window")
@@ -489,22 +455,3 @@ def create_collate_fn(
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     return collate
-
-
-def squared_lengths(position_ids, real=None) -> int:
-    """The sum of the squares of the documents' lengths in tokens, for `PerformanceTracker.note_documents`.
-
-    Args:
-        position_ids: integers of shape (batch, seq_len), of numpy or on the CPU. Each 0 begins a document, and so does
-            each row: of a document that began in an earlier window its part in this one counts.
-        real: booleans of the same shape, False for padding, which counts in no length; by default all are real.
-    """
-    positions = np.asarray(position_ids)
-    begins = positions == 0
-    begins[:, 0] = True
-    starts = np.flatnonzero(begins)  # rows end to end
-    if real is None:
-        lengths = np.diff(starts, append=positions.size)
-    else:
-        lengths = np.add.reduceat(np.asarray(real).ravel().astype(np.int64), starts)
-    return int(np.square(lengths).sum())

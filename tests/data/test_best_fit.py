@@ -25,23 +25,6 @@ def binned(lengths: list[int], seq_len: int, seed: int = 3, trained=None, **opti
     return BestFitDataset(tokens_with(lengths, trained), seq_len, PADDING, seed, **options)
 
 
-@settings(deadline=None, max_examples=60)
-@given(lengths_of_documents, st.integers(1, 17), st.integers(0, 5))
-def test_each_token_is_there_and_each_but_a_documents_first_is_a_label_once(lengths, seq_len, seed):
-    data = binned(lengths, seq_len, seed)
-    ends = np.cumsum(lengths)
-    seen, labels = set(), []
-    for window in map(data.__getitem__, range(len(data))):
-        assert window.tokens.shape == (seq_len + 1,) and window.trained.shape == (seq_len,)
-        seen |= set(window.tokens.tolist()) - {PADDING}
-        for place in np.flatnonzero(window.trained):
-            assert window.tokens[place + 1] == window.tokens[place] + 1  # the token before it is of its document
-            labels.append(int(window.tokens[place + 1]))
-    firsts = {int(end - length) for end, length in zip(ends, lengths, strict=True) if length}
-    assert seen == set(range(sum(lengths)))
-    assert sorted(labels) == sorted(seen - firsts)
-
-
 @settings(deadline=None, max_examples=30)
 @given(lengths_of_documents, st.integers(1, 17), st.randoms(use_true_random=False))
 def test_a_mask_counts_inside_documents_also_of_one_that_is_cut(lengths, seq_len, draw):

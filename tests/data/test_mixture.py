@@ -6,10 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from harness.data.mixture import DataRecord, Mixture, Segment, record_of_run
+from harness.data.mixture import Mixture, Segment, record_of_run
 from harness.flags import parse_args
 
-SEQ_LEN = 4
 WEIGHTS = [
     {"a": 7, "b": 3},
     {"a": 1, "b": 1},
@@ -76,19 +75,10 @@ def test_in_lanes_each_source_is_within_six_samples_of_its_share_and_read_alike_
 
 
 def test_a_stage_given_at_a_resume_begins_at_its_step_though_steps_before_it_had_other_sizes():
-    first = recorded("--dataset x/a:1 x/b:1")
-    settings = parse_args(["--dataset", "x/a:1", "x/b:1", "--mixture-stage", "0.75:b=1", "--num-steps", "100"])
-    ones = dict.fromkeys("ab", Fraction(1))
-    then = record_of_run(settings, {"a": {}, "b": {}}, ones, ones, 4, 1, first, step=50, samples=400)
+    def record(stages: list[str], samples_per_step: int, *before):
+        settings = parse_args(["--dataset", "x/a:1", "x/b:1", "--num-steps", "100", *stages])
+        ones, rules = dict.fromkeys("ab", Fraction(1)), {"a": {}, "b": {}}
+        return record_of_run(settings, rules, ones, ones, samples_per_step, 1, *before)
+
+    then = record(["--mixture-stage", "0.75:b=1"], 4, record([], 8), 50, 400)
     assert then.history[-1].first == then.samples_of_step(76).start == 500
-
-
-# ---- What a checkpoint records ---------------------------------------------------------------------------------------
-
-
-def recorded(flags: str, before: DataRecord | None = None, step: int = 0, samples: int = 0, **sources) -> DataRecord:
-    settings = parse_args([*flags.split(), "--num-steps", "100"])
-    weights = {source.name: source.weight or Fraction(1) for source in settings.sources()}
-    rules = {name: sources.get(name, {"dataset": "x"}) for name in weights}
-    per_sample = dict.fromkeys(weights, Fraction(SEQ_LEN))
-    return record_of_run(settings, rules, weights, per_sample, 8, 1, before, step, samples)

@@ -1,27 +1,24 @@
 """What the data wing promises, seen from outside: by runs, their files and what they print, and by `utils.get_dataset`.
 No name of harness/data is used, so that the file holds for any way to keep the promises."""
 
-import http.server
 import itertools
 import json
 import os
-import pathlib
 import re
 import sys
-import threading
 import time
 from collections import Counter
 
 import fsspec
 import multirank
 import numpy as np
+import object_stores
 import psutil
 import pytest
 from conftest import ROOT, STORIES, forking, losses_of, metrics_of, slow_case, train, words, write_model
 from transformers import AutoTokenizer
 
 import utils
-from harness.base.errors import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import formats
@@ -224,6 +221,23 @@ def test_the_order_is_a_pure_function_of_the_seed_and_of_the_samples_number(show
         assert show(1, *flags, "--batch-size", 32, "--seed", 7) != one_step
 
 
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+def test_the_documents_of_best_fit_windows_are_shown_whole_and_without_padding(show, corpora, kind):
+    if kind == "text":
+        texts, flags = [f"w{number:02} " * 6 for number in range(60)], words("--dataset named.jsonl --packing best-fit")
+    else:
+        chats = [json.loads(line)["messages"] for line in (corpora / "chat.jsonl").open()]
+        texts = ["".join(message["content"] for message in chat) for chat in chats]
+        flags = words("--dataset chat.jsonl --chat-template chat.jinja")
+    shown = [text for _, text in show(1, *flags, "--sequence-length", 120)]
+    found = re.findall(r"from token \d+: (.*?)(?=  from token|$)", "".join(shown))
+    assert len(found) > 4 and {*map(squeezed, found)} < {squeezed(f"{text}<|endoftext|>") for text in texts}
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
 def test_a_mixture_is_reweighted_and_extended_at_a_resume(start, show, tmp_path):
     """Steps of 4 samples; the sources go on where they were."""
     start(*words("--dataset a=a.jsonl:0.5 b=b.jsonl:0.5"))
@@ -324,74 +338,6 @@ def test_a_stream_holds_out_the_same_documents_in_each_epoch(show):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is wrong with the data
-
-
-def put(folder: pathlib.Path, name: str, lines: list[str]) -> str:
-    (folder / name).write_text("".join(line + "\n" for line in lines))
-    return str(folder / name)
-
-
-GOOD = json.dumps({"text": "Once upon a time there was a frog. " * 20})
-
-
-@pytest.mark.parametrize("bad", ['{"text": 7}', '{"story": "x"}', "{", '["x"]'])
-def test_a_bad_record_is_one_line_with_file_and_place_or_is_left_out(tokenizer, start, tmp_path, bad):
-    file = put(tmp_path, "bad.jsonl", [GOOD, GOOD, bad, GOOD])
-    for read in (
-        lambda: utils.get_dataset(tokenizer, 16, dataset=file, cache_dir=tmp_path),
-        lambda: start("--dataset", file, "--streaming"),
-    ):
-        with pytest.raises(UserError, match=r"bad\.jsonl.*line 3") as raised:
-            read()
-        assert "\n" not in str(raised.value)
-    left = utils.get_dataset(tokenizer, 16, dataset=file, cache_dir=tmp_path, skip_bad_records=True)
-    whole = utils.get_dataset(tokenizer, 16, dataset=put(tmp_path, "good.jsonl", [GOOD] * 3), cache_dir=tmp_path)
-    for one, other in zip(batches_of(left), batches_of(whole), strict=True):
-        assert np.array_equal(one["labels"], other["labels"])
-
-
-def test_bad_records_that_are_left_out_are_counted(start, tmp_path, capsys):
-    file = put(tmp_path, "bad.jsonl", [GOOD, "{", GOOD, "{", GOOD])
-    start("--dataset", file, "--skip-bad-records")
-    assert re.search(r"bad records? 2|2 bad records?", capsys.readouterr().out)
-
-
-def test_a_token_id_without_an_embedding_is_one_line_with_file_and_place(start, tmp_path):
-    ids = np.full(32 * 16 + 1, 5, np.uint16)
-    ids[200] = VOCABULARY
-    np.save(tmp_path / "bad.npy", ids)
-    with pytest.raises(UserError, match=rf"bad\.npy.*{VOCABULARY}|{VOCABULARY}.*bad\.npy") as raised:
-        start("--dataset", tmp_path / "bad.npy")
-    assert "\n" not in str(raised.value)
-
-
-def cut(file: pathlib.Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-DAMAGED = [
-    ("text in .jsonl.gz", "a.jsonl.gz"),
-    ("text in .parquet", "a.parquet"),
-    ("NumPy .npy", "a.npy"),
-    ("llm.c, uint32", "stories.bin"),
-    ("Megatron", "a.bin"),
-    ("Megatron", "a.idx"),
-    ("datatrove", "a.ds"),
-    ("datatrove", "a.ds.index"),
-]
-
-
-@pytest.mark.parametrize("format, name", DAMAGED)
-def test_a_damaged_file_is_one_line_that_names_it(tokenizer, tmp_path, format, name):
-    formats.LAYOUTS[format](tmp_path, *formats.read_stories(50))
-    cut(tmp_path / name)
-    with pytest.raises(UserError, match=re.escape(name.removesuffix(".index"))) as raised:
-        utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache")
-    assert "\n" not in str(raised.value)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Stores
 
 
@@ -412,46 +358,11 @@ def test_a_store_has_the_samples_of_a_local_folder_streamed_and_cached(start, me
         assert losses_of(tmp_path / f"store-{way}") == losses_of(tmp_path / f"local-{way}")
 
 
-class Server(http.server.SimpleHTTPRequestHandler):
-    """Serves ranges of a file; every fifth of them is refused with 503, and every seventh ends half-way."""
-
-    content = b""
-    asked = 0
-
-    def do_HEAD(self):
-        self.begin(200, len(self.content))
-
-    def do_GET(self):
-        first, last = re.match(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "bytes=0-").groups()
-        part = self.content[int(first) : int(last or len(self.content)) + 1]
-        Server.asked += 1
-        if Server.asked % 5 == 2:
-            self.send_error(503)
-            return
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(self.content)}")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part if Server.asked % 7 else part[: len(part) // 2])
-
-    def begin(self, status: int, size: int) -> None:
-        self.send_response(status)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(size))
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
-
-
 def test_a_server_with_faults_gives_the_samples_of_the_local_file(start, corpora, tmp_path):
     pytest.importorskip("aiohttp")
-    Server.content, Server.asked = (corpora / "a.jsonl").read_bytes(), 0
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
-        start("--dataset", url, "--streaming", "--run-name", "served")
-        server.shutdown()
+    with object_stores.http_store() as (url, contents, faults):
+        contents["a.jsonl"], faults.plan = (corpora / "a.jsonl").read_bytes(), ["none", "503", "short", "reset"]
+        start("--dataset", f"{url}/a.jsonl", "--streaming", "--run-name", "served")
+        assert not faults.plan
     start("--dataset", "a.jsonl", "--streaming", "--run-name", "local")
-    assert Server.asked > 2
     assert losses_of(tmp_path / "served") == losses_of(tmp_path / "local")

@@ -35,7 +35,6 @@ def read(stream, text_field):
 
 READ_CORPORA = """
 import json, sys
-from collections import Counter
 from transformers import AutoTokenizer
 import utils
 from harness.base.errors import UserError
@@ -54,56 +53,39 @@ def read_streamed(source):
     return stream.Stream(of_split, encode.TextFormat(tokenizer, len(tokenizer)), "story", 4, 0).head(10**9)
 
 
-for source in sys.argv[2:]:
+for source in ("mixed", "packed.csv.gz", "bad"):
     for read in (read_cached, read_streamed):
         try:
-            answer = read(source).tolist()
+            answer = tokenizer.decode(read(source))
         except UserError as error:
             answer = str(error)
         print(json.dumps(answer))
 """
 
-HEADER = "number,story\n"
-ROWS = '1,"A fox said ""hello"".\n\nThe end, he said."\n2,Tom had a red ball.\n'
+ROWS = 'number,story\n1,"A fox said ""hello"".\n\nThe end, he said."\n2,Tom had a red ball.\n'
 STORIES = ['A fox said "hello".\n\nThe end, he said.', "Tom had a red ball."]
 
 
 @pytest.mark.slow
-def test_one_new_file_adds_a_format(tmp_path, tokenizer):
+def test_one_new_file_adds_a_format(tmp_path):
     """In a copy of the project: read beside another format, streamed, packed, and named where a record is bad."""
     tree = copy_program(tmp_path / "tree")
     (tree / "harness" / "data" / "readers" / "csv.py").write_text(CSV_READER)
-
     contents = {
-        "mixed/a.csv": (HEADER + ROWS).encode(),
+        "mixed/a.csv": ROWS.encode(),
         "mixed/b.txt": b"The moon is round.",
         "mixed/empty.csv": b"",
-        "packed.csv.gz": gzip.compress((HEADER + ROWS).encode()),
-        "bad/a.csv": (HEADER + ROWS).encode(),
-        "bad/b.csv": (HEADER + ROWS + "3\n" + ROWS).encode(),
-        "encoding.csv": (HEADER + ROWS + "3,A café.\n").encode("windows-1252"),
-        "no_column.csv": b"number,text\n1,A fox.\n",
-        "none/list.tsv": b"no story",
+        "packed.csv.gz": gzip.compress(ROWS.encode()),
+        "bad/a.csv": ROWS.encode() + b"3\n",
     }
     for name, content in contents.items():
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_bytes(content)
-
-    sources = ["mixed", "packed.csv.gz", "bad", "encoding.csv", "no_column.csv", "none"]
-    process = start([sys.executable, "-c", READ_CORPORA, str(tree), *sources], cwd=tree, PYTHONPATH=str(tree))
+    process = start([sys.executable, "-c", READ_CORPORA, str(tree)], cwd=tree, PYTHONPATH=str(tree))
     assert process.returncode == 0, process.stderr
-    answers = [json.loads(line) for line in process.stdout.splitlines()]
-    cached, streamed = dict(zip(sources, answers[::2], strict=True)), dict(zip(sources, answers[1::2], strict=True))
-    for source in sources:
-        if isinstance(cached[source], list):  # a stream reads the files that cannot be cut last
-            assert sorted(streamed[source]) == sorted(cached[source])
-        else:
-            assert streamed[source] == cached[source]
-    assert tokenizer.decode(cached["mixed"]).split(tokenizer.eos_token) == [*STORIES, "The moon is round.", ""]
-    assert tokenizer.decode(cached["packed.csv.gz"]).split(tokenizer.eos_token) == [*STORIES, ""]
+    mixed, mixed_streamed, packed, packed_streamed, *bad = map(json.loads, process.stdout.splitlines())
+    assert mixed.split("<|endoftext|>") == [*STORIES, "The moon is round.", ""]
+    assert sorted(mixed_streamed.split("<|endoftext|>")) == sorted(mixed.split("<|endoftext|>"))  # cut files come first
+    assert packed == packed_streamed == "".join(f"{story}<|endoftext|>" for story in STORIES)
     skip = "mend it, or leave bad records out with --skip-bad-records"
-    assert cached["bad"] == f"--dataset bad/b.csv, row 3: null instead of text; {skip}"
-    assert cached["encoding.csv"].startswith("--dataset encoding.csv: cannot be read ('utf-8' codec can't decode byte")
-    fields = "(fields: number, text)"
-    assert cached["no_column.csv"] == f"--text-field story: no such field in no_column.csv {fields}"
-    assert "needs .bin/.csv/.ds/.jsonl/.md/.npy/.parquet/.txt files" in cached["none"]
+    assert bad == 2 * [f"--dataset bad/a.csv, row 3: null instead of text; {skip}"]
