@@ -3,19 +3,32 @@
 import json
 import pathlib
 
+import multirank
 import pytest
+from conftest import words, write_model
 from transformers import AutoTokenizer
 
 import utils
 
+DEMO = pathlib.Path(__file__).parent.parent / "assets" / "demo"
 END = 0  # end-of-text of the demo tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    tokenizer = AutoTokenizer.from_pretrained(pathlib.Path(__file__).parent.parent / "assets" / "demo")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
     assert tokenizer.eos_token_id == END
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """The flags of a small run, with a token cache that all of them share."""
+    folder = tmp_path_factory.mktemp("small")
+    flags = words("--sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --no-compile --log-interval 1")
+    flags += words("--lr 1e-3 --lr-scheduler constant --perf-warmup-steps 0 --no-own-plan --run-name r --num-steps 4")
+    model = write_model(folder / "model", "llama", **multirank.SIZES)
+    return [*flags, "--model", model, "--tokenizer", DEMO, "--cache-dir", folder / "cache"]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 to its device; the held-out batches of an evaluation; what a step trained on in words."""
 
 import itertools
-import logging
 import math
 import os
 from collections import Counter
@@ -73,7 +72,8 @@ class TrainingData:
 
     @property
     def has_padding(self) -> bool:
-        return any(source.padding_share > 0 for source in self.sources.values())
+        uneven = [source for source in self.sources.values() if not source.is_uniform]
+        return any(source.total_tokens() < len(source) * self.seq_len for source in uneven)
 
     @property
     def is_mapped(self) -> bool:
@@ -135,9 +135,7 @@ class SampleReader:
         `speaks` it prints how many bad records were left out, at the first one and each time they are ten times as
         many."""
         self.data, self.positions, self.speaks = data, positions, speaks
-        if [*data.sources] == [data.record.plain] and len(
-            positions
-        ) == 1:  # the only source, which may have been renamed
+        if [*data.sources] == [data.record.plain] and len(positions) == 1:  # the only source may have been renamed
             self.positions = {data.record.plain: next(iter(positions.values()))}
         self.lanes: dict[tuple[str, int], LaneReader] = {}
         self.counts: Counter = Counter()
@@ -183,7 +181,16 @@ def training_batches(
     microbatches and averaged over ranks, is the mean over each trained token of the global batch. A UserError that a
     data worker met is raised here.
     """
-    for batch in build_loader(settings, data, state, pin_memory=device.type == "cuda"):
+    loader = DataLoader(
+        RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
+        batch_size=None,
+        num_workers=settings.num_workers,
+        prefetch_factor=STREAM_PREFETCH if settings.streaming and settings.num_workers else None,
+        worker_init_fn=job.ignore_signals,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
+    )
+    for batch in loader:
         if isinstance(batch, base.UserError):
             raise batch
         state.move_positions(batch.pop("positions", {}))
@@ -195,45 +202,21 @@ def to_device(value, device: torch.device):
     return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
-def build_loader(settings: flags.Settings, data: TrainingData, state, pin_memory: bool) -> DataLoader:
-    """The loader of this rank's microbatches."""
-    batches = RankBatches(
-        data,
-        settings.batch_size,
-        settings.gradient_accumulation_steps,
-        dist.get_rank(),
-        dist.get_world_size(),
-        state.samples,
-        state.positions,
-    )
-    return DataLoader(
-        batches,
-        batch_size=None,
-        num_workers=settings.num_workers,
-        prefetch_factor=STREAM_PREFETCH if settings.streaming and settings.num_workers else None,
-        worker_init_fn=job.ignore_signals,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
-    )
-
-
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
     """Endless microbatches of one rank, divided among its data workers in turn: ranks are disjoint, and a step's
     samples do not depend on how many ranks or microbatches share them. A UserError comes as the last item, as a
     DataLoader would wrap it into a traceback."""
 
+    settings: flags.Settings
     data: TrainingData
-    batch_size: int
-    accumulation: int = 1  # microbatches of a step
-    rank: int = 0
-    world_size: int = 1
-    first_sample: int = 0
-    positions: Positions | None = None
+    first_sample: int
+    positions: Positions
+    rank: int
+    world_size: int
 
     def __iter__(self) -> Iterator[dict[str, Any] | base.UserError]:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer's threads do not survive the fork of a worker
-        logging.getLogger("datasets").setLevel(logging.CRITICAL)  # the UserError alone reports what goes wrong
         worker = get_worker_info()
         try:
             yield from self.batches_of(worker.id if worker else 0, worker.num_workers if worker else 1)
@@ -242,22 +225,23 @@ class RankBatches(IterableDataset):
 
     def batches_of(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         """Every batch of one of so many workers: a DataLoader takes one of each in turn."""
-        reader = SampleReader(self.data, self.positions or {}, speaks=self.rank == 0)
+        reader = SampleReader(self.data, self.positions, speaks=self.rank == 0)
         collate = create_collate_fn(shift_labels=False)
         for microbatch in itertools.count(worker, workers):
-            first = self.first_sample + (microbatch * self.world_size + self.rank) * self.batch_size
-            samples = range(first, first + self.batch_size)
+            first = self.first_sample + (microbatch * self.world_size + self.rank) * self.settings.batch_size
+            samples = range(first, first + self.settings.batch_size)
             windows, positions = reader.read(samples)
             batch: dict[str, Any] = dict(collate(windows))
             if positions:
                 batch["positions"] = positions
             if not self.data.is_uniform:
-                batch["loss_divisor"] = self.loss_divisor(microbatch // self.accumulation, samples)
+                step = microbatch // self.settings.gradient_accumulation_steps
+                batch["loss_divisor"] = self.loss_divisor(step, samples)
             yield batch
 
     def loss_divisor(self, step: int, samples: range) -> float:
         """What the mean loss of a microbatch of a step, from 0 on, is divided by, see `training_batches`."""
-        per_step = self.accumulation * self.world_size * self.batch_size
+        per_step = self.world_size * self.settings.batch_size * self.settings.gradient_accumulation_steps
         first = self.first_sample + step * per_step
         _, in_step = self.data.count_tokens(range(first, first + per_step))
         if not in_step:

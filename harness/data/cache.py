@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from tqdm import tqdm
 
 from harness import base, job
 from harness.data.encode import Encoded
@@ -24,9 +23,6 @@ VERSION = 3  # of the files; another one makes them anew
 LEFT_OUT = ("empty documents", "bad records", "conversations without a trained token")
 FIRST_LINE_SECONDS, LOG_SECONDS = 5, 30  # of tokenizing, after which a line says how far it is, and between two
 
-# Arrays of encoded documents; how many bytes of the corpus were read, and how many there are.
-Batches = Iterator[tuple[Encoded, int, int]]
-
 
 def folder_of(cache_dir: str | os.PathLike | None) -> pathlib.Path:
     if cache_dir is not None:
@@ -35,7 +31,10 @@ def folder_of(cache_dir: str | os.PathLike | None) -> pathlib.Path:
 
 
 def tokenize_once(
-    identity: list, tokenize: Callable[[Counter], Batches], cache_dir: str | os.PathLike | None, skip_bad: bool
+    identity: list,
+    tokenize: Callable[[Counter], Iterator[Encoded]],
+    cache_dir: str | os.PathLike | None,
+    skip_bad: bool,
 ) -> tuple[pathlib.Path, dict]:
     """(the file of a corpus' tokens, made now where there is none that is whole; what was counted).
 
@@ -115,14 +114,13 @@ def open_cache(path: pathlib.Path, vocab_size: int, end_of_text: int | None, cou
     return tokens
 
 
-def with_progress(batches: Batches, counts: Counter) -> Iterator[Encoded]:
+def with_progress(batches: Iterator[Encoded], counts: Counter) -> Iterator[Encoded]:
     """The arrays of `batches`. Rank 0 prints how far the tokenizing is: after some seconds, then each half minute."""
     start, next_line = time.monotonic(), float(FIRST_LINE_SECONDS)
-    for encoded, read, total in batches:
+    for encoded in batches:
         yield encoded
         seconds = time.monotonic() - start
         if seconds >= next_line:
-            done = f"{counts['documents']:,} documents, {counts['tokens'] / seconds:,.0f} tokens/s"
-            left = tqdm.format_interval(seconds * max(0, total / max(read, 1) - 1))
-            job.say("data      ", f"tokenizing, once: {done}, {left} left")
+            speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
+            job.say("data      ", f"tokenizing, once: {counts['documents']:,} documents, {speed}")
             next_line = seconds + LOG_SECONDS

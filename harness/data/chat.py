@@ -3,7 +3,6 @@ transformers' sandbox of jinja; no other code of a tokenizer's folder runs."""
 
 import datetime
 import itertools
-import json
 import pathlib
 import re
 from collections import Counter
@@ -36,10 +35,6 @@ class ChatFormat(TextFormat):
         template = self.template or self.tokenizer.chat_template
         return [*super().identity(), template, self.loss, special_tokens, str(TODAY)]
 
-    def asks_for_date(self) -> bool:
-        """Whether the template prints today's date, which is always TODAY: tokens would be others each day."""
-        return "strftime_now" in json.dumps(self.template or self.tokenizer.chat_template)
-
     def check(self, dataset: str) -> None:
         """Raises a UserError where no conversation could be rendered or masked."""
         source = "--chat-template" if self.template else f"--tokenizer {self.tokenizer.name_or_path}"
@@ -53,49 +48,39 @@ class ChatFormat(TextFormat):
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
         """Conversations as tokens and masks. Those without a token to train on are left out, and counted."""
-        examples = []
-        for _, group in itertools.groupby(documents, tools_of):
-            examples += self.encode_group(list(group), counts)
-        kept = [(tokens, trained) for tokens, trained in examples if trained.any()]
-        counts["conversations without a trained token"] += len(examples) - len(kept)
-        masks = [trained for _, trained in kept] or [np.empty(0, np.uint8)]
-        return self.joined([tokens for tokens, _ in kept], counts, masks)
+        tokens, masks = [], [np.empty(0, np.uint8)]
+        for conversation in documents:
+            try:
+                ids, trained = self.render(conversation)
+            except Exception as error:  # a template may raise anything
+                fault = f"the chat template fails, {base.first_line(error)}"
+                refuse_or_count(conversation.place, fault, self.skip_bad, counts)
+                continue
+            if trained.any():
+                tokens.append(ids)
+                masks.append(trained)
+            else:
+                counts["conversations without a trained token"] += 1
+        return self.joined(tokens, counts, masks)
 
-    def encode_group(self, group: list, counts: Counter) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(tokens, mask) of conversations with the same tools."""
-        try:
-            return self.render(group)
-        except Exception as error:  # a template may raise anything
-            if len(group) > 1:
-                return [example for one in group for example in self.encode_group([one], counts)]
-            refuse_or_count(group[0].place, f"the chat template fails, {base.first_line(error)}", self.skip_bad, counts)
-            return []
-
-    def render(self, conversations: list[Conversation]) -> list[tuple[np.ndarray, np.ndarray]]:
-        tools = conversations[0].tools
-        template = self.tokenizer.get_chat_template(self.template, tools)
-        if self.asks_for_date():
+    def render(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, mask) of a conversation."""
+        template = self.tokenizer.get_chat_template(self.template, conversation.tools)
+        if "strftime_now" in template:
             template = with_fixed_date(template)
         encoded = self.tokenizer.apply_chat_template(
-            [conversation.messages for conversation in conversations],
-            tools=tools,
+            conversation.messages,
+            tools=conversation.tools,
             chat_template=template,
             return_dict=True,
             return_assistant_tokens_mask=self.loss == "assistant",
         )
-        examples = []
-        for number, ids in enumerate(encoded["input_ids"]):
-            trained = np.ones(len(ids), np.uint8)
-            if self.loss == "assistant":
-                trained = np.array(encoded["assistant_masks"][number], np.uint8)
-            trained[:1] = 0  # nothing precedes it
-            examples.append((np.array(ids, np.uint32), trained))
-        return examples
-
-
-def tools_of(conversation: Conversation) -> str:
-    """What conversations that are encoded in one call have in common."""
-    return json.dumps(conversation.tools)
+        ids = np.array(encoded["input_ids"], np.uint32)
+        trained = np.ones(len(ids), np.uint8)
+        if self.loss == "assistant":
+            trained = np.array(encoded["assistant_masks"], np.uint8)
+        trained[:1] = 0  # nothing precedes it
+        return ids, trained
 
 
 def with_fixed_date(template: str) -> str:

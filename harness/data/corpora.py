@@ -179,7 +179,7 @@ class Reading:
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
-            opened = token_files.open_token_files(of_split, self.vocab_size)
+            opened = [token_files.open_token_file(file, self.vocab_size) for file in of_split]
             tokens = Tokens(opened, self.vocab_size, self.end_of_text)
             tokens.line = token_files.describe(opened)
         else:
@@ -200,14 +200,12 @@ class Reading:
         identity = [content, rows, text_field, *encoder.identity()]
 
         def tokenize(counts: Counter) -> Iterator:
-            total = sum(file.size for file in of_split)
-            read = [0, 0]  # bytes of the files before, and of this one
-            records = read_all(of_split, text_field, read)
+            records = itertools.chain.from_iterable(read_records(file, text_field) for file in of_split)
             if rows:
-                records = itertools.islice(records, *rows)
+                records = itertools.islice(records, *rows)  # type: ignore[assignment]
             documents = read_documents(records, self.vocab_size, self.skip_bad_records, counts, corpus.is_chat)
             while batch := list(take(documents, TOKENIZE_BATCH)):
-                yield encoder.encode(batch, counts), sum(read), total
+                yield encoder.encode(batch, counts)
             if not counts["tokens"]:
                 left_out = counts["conversations without a trained token"]
                 if left_out:
@@ -249,18 +247,6 @@ class Reading:
             short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
             raise base.UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
         return packed
-
-
-def read_all(of_split: list[DataFile], text_field: Field, read: list[int]) -> Iterator:
-    """The records of files, in order; `read` gets how many bytes of them were read."""
-
-    def note(place: int) -> None:
-        read[1] = place
-
-    for file in of_split:
-        yield from read_records(file, text_field, progress=note)
-        read[0] += file.size
-        read[1] = 0
 
 
 def parse_split(split: str) -> tuple[str, list[str]]:

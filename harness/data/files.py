@@ -199,10 +199,8 @@ def find_on_hub(dataset: str, subset: str | None) -> Listing:
             place = snapshot_download(dataset, repo_type="dataset", local_files_only=True)
         found = datasets.load_dataset_builder(place, subset).config.data_files or {}
     except Exception as error:
-        cause: BaseException = error
-        for _ in range(2):  # `datasets` wraps what happened up to twice
-            cause = cause.__cause__ or cause
-        problem = f"not a local file or folder, and not to be had from the hub ({base.first_line(cause)})"
+        cause = base.first_line(stores.root_of(error))
+        problem = f"not a local file or folder, and not to be had from the hub ({cause})"
         hint = f"without a network use a local {'/'.join(readers.suffixes())} file or folder, 'synthetic' or 'demo'"
         raise base.UserError(f"--dataset {dataset}: {problem}; {hint}") from error
     splits, left_out = {}, []

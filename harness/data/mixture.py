@@ -49,13 +49,14 @@ class Node:
 
 
 class TreeShares:
-    """Sources that divide samples by their weights, in one lane."""
+    """Sources that divide samples by their weights, in one lane, from a sample on."""
 
-    def __init__(self, weights: dict[str, int]):
-        self.tree = build_tree(weights)
+    def __init__(self, weights: dict[str, int], first: int):
+        self.tree, self.first = build_tree(weights), first
 
     def source_of(self, sample: int) -> str:
-        node = self.tree
+        """The source of a sample of the run."""
+        node, sample = self.tree, sample - self.first
         while isinstance(node, Node):
             before = node.count_left(sample)
             if node.count_left(sample + 1) > before:
@@ -65,8 +66,8 @@ class TreeShares:
         return node
 
     def count(self, name: str, lane: int, turns: int) -> int:
-        """How many of the first `turns` samples of the lane are of a source."""
-        parts = [(self.tree, turns)]
+        """How many samples of a source come before so many turns of the lane, since the first one here."""
+        parts = [(self.tree, max(turns - self.first, 0))]
         while parts:
             node, samples = parts.pop()
             if isinstance(node, Node):
@@ -163,7 +164,7 @@ class Mixture:
         self.shares: list[TreeShares | LaneShares] = []
         for segment in history:
             weights = as_integers({name: w / segment.per_sample[name] for name, w in segment.weights.items()})
-            self.shares.append(TreeShares(weights) if lanes == 1 else LaneShares(weights, lanes))
+            self.shares.append(TreeShares(weights, segment.first) if lanes == 1 else LaneShares(weights, lanes))
 
     def segment_of(self, sample: int) -> int:
         """The number of the segment that a sample is in."""
@@ -172,8 +173,7 @@ class Mixture:
     def locate(self, sample: int) -> tuple[str, int, int]:
         """(the source of a sample, its lane, how many samples of that source come before it in the lane)."""
         number, lane = self.segment_of(sample), sample % self.lanes
-        # in one lane each segment begins its shares anew, in several the points go on
-        name = self.shares[number].source_of(sample - self.firsts[number] if self.lanes == 1 else sample)
+        name = self.shares[number].source_of(sample)
         return name, lane, self.count(name, lane, sample)
 
     def count(self, name: str, lane: int, samples: int) -> int:
@@ -185,11 +185,8 @@ class Mixture:
                 end = min(samples, self.firsts[number + 1])
             if end <= first:
                 break
-            begin, end = self.turns(lane, first), self.turns(lane, end)
-            if self.lanes == 1:
-                found += self.shares[number].count(name, lane, end - begin)
-            else:
-                found += self.shares[number].count(name, lane, end) - self.shares[number].count(name, lane, begin)
+            before, after = (self.shares[number].count(name, lane, self.turns(lane, edge)) for edge in (first, end))
+            found += after - before
         return found
 
     def turns(self, lane: int, samples: int) -> int:

@@ -165,10 +165,10 @@ def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
 
 
 def read_records(
-    file: "DataFile", text_field: Field, start: int = 0, end: int | None = None, progress=None
+    file: "DataFile", text_field: Field, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Record]]:
     """(place in words, record) of a file, or of the part of a file that can be cut; a UserError where it cannot be
-    read. `progress` gets, now and then, how many bytes of it were read."""
+    read."""
     from harness.data.readers import reader_of
 
     reader = reader_of(file.name)
@@ -178,8 +178,6 @@ def read_records(
             part = (start, end) if (start, end) != (0, None) else ()
             for number, record in enumerate(reader.read(stream, text_field, *part), 1):
                 yield f"{file}, {reader.PLACE} {number:,}{after}", record
-                if progress is not None:
-                    progress(raw.tell())
     except NoFieldError as error:
         wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
         raise base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error

@@ -19,7 +19,7 @@ from harness.data.chat import describe_example
 from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse_split
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
 from harness.data.stream import Stream
-from harness.data.windows import EVERY, PackedDataset, SyntheticDataset, tokens_of
+from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, tokens_of
 
 DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
@@ -286,7 +286,7 @@ def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[
 def describe_packing(train: PackedDataset, tokenizer, with_example: bool) -> dict[str, str]:
     """The lines about documents that are packed whole, and about conversations."""
     lines = {}
-    if train.describe():
+    if isinstance(train, BestFitDataset):
         lines["packing"] = train.describe()
     if train.is_chat:
         share = train.total_trained() / len(train.tokens)
@@ -388,8 +388,6 @@ def evaluates_own_data(settings: flag_rules.Settings, manifest: dict) -> bool:
         if settings.eval_split and flag_rules.splits_overlap(trained[file][1], settings.eval_split):
             problem = f"it is not apart from {trained[file][1]!r}, which the run trained on"
             raise base.UserError(f"--eval-split {settings.eval_split}: {problem}; give one that is")
-    if flag_rules.same_dataset(dataset, settings.dataset) and flags["dataset_split"] == settings.dataset_split:
-        return True
     own = {trained[file][0] for file in shared}
     files_of_own = {file: split for file, (name, split) in trained.items() if name in own}
     if shared and files_of_own == {file: split for file, (_, split) in read.items()}:

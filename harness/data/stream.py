@@ -49,7 +49,6 @@ class Stream:
 
     is_uniform = True
     is_chat = False
-    padding_share = 0.0
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Stream:
         come last; all windows for 0. Each rank reads its share of the chunks, and all get all. A UserError where there
         is not one; every rank calls this."""
         wanted = count * self.seq_len + 1 if count else 2**63
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world = dist.get_rank(), dist.get_world_size()
         parts: list[np.ndarray] = []
         for first in range(0, len(self.chunks), world):
             mine: np.ndarray | base.UserError
@@ -138,7 +137,7 @@ class Stream:
                 mine = self.head(wanted, self.chunks[first + rank : first + rank + 1])
             except base.UserError as error:
                 mine = error
-            for part in base.of_all_ranks(mine) if world > 1 else [mine]:
+            for part in base.of_all_ranks(mine):
                 if isinstance(part, base.UserError):
                     raise part
                 parts.append(part)

@@ -42,17 +42,6 @@ def damaged(place: Any, fault: str, advice: str = "restore the file, or make it 
     return base.UserError(f"--dataset {place}: {fault}; {advice}")
 
 
-def open_token_files(files: list[DataFile], vocab_size: int) -> list[TokenFile]:
-    """Files of one format, mapped. A UserError where one is damaged, or where two were made by different tokenizers."""
-    opened = [open_token_file(file, vocab_size) for file in files]
-    named = [file for file in opened if file.tokenizer]
-    for file in named:
-        if file.tokenizer != named[0].tokenizer:
-            names = f"{named[0].name} was tokenized by {named[0].tokenizer}, {file.name} by {file.tokenizer}"
-            raise base.UserError(f"--dataset: {names}; name files of one tokenizer")
-    return opened
-
-
 def open_token_file(file: DataFile, vocab_size: int) -> TokenFile:
     if file.packing:
         raise damaged(file, "it is packed, and token files are mapped", "unpack it")
@@ -69,15 +58,13 @@ def describe(files: list[TokenFile]) -> str:
 
 
 def differing_tokenizer(files: list[TokenFile], tokenizer) -> str:
-    """A warning where the files name another tokenizer than the run's; "" where they do not, or name none. A path and a
-    hub id are the same where their last part is."""
-    named = [file for file in files if file.tokenizer]
-    if not named or tokenizer is None or last_part(named[0].tokenizer) == last_part(tokenizer.name_or_path):
-        return ""
-    return (
-        f"--tokenizer {tokenizer.name_or_path}: {named[0].name} was tokenized by {named[0].tokenizer}; "
-        "stories and prompts are wrong unless both are the same"
-    )
+    """A warning where a file names another tokenizer than the run's; "" where none does. A path and a hub id are the
+    same where their last part is."""
+    for file in files:
+        if file.tokenizer and tokenizer and last_part(file.tokenizer) != last_part(tokenizer.name_or_path):
+            problem = f"{file.name} was tokenized by {file.tokenizer}"
+            return f"--tokenizer {tokenizer.name_or_path}: {problem}; stories are wrong unless both are the same"
+    return ""
 
 
 def last_part(name: str) -> str:

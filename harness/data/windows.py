@@ -217,6 +217,8 @@ class PackedDataset(Dataset):
         """`end_of_text` ends a document of a plain array."""
         self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
         self.seq_len, self.document_mask = seq_len, document_mask
+        self.is_chat = self.tokens.is_chat
+        self.is_uniform = not self.is_chat  # whether each window has `seq_len` inputs and labels that count
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
@@ -227,22 +229,13 @@ class PackedDataset(Dataset):
         if first < 0 or last >= self.tokens.size:
             raise IndexError(index)
         tokens, trained, starts = self.tokens[first : last + 1], None, None
-        if self.tokens.is_chat:
+        if self.is_chat:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
         if self.document_mask:
             starts = self.tokens.starts_between(first, last)
         if starts is None and trained is None:
             return tokens
         return Window(tokens, trained, starts)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether each window has `seq_len` inputs and labels that count."""
-        return not self.tokens.is_chat
-
-    @property
-    def is_chat(self) -> bool:
-        return self.tokens.is_chat
 
     def real_tokens(self, index: int) -> int:
         """Inputs of a window that are not padding."""
@@ -266,18 +259,9 @@ class PackedDataset(Dataset):
         """Inputs of all windows that are not padding."""
         return len(self) * self.seq_len
 
-    @property
-    def padding_share(self) -> float:
-        """Padding as a part of the inputs of all windows."""
-        return 0.0
-
     def starts_in(self, index: int) -> list[int]:
         """Where documents begin among the inputs of a window, 0 first."""
         return self.tokens.starts_between(index * self.seq_len, (index + 1) * self.seq_len).tolist()
-
-    def describe(self) -> str:
-        """The packing in words, where there is something to say."""
-        return ""
 
 
 class BestFitDataset(PackedDataset):
@@ -287,12 +271,10 @@ class BestFitDataset(PackedDataset):
     and counts as no token. A document longer than a window is cut into pieces, see `cut_long`.
     """
 
-    is_uniform = False
-
     def __init__(self, tokens: Tokens, seq_len: int, padding: int, seed: int = 0, document_mask: bool = True):
         """`padding` is a token id; without `document_mask` the documents of a window see those before them."""
         super().__init__(tokens, seq_len, document_mask)
-        self.padding = padding
+        self.is_uniform, self.padding = False, padding
         self.starts, self.lengths = cut_long(tokens.ends, seq_len)  # of the pieces, in tokens
         self.items, self.begins = best_fit(self.lengths, seq_len + 1, seed)
         trained = self.lengths - 1
@@ -341,19 +323,17 @@ class BestFitDataset(PackedDataset):
     def total_tokens(self) -> int:
         return int(self.real.sum())
 
-    @property
-    def padding_share(self) -> float:
-        return 1 - self.total_tokens() / max(1, len(self) * self.seq_len)
-
     def starts_in(self, index: int) -> list[int]:
         lengths = self.lengths[self.pieces_of(index)]
         return (np.cumsum(lengths) - lengths).tolist()
 
     def describe(self) -> str:
+        """The packing in words."""
         documents, windows = base.counted(len(self.tokens.ends), "document"), base.counted(len(self), "window")
         cut = int((np.diff(self.tokens.ends, prepend=0) > self.seq_len + 1).sum())
         longer = f", {cut:,} longer than a window cut" if cut else ""
-        return f"best-fit, {documents} in {windows}{longer}, padding {100 * self.padding_share:.1f} %"
+        padding = 1 - self.total_tokens() / (len(self) * self.seq_len)
+        return f"best-fit, {documents} in {windows}{longer}, padding {100 * padding:.1f} %"
 
 
 def cut_long(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -407,7 +387,6 @@ class SyntheticDataset(Dataset):
 
     is_uniform = True
     is_chat = False
-    padding_share = 0.0
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0, windows: int = 2**20):
         self.vocab_size, self.seq_len, self.seed, self.windows = vocab_size, seq_len, seed, windows

@@ -23,6 +23,6 @@ __getattr__, __all__ = doors.open_door(
         "schedules": "SCHEDULES",
         "commands": "as_words as_flags to_paste flags_of_run",
         "checkpoints": "checkpoint_folder no_checkpoint",
-        "sources": "Source Stage sources_of stages_of name_of same_dataset splits_overlap",
+        "sources": "Source Stage sources_of stages_of name_of splits_overlap",
     },
 )

@@ -11,13 +11,11 @@ import multirank
 import numpy as np
 import pytest
 import transformers
-from conftest import ROOT, metrics_of, parse, train, write_model
-from transformers import AutoConfig, AutoTokenizer
+from conftest import ROOT, metrics_of, train, write_model
+from transformers import AutoTokenizer
 
 import utils
 from harness.base.errors import UserError
-from harness.data import corpora as data_of_run
-from harness.data import load as load_run
 from harness.data.chat import TODAY, ChatFormat
 from harness.data.records import Conversation
 from harness.data.windows import BestFitDataset
@@ -158,15 +156,6 @@ def test_a_template_that_marks_nothing_is_refused_and_one_conversation_without_a
     assert "conversations without a trained token 1" in data.tokens.line
 
 
-def open_data(tokenizer, tmp_path, source: str, *flags: str):
-    """(settings, data) as the program has them."""
-    settings = parse(["--dataset", source, "--cache-dir", tmp_path / "cache", "--sequence-length", 40, *flags])
-    corpora = data_of_run.find(settings)
-    settings = data_of_run.mask_conversations(settings, corpora)
-    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer))
-    return settings, load_run(settings, corpora, tokenizer, config)
-
-
 @pytest.fixture(scope="module")
 def without_end():
     """A tokenizer without an end-of-text token."""
@@ -176,11 +165,11 @@ def without_end():
     return tokenizer
 
 
-@pytest.mark.parametrize("flags", [["--document-mask"], ["--packing", "best-fit"], ["--eval-interval", "1"]])
-def test_where_nothing_tells_the_ends_of_documents_the_run_is_refused(device, without_end, tmp_path, flags):
+@pytest.mark.parametrize("options", [{"document_mask": True}, {"packing": "best-fit"}, {"split": "train[:50%]"}])
+def test_where_nothing_tells_the_ends_of_documents_the_run_is_refused(without_end, tmp_path, options):
     np.arange(1000, dtype="<u2").tofile(tmp_path / "a.bin")
     with pytest.raises(UserError, match=r"a.bin: it does not say where its documents end, and .* no end-of-text token"):
-        open_data(without_end, tmp_path, str(tmp_path / "a.bin"), *flags)
+        load(without_end, tmp_path, str(tmp_path / "a.bin"), **options)
 
 
 @pytest.mark.parametrize(

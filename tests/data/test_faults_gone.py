@@ -10,9 +10,8 @@ import fsspec
 import multirank
 import numpy as np
 import pytest
-from conftest import ROOT, STORIES, forked, metrics_of, train, words, write_model
+from conftest import ROOT, STORIES, forked, metrics_of, train, words
 from fsspec.implementations.local import LocalFileSystem
-from transformers import AutoTokenizer
 
 import utils
 from harness.base.errors import UserError
@@ -20,20 +19,6 @@ from harness.base.errors import UserError
 DEMO = ROOT / "assets" / "demo"
 VOCABULARY = multirank.SIZES["vocab_size"]
 LINES = (STORIES / "train.jsonl").read_text().splitlines(keepends=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """The flags of a small run of 2 steps."""
-    model = write_model(tmp_path_factory.mktemp("model"), "llama", **multirank.SIZES)
-    flags = words("--num-steps 2 --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --no-compile")
-    flags += words("--log-interval 1 --lr 1e-3 --lr-scheduler constant --perf-warmup-steps 0 --no-own-plan")
-    return [*flags, "--model", model, "--tokenizer", DEMO, "--run-name", "r"]
 
 
 @pytest.fixture

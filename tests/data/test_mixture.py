@@ -24,19 +24,6 @@ def segment(first: int, **weights) -> Segment:
     return Segment(first, fractions, dict.fromkeys(weights, Fraction(1)))
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_each_source_is_within_a_sample_or_two_of_its_share_after_any_number_of_samples(weights):
-    mixture, total, counts = Mixture([segment(0, **weights)]), sum(weights.values()), Counter()
-    limit = 1 if len(weights) <= 3 else 2
-    for sample in range(5000):
-        name, lane, number = mixture.locate(sample)
-        assert (lane, number) == (0, counts[name])
-        counts[name] += 1
-        for source, weight in weights.items():
-            assert abs(counts[source] - weight * (sample + 1) / total) < limit
-    assert mixture.counts(5000) == counts
-
-
 def random_history(generator: random.Random) -> list[Segment]:
     names = "abcdefg"[: generator.randint(1, 7)]
     history, first = [], 0

@@ -1,18 +1,19 @@
 """A corpus format is one file in `harness/data/readers`: all that reads, counts and names records finds it there."""
 
 import gzip
-import json
 import sys
 
 import pytest
-from conftest import copy_program, start
+
+from harness.base.errors import UserError
+from harness.data import files, readers, stream
+from harness.data.encode import TextFormat
 
 CSV_READER = '''
 """CSV files: a header, then a document a row, with its text in a column."""
 
 import csv
 import io
-import sys
 
 from harness.data.records import check_value, choose_field
 
@@ -21,56 +22,32 @@ PLACE = "row"
 
 
 def read(stream, text_field):
-    csv.field_size_limit(sys.maxsize)  # 128 KiB by default
     rows = csv.DictReader(io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline=""))
     if rows.fieldnames is None:  # an empty file
         return
     field = choose_field(rows.fieldnames, text_field)
-    try:
-        for row in rows:
-            yield check_value(row[field], field)
-    except csv.Error as error:
-        raise ValueError(str(error)) from error
+    for row in rows:
+        yield check_value(row[field], field)
 '''
-
-READ_CORPORA = """
-import json, sys
-from transformers import AutoTokenizer
-import utils
-from harness.base.errors import UserError
-from harness.data import files, stream, encode
-
-tree, tokenizer = sys.argv[1], AutoTokenizer.from_pretrained("assets/demo")
-assert utils.__file__.startswith(tree)
-
-
-def read_cached(source):
-    return utils.get_dataset(tokenizer, 4, dataset=source, text_field="story", cache_dir="cache").tokens[:]
-
-
-def read_streamed(source):
-    of_split = files.find_files(source).of_split("train")
-    return stream.Stream(of_split, encode.TextFormat(tokenizer, len(tokenizer)), "story", 4, 0).head(10**9)
-
-
-for source in ("mixed", "packed.csv.gz", "bad"):
-    for read in (read_cached, read_streamed):
-        try:
-            answer = tokenizer.decode(read(source))
-        except UserError as error:
-            answer = str(error)
-        print(json.dumps(answer))
-"""
-
 ROWS = 'number,story\n1,"A fox said ""hello"".\n\nThe end, he said."\n2,Tom had a red ball.\n'
 STORIES = ['A fox said "hello".\n\nThe end, he said.', "Tom had a red ball."]
 
 
-@pytest.mark.slow
-def test_one_new_file_adds_a_format(tmp_path):
-    """In a copy of the project: read beside another format, streamed, packed, and named where a record is bad."""
-    tree = copy_program(tmp_path / "tree")
-    (tree / "harness" / "data" / "readers" / "csv.py").write_text(CSV_READER)
+@pytest.fixture
+def csv_reader(tmp_path, monkeypatch):
+    """One more file in the folder of readers."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "csv.py").write_text(CSV_READER)
+    monkeypatch.setattr(readers, "__path__", [*readers.__path__, str(tmp_path / "more")])
+    readers.all_readers.cache_clear()
+    yield
+    readers.all_readers.cache_clear()
+    sys.modules.pop("harness.data.readers.csv")
+
+
+@pytest.mark.usefixtures("csv_reader")
+def test_one_new_file_adds_a_format(tmp_path, load, encoded, tokenizer):
+    """Read beside another format, streamed, packed, and named where a record is bad."""
     contents = {
         "mixed/a.csv": ROWS.encode(),
         "mixed/b.txt": b"The moon is round.",
@@ -79,13 +56,19 @@ def test_one_new_file_adds_a_format(tmp_path):
         "bad/a.csv": ROWS.encode() + b"3\n",
     }
     for name, content in contents.items():
-        (tree / name).parent.mkdir(exist_ok=True)
-        (tree / name).write_bytes(content)
-    process = start([sys.executable, "-c", READ_CORPORA, str(tree)], cwd=tree, PYTHONPATH=str(tree))
-    assert process.returncode == 0, process.stderr
-    mixed, mixed_streamed, packed, packed_streamed, *bad = map(json.loads, process.stdout.splitlines())
-    assert mixed.split("<|endoftext|>") == [*STORIES, "The moon is round.", ""]
-    assert sorted(mixed_streamed.split("<|endoftext|>")) == sorted(mixed.split("<|endoftext|>"))  # cut files come first
-    assert packed == packed_streamed == "".join(f"{story}<|endoftext|>" for story in STORIES)
-    skip = "mend it, or leave bad records out with --skip-bad-records"
-    assert bad == 2 * [f"--dataset bad/a.csv, row 3: null instead of text; {skip}"]
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+
+    def streamed(place):
+        of_split = files.find_files(str(place)).of_split("train")
+        return stream.Stream(of_split, TextFormat(tokenizer, 1536), "story", 4, 0).head(10**9)
+
+    assert load(tmp_path / "mixed", text_field="story").tokens[:].tolist() == encoded([*STORIES, "The moon is round."])
+    assert load(tmp_path / "packed.csv.gz", text_field="story").tokens[:].tolist() == encoded(STORIES)
+    assert streamed(tmp_path / "mixed").tolist() == encoded(
+        ["The moon is round.", *STORIES]
+    )  # what can be cut is first
+    assert streamed(tmp_path / "packed.csv.gz").tolist() == encoded(STORIES)
+    for read in (lambda place: load(place, text_field="story"), streamed):
+        with pytest.raises(UserError, match=r"bad/a\.csv, row 3: null instead of text; mend it, or leave bad records"):
+            read(tmp_path / "bad")

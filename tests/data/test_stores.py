@@ -7,10 +7,9 @@ import re
 import sys
 
 import fsspec
-import multirank
 import object_stores
 import pytest
-from conftest import ROOT, STORIES, cold_python, losses_of, words, write_model
+from conftest import STORIES, cold_python, losses_of, words
 
 from harness.base.errors import UserError
 from harness.data import stores
@@ -177,10 +176,8 @@ def s3(corpus):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["streamed", "cached"])
-def test_a_run_on_s3_with_faults_has_the_losses_of_one_on_local_files(s3, corpus, tmp_path, how):
-    flags = words("--num-steps 6 --sequence-length 32 --batch-size 2 --precision fp32 --num-workers 1 --log-interval 1")
-    flags += ["--model", write_model(tmp_path / "model", "llama", **multirank.SIZES)]
-    flags += ["--tokenizer", ROOT / "assets" / "demo", "--cache-dir", tmp_path / "cache", "--output-dir", tmp_path]
+def test_a_run_on_s3_with_faults_has_the_losses_of_one_on_local_files(s3, small, corpus, tmp_path, how):
+    flags = [*small, *words("--num-steps 6 --batch-size 2 --num-workers 1"), "--output-dir", tmp_path]
     if how == "streamed":
         flags.append("--streaming")
     s3[1].plan = ["none", "503", "reset", "none", "short", "503"]

@@ -7,11 +7,10 @@ import json
 import shutil
 from collections import Counter
 
-import multirank
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, STORIES, metrics_of, parse, train, words, write_model
+from conftest import STORIES, metrics_of, parse, train, words
 
 from harness.base.errors import UserError
 from harness.data import stream as streams
@@ -109,13 +108,10 @@ def test_the_memory_of_a_lane_is_bounded_whatever_the_size_of_its_file(tmp_path,
 # The program
 
 
-@pytest.fixture(scope="module")
-def flags(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    model = write_model(folder / "model", "llama", **multirank.SIZES)
-    small = f"--num-steps 12 --sequence-length {SEQ_LEN} --batch-size 8 --precision fp32 --log-interval 1 --no-compile"
-    places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model}"
-    return words(f"{small} {places} --lr 1e-3 --streaming --dataset {corpus} --document-mask --num-workers 0")
+@pytest.fixture
+def flags(small, corpus):
+    more = f"--num-steps 12 --sequence-length {SEQ_LEN} --batch-size 8 --streaming --document-mask --dataset"
+    return [*small, *words(more), corpus]
 
 
 def test_a_split_is_evaluated_as_from_a_token_cache(device, flags, corpus, tmp_path):

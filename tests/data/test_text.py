@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 from harness.base.errors import UserError
 from harness.data.files import find_files
-from harness.data.mixture import WindowOrder
 from harness.data.records import DOCUMENT_MARK, read_documents, read_records
 
 END = 0  # end-of-text of the demo tokenizer
@@ -36,20 +35,6 @@ def tokens_of(packed) -> list[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Windows
-
-
-def test_the_order_of_windows_is_a_pure_function_of_seed_name_and_number_and_an_epoch_has_each_once():
-    one, same, other, named = (WindowOrder(100, *of) for of in ((3,), (3,), (4,), (3, "web")))
-    backwards = [one.window_of(sample) for sample in reversed(range(300))][::-1]
-    assert backwards == [same.window_of(sample) for sample in range(300)]
-    for different in (other, named):
-        assert backwards != [different.window_of(sample) for sample in range(300)]
-    epochs = [backwards[first : first + 100] for first in (0, 100, 200)]
-    assert all(sorted(epoch) == list(range(100)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Formats
 
 
@@ -62,14 +47,6 @@ def test_a_jsonl_file_is_read_in_order_without_empty_documents(load, encoded, wr
 def test_marks_divide_a_text_file_into_documents(load, encoded, tmp_path, between):
     (tmp_path / "data.txt").write_text(between.join(TEXTS) + between)
     assert tokens_of(load(tmp_path / "data.txt")) == encoded(TEXTS)
-
-
-def test_a_tokenized_file_is_taken_as_it_is(load, encoded, write_jsonl, tmp_path):
-    file = write_parquet(tmp_path / "data.parquet", input_ids=[[5, 6, 7, END], [], [8, 9, END]])
-    assert tokens_of(load(file)) == [5, 6, 7, END, 8, 9, END]
-    lines = [TEXTS[0], b'{"input_ids": [5, 6, 0]}', TEXTS[1], b""]
-    mixed = write_jsonl(tmp_path / "data.jsonl", lines)
-    assert tokens_of(load(mixed)) == [*encoded(TEXTS[:1]), 5, 6, 0, *encoded(TEXTS[1:2])]
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])

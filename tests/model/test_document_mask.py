@@ -1,9 +1,6 @@
 """--document-mask: attention stays inside documents."""
 
-import contextlib
 import functools
-import types
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ import train_fsdp
 import utils
 from harness import model as models
 from harness.base.errors import UserError
-from harness.data import batches
 from harness.data.windows import create_collate_fn
 from harness.model.attention import skip_packing_detection
 from harness.model.weights import decoder_layers
@@ -38,26 +34,6 @@ def test_positions_begin_again_after_each_end_of_text():
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5, 6]]
     assert batch["labels"].tolist()[0] == [END, 6, 7, END, END, 8, 9]
     assert "position_ids" not in create_collate_fn()(windows(1, 8))
-
-
-class OnHost(torch.Tensor):
-    """A tensor that can be moved to a GPU that is not there."""
-
-    def to(self, device, non_blocking):
-        return torch.tensor(self.tolist())
-
-
-def test_on_a_gpu_batches_are_read_ahead_and_come_in_their_order(monkeypatch):
-    rows = [[0, 1, 2, 3], [0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 2, 0]]
-    made = [{"position_ids": torch.tensor([row]).as_subclass(OnHost)} for row in rows]
-    monkeypatch.setattr(batches, "build_loader", lambda *_, **__: iter(made))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    for place in ("torch.cuda.Stream", "torch.cuda.current_stream", "torch.Tensor.record_stream"):
-        monkeypatch.setattr(place, mock.Mock())
-    on_gpu = types.SimpleNamespace(type="cuda")
-    state = types.SimpleNamespace(move_positions=lambda positions: None)
-    given = list(batches.training_batches(None, None, state, on_gpu))
-    assert [batch["position_ids"].tolist() for batch in given] == [[row] for row in rows[:3]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
