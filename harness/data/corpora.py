@@ -84,17 +84,15 @@ def look_into(
 
 def are_mapped(of_split: list[DataFile]) -> bool:
     """Whether files are token files; a UserError where only some are, or where their formats differ."""
-    mapped = [file for file in of_split if is_token_file(file.name)]
-    if not mapped:
+    one = next((file for file in of_split if is_token_file(file.name)), None)
+    if one is None:
         return False
-    for file in mapped:
+    for file in of_split:
         if file.is_remote:
             problem = "its tokens are mapped into memory, which a store cannot give"
-            raise base.UserError(f"--dataset {file}: {problem}; copy it to a local disk")
-    for file in of_split:
-        if reader_of(file.name) is not reader_of(mapped[0].name):
-            one, folder = mapped[0], os.path.dirname(mapped[0].path)
-            pattern = f"{folder}/*{os.path.splitext(one.name)[1]}"
+            raise base.UserError(f"--dataset {one}: {problem}; copy it to a local disk")
+        if reader_of(file.name) is not reader_of(one.name):
+            pattern = f"{os.path.dirname(one.path)}/*{os.path.splitext(one.name)[1]}"
             raise base.UserError(
                 f"--dataset: {one} has tokens that are read in place, {file} is of another format; "
                 f"name a folder or pattern with one of them, such as '{pattern}'"

@@ -3,6 +3,7 @@ header says of them; what an evaluation of a run reads."""
 
 import copy
 import dataclasses
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -221,15 +222,16 @@ def open_stream(
 
 
 def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
-    """How many lanes a run's samples are in: what the checkpoint says, or --streams, or the default for the source of
-    most files; no more than the chunks of any source."""
+    """How many lanes a run's samples are in: what the checkpoint says, or --streams, and no more than the chunks of any
+    source. By default the smallest multiple of a step's samples that is not below the number of files: each step then
+    takes one window or none of each lane, and a lane reads about a file or less."""
     if before:
         return before.lanes
     streamed = [corpus for corpus in corpora if settings.streaming and not corpus.is_mapped]
     if not streamed:
         return 1
     of_sources = [corpus.listing.of_split(parse_split(corpus.split)[0]) for corpus in streamed]
-    lanes = settings.streams or stream.default_lanes(max(map(len, of_sources)), per_step)
+    lanes = settings.streams or math.ceil(max(map(len, of_sources)) / per_step) * per_step
     return min(lanes, *map(stream.most_lanes, of_sources))
 
 

@@ -211,13 +211,14 @@ def may_pass(error: Exception) -> bool:
     status, root = status_of(error), root_of(error)
     if status is not None:
         return status in (408, 425, 429) or status >= 500
-    lasting = (PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError, LookupError)
-    return not (isinstance(root, lasting) or is_about_credentials(root))
+    lasting = (IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError, LookupError)
+    return not (isinstance(root, lasting) or is_refusal(root))
 
 
-def is_about_credentials(error: BaseException) -> bool:
-    """By the name of its type: botocore's errors have no common one."""
-    return any(word in type(error).__name__ for word in ("Credential", "Token", "Auth", "ProfileNotFound"))
+def is_refusal(error: BaseException) -> bool:
+    """Whether it is about credentials; by the name of its type, as botocore's errors have no common one."""
+    words = ("Permission", "Credential", "Token", "Auth", "ProfileNotFound")
+    return any(word in type(error).__name__ for word in words)
 
 
 def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserError:
@@ -226,7 +227,7 @@ def describe_failure(error: Exception, url: str, tried: str = "") -> base.UserEr
     if status and str(status) not in cause:
         cause = f"HTTP {status}, {cause}"
     advice = "check the name and the network"
-    if status in (401, 403) or isinstance(root, PermissionError) or is_about_credentials(root):
+    if status in (401, 403) or is_refusal(root):
         cause, advice = f"no access, {cause}", "check the credentials of the store's package"
     elif tried:
         cause = f"{cause}, {tried}"

@@ -202,12 +202,6 @@ def most_lanes(files: list[DataFile]) -> int:
     return max(1, size // LEAST_CHUNK + sum(not can_be_cut(file) for file in files))
 
 
-def default_lanes(files: int, samples_per_step: int) -> int:
-    """The smallest multiple of a step's samples that is not below the number of files: each step then takes one window
-    or none of each lane, and a lane reads about a file or less."""
-    return max(1, -(-files // samples_per_step)) * samples_per_step
-
-
 class LaneReader:
     """The windows of one lane from a position on."""
 

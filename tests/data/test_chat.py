@@ -61,37 +61,15 @@ def load(tokenizer, tmp_path, source: str, seq_len: int = 40, **options):
     return utils.get_dataset(tokenizer, seq_len, dataset=source, cache_dir=tmp_path / "cache", **options)
 
 
-def mask_of(data) -> np.ndarray:
-    return data.tokens.trained(0, len(data.tokens))
-
-
-def trained_texts(data, tokenizer) -> list[str]:
-    """The stretches of each conversation that are trained on, as text."""
-    mask, ends = mask_of(data), data.tokens.ends
-    found = []
-    for first, last in zip([0, *ends[:-1]], ends, strict=True):
-        tokens, of_document = data.tokens[first:last], mask[first:last].astype(bool)
-        cuts = np.flatnonzero(np.diff(of_document)) + 1
-        for stretch, kept in zip(np.split(tokens, cuts), np.split(of_document, cuts), strict=True):
-            if kept[0]:
-                found.append(tokenizer.decode(stretch))
-    return found
-
-
-def test_conversations_are_found_by_their_first_record_and_the_assistant_is_trained_on(tokenizer, corpus, tmp_path):
+def test_conversations_are_found_by_their_first_record_rendered_and_marked_as_transformers_does(
+    tokenizer, corpus, tmp_path
+):
     data = load(tokenizer, tmp_path, corpus)
     assert isinstance(data, BestFitDataset) and data.is_chat and data.document_mask
-    expected = ["In the big red box.", "Hello!", "two", "four and five"]
-    assert [text.strip() for text in trained_texts(data, tokenizer)] == [f"{text}<|endoftext|>" for text in expected]
-    tokens = tokenizer.apply_chat_template(CONVERSATIONS, return_dict=True)["input_ids"]
-    assert data.tokens[:].tolist() == list(itertools.chain(*tokens))
-    assert data.tokens.ends.tolist() == np.cumsum([len(ids) for ids in tokens]).tolist()
-
-
-def test_the_mask_is_that_of_transformers(tokenizer, corpus, tmp_path):
-    encoded = tokenizer.apply_chat_template(CONVERSATIONS, return_dict=True, return_assistant_tokens_mask=True)
-    data = load(tokenizer, tmp_path, corpus, packing="concatenate")
-    assert mask_of(data).tolist() == list(itertools.chain(*encoded["assistant_masks"]))
+    expected = tokenizer.apply_chat_template(CONVERSATIONS, return_dict=True, return_assistant_tokens_mask=True)
+    assert data.tokens[:].tolist() == list(itertools.chain(*expected["input_ids"]))
+    assert data.tokens.ends.tolist() == np.cumsum([len(ids) for ids in expected["input_ids"]]).tolist()
+    assert data.tokens.trained(0, len(data.tokens)).tolist() == list(itertools.chain(*expected["assistant_masks"]))
 
 
 BAD = [

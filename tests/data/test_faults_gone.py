@@ -169,24 +169,6 @@ def bytes_read() -> int:
     return int(re.search(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[1])
 
 
-def test_whole_names_make_splits_and_what_belongs_to_none_is_named(tokenizer, start, tmp_path, capsys):
-    corpus = tmp_path / "corpus"
-    write_lines(corpus / "train-00000-of-00002.jsonl", 0)
-    write_lines(corpus / "train-00001-of-00002.jsonl", 5)
-    write_lines(corpus / "val.jsonl", 20)
-    write_lines(corpus / "notes-on-train.jsonl", 30)
-    both = write_lines(tmp_path / "both.jsonl", 0, 10)
-    held_out = write_lines(tmp_path / "held-out.jsonl", 20)
-
-    def read(source, **split) -> list[list[int]]:
-        return windows_of(utils.get_dataset(tokenizer, 32, dataset=str(source), cache_dir=tmp_path / "cache", **split))
-
-    assert read(corpus) == read(both)
-    assert read(corpus, split="validation") == read(held_out)
-    start("--dataset", corpus)
-    assert "notes-on-train.jsonl" in capsys.readouterr().out
-
-
 def test_a_file_has_one_token_cache_by_whatever_name(tokenizer, tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", 0)
     monkeypatch.chdir(tmp_path)

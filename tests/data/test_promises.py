@@ -189,13 +189,6 @@ def test_each_source_is_within_a_sample_or_two_of_its_share_after_any_number_of_
         assert np.abs(np.cumsum(found == number) - shares).max() <= within + 1e-9
 
 
-def test_a_streamed_mixture_is_within_six_samples_of_its_weights(show):
-    flags = words("--dataset a=a.jsonl:0.6 b=b.jsonl:0.4 --streaming --batch-size 64 --sequence-length 16")
-    names = [name for step in (1, 2, 3) for name, _ in show(step, *flags)]
-    assert len(names) == 192
-    assert np.abs(np.cumsum([name == "a" for name in names]) - 0.6 * np.arange(1, 193)).max() <= 6
-
-
 def test_the_order_is_a_pure_function_of_the_seed_and_of_the_samples_number(show):
     """Whatever the size of a step; another seed has another order, of the same windows."""
     mixed = words("--dataset a=a.jsonl:0.6 b=b.jsonl:0.4")
@@ -222,23 +215,6 @@ def test_the_documents_of_best_fit_windows_are_shown_whole_and_without_padding(s
 def squeezed(text: str) -> str:
     """A text without white space and without its end, which is the last label only where a window is full."""
     return "".join(text.split()).removesuffix("<|endoftext|>")
-
-
-def test_a_mixture_is_reweighted_and_extended_at_a_resume(start, show, tmp_path):
-    """Steps of 4 samples; the sources go on where they were."""
-    start(*words("--dataset a=a.jsonl:0.5 b=b.jsonl:0.5"))
-    start(*words("--dataset a=a.jsonl:0.25 b=b.jsonl:0.5 new=ids.npy:0.25 --num-steps 8 --resume auto"))
-    lines = {line["step"]: line for line in metrics_of(tmp_path / "r") if not line.get("final")}
-    assert (lines[4]["share/a"], lines[4]["share/b"]) == (0.5, 0.5)
-    assert (lines[8]["share/a"], lines[8]["share/b"], lines[8]["share/new"]) == (0.25, 0.5, 0.25)
-    assert lines[8]["epochs/a"] == pytest.approx(lines[4]["epochs/a"] * (8 + 4) / 8)  # samples: 2 a step, then 1
-    assert lines[8]["epochs/b"] == pytest.approx(lines[4]["epochs/b"] * (8 + 8) / 8)
-    resumed = [show(step, "--resume", tmp_path / "r") for step in range(1, 9)]
-    assert [Counter(name for name, _ in samples) for samples in resumed] == 4 * [{"a": 2, "b": 2}] + 4 * [
-        {"a": 1, "b": 2, "new": 1}
-    ]
-    taken = [sample for samples in resumed for sample in samples]
-    assert len({*taken}) == len(taken)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
