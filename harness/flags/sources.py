@@ -31,10 +31,18 @@ class Stage:
 
 
 def sources_of(dataset: str | tuple[str, ...]) -> list[Source]:
-    """The sources that --dataset names; one word without a weight is one source."""
+    """The sources that --dataset names; one word without a weight is one source. Where two would have the same name by
+    their places they get the numbers of their words: `a-1`, `a-2`."""
     words = [dataset] if isinstance(dataset, str) else dataset
     parsed = [parse_source(word) for word in words]
-    return [Source(name or name_of(place), place, weight) for name, place, weight in parsed]
+    names = Counter(name or name_of(place) for name, place, _ in parsed)
+    sources = []
+    for number, (name, place, weight) in enumerate(parsed, 1):
+        by_place = name_of(place)
+        if names[by_place] > 1:
+            by_place = f"{by_place}-{number}"
+        sources.append(Source(name or by_place, place, weight))
+    return sources
 
 
 def parse_source(word: str) -> tuple[str, str, Fraction | None]:

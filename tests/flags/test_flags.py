@@ -142,7 +142,6 @@ MISTAKES = {  # flags: how the line begins; where it is empty, with the first fl
     "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
     "--fp8-recipe rowwise": "--fp8-recipe/--fp8-emulate: only with --precision fp8",
     "--decay-steps 3": "--decay-steps: only with --lr-scheduler warmup_stable_decay; give that too, or leave it out",
-    "--eval-steps 3": "--eval-steps: only with --eval-interval; give that too, or leave it out",
 }
 
 

@@ -31,6 +31,10 @@ def test_a_file_whose_name_looks_like_a_weighted_source_is_that_file(tmp_path):
     assert sources_of(str(path)) == [Source("date-2024-0", str(path), None)]
 
 
+def test_sources_of_one_name_get_the_numbers_of_their_words():
+    assert [source.name for source in sources_of(("x/a.jsonl", "y/a.bin", "a=z.bin"))] == ["a-1", "a-2", "a"]
+
+
 def test_one_plain_word_stays_a_text_and_all_else_is_a_tuple():
     assert parse_args(["--dataset", "someone/text"]).dataset == "someone/text"
     assert parse_args(["--dataset", "someone/text:1"]).dataset == ("someone/text:1",)
@@ -41,7 +45,6 @@ def test_one_plain_word_stays_a_text_and_all_else_is_a_tuple():
     "dataset, stages, problem",
     [
         (("a=x:1", "a=y:1"), None, "two sources are called a; give them other names"),
-        (("x/a.jsonl:1", "y/a.bin:1"), None, "two sources are called a; give them other names"),
         (("x:1", "synthetic:1"), None, "cannot be mixed"),
         (("x:1", "y"), None, "y has no weight"),
         (("x:0", "y:0"), None, "all weights are 0"),
