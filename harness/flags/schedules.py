@@ -37,7 +37,7 @@ SCHEDULES = {
     "linear": Schedule("linear"),
     "cosine": Schedule("cosine"),
     "cosine_with_min_lr": Schedule("cosine_with_min_lr", lambda s: {"min_lr_rate": 0.1}),
-    "polynomial": Schedule("polynomial"),
+    "polynomial": Schedule("polynomial", lambda s: {"lr_end": 0.0}),  # it refuses an lr below its own, 1e-7
     "inverse_sqrt": Schedule("inverse_sqrt"),
     "warmup_stable_decay": Schedule("warmup_stable_decay", options_of_decay, problem_of_decay),
 }
