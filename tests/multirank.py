@@ -219,7 +219,7 @@ def measured(slow: int | None, *argv: str) -> None:
 
     measure.PATIENCE, median_and_work = 0.2, measure.median_and_work
     if slow is not None and os.environ["RANK"] == str(slow):
-        measure.median_and_work = lambda call, device: median_and_work(lambda: (call(), call(), call()), device)
+        measure.median_and_work = lambda call: median_and_work(lambda: (call(), call(), call()))
     program("--measure", *argv)
 
 

@@ -1,7 +1,7 @@
 """Measure: --measure: the rates of this device, in some seconds, and whether all ranks and links are as fast as the
 others. Called by the script. Independent of how a plan is made of them."""
 
-import dataclasses
+import collections
 import datetime
 import functools
 import itertools
@@ -39,50 +39,48 @@ def measure_device(settings: flags.Settings, recipe, world: job.World) -> None:
     device = world.meet()
     torch.manual_seed(0)
     model = models.on_meta(config)
-    matmul, attention, memory, host = (
-        median_and_work(call, device)
-        for call in (
-            products(settings, model, device),
-            attentions(settings, config, device),
-            memory_bound(settings, config, device),
-            small_step(settings, recipe, device),
-        )
+    calls = (
+        products(settings, model, device),
+        attentions(settings, config, device),
+        memory_bound(settings, config, device),
+        small_step(recipe, device),
     )
-    is_cuda = device.type == "cuda"
-    capacity = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
+    seconds, works = zip(*(median_and_work(call) for call in calls), strict=True)
+    of_ranks = base.of_all_ranks(seconds)
+    matmul_s, attention_s, memory_s, host_s = (statistics.median(of_call) for of_call in zip(*of_ranks, strict=True))
+    matmul, attention, memory, host = works
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    of_ranks = base.of_all_ranks((matmul[0], attention[0], memory[0], host[0]))
-    matmul_s, attention_s, memory_s, host_s = (statistics.median(seconds) for seconds in zip(*of_ranks, strict=True))
+    if device.type == "cuda":
+        capacity = torch.cuda.get_device_properties(device).total_memory
+    else:
+        capacity = psutil.virtual_memory().total / local
     rates = {
-        "memory_gib": capacity / base.GIB / (1 if is_cuda else local),
-        "matmul_tflops": matmul[1].flops / matmul_s / 1e12,
-        "attention_tflops": attention[1].flops / attention_s / 1e12,
-        "memory_gb_per_s": memory[1].nbytes / memory_s / 1e9,
-        "host_us": 1e6 * host_s / host[1].dispatches,
+        "memory_gib": capacity / base.GIB,
+        "matmul_tflops": matmul["flops"] / matmul_s / 1e12,
+        "attention_tflops": attention["flops"] / attention_s / 1e12,
+        "memory_gb_per_s": memory["bytes"] / memory_s / 1e9,
+        "host_us": 1e6 * host_s / host["dispatches"],
     }
-    speeds: list[float] = []
+    slow = slow_ranks([sum(of_rank[:3]) for of_rank in of_ranks])
     if dist.get_world_size() > 1:
         layer = sum(parameter.numel() for parameter in models.decoder_layers(model)[0].parameters())
         rates |= link_rates(device, local, layer)
-        speeds = time_links(device)
+        slow += slow_links(time_links(device))
     write(settings, rates, device)
-    units = {"tflops": "TFLOPS", "s": "GB/s", "us": "us an operator", "gib": "GiB"}
     for name, rate in rates.items():
-        job.say(
-            job.columns({"measured": f"{name.removesuffix('_gb_per_s')} {rate:,.4g} {units[name.rpartition('_')[2]]}"})
-        )
-    for line in (*slow_ranks([sum(seconds[:3]) for seconds in of_ranks], job.RANKS), *slow_links(speeds, job.RANKS)):
-        job.say(f"slow       {line}")
-    job.say(f"done       {time.monotonic() - began:.0f} s")
+        job.say(job.columns({"measured": f"{name} {rate:,.4g}"}))
+    for line in slow:
+        job.say(job.columns({"slow": line}))
+    job.say(job.columns({"done": f"{time.monotonic() - began:.0f} s"}))
 
 
 def write(settings: flags.Settings, rates: dict[str, float], device: torch.device) -> None:
     """Writes the file of this kind of device, on rank 0."""
+    if dist.get_rank():
+        return
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     path = file_of(name, settings.cache_dir)
-    if dist.get_rank():
-        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         job.replace_file(path, json.dumps({"device": name, "date": date, "torch": torch.__version__} | rates, indent=1))
@@ -94,24 +92,15 @@ def write(settings: flags.Settings, rates: dict[str, float], device: torch.devic
 # ---- What is timed ---------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Work:
-    """What a call does, as a plan counts it."""
-
-    flops: float
-    nbytes: float
-    dispatches: float
-
-
-def median_and_work(call: Callable[[], None], device: torch.device) -> tuple[float, Work]:
-    """(median seconds of a call, beside those of all ranks; its work)."""
+def median_and_work(call: Callable[[], None]) -> tuple[float, dict[str, float]]:
+    """(median seconds of a call, beside those of all ranks; its flops, bytes and dispatches, as a plan counts them)."""
     job.enter_phase("measure")
     with StepRecorder(1, Rates("", 0, None, {"memory_gb_per_s": 1, "matmul_tflops": 1}, {})) as recorder:
         recorder.start_microbatch(0, 1, 1)
         call()
-    sums = [
-        sum(n for (name, *_), n in recorder.counts.items() if name == of) for of in ("flops", "bytes", "dispatches")
-    ]
+    work: dict[str, float] = collections.defaultdict(float)
+    for (name, *_), count in recorder.counts.items():
+        work[name] += count
     dist.barrier()
     seconds: list[float] = []
     while len(seconds) < 4 or sum(seconds) < PATIENCE:
@@ -120,7 +109,7 @@ def median_and_work(call: Callable[[], None], device: torch.device) -> tuple[flo
         call()
         base.wait_for_device()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:]), Work(*sums)
+    return statistics.median(seconds[1:]), work
 
 
 def dtype_of(settings: flags.Settings) -> torch.dtype:
@@ -189,21 +178,20 @@ def memory_bound(settings: flags.Settings, config, device: torch.device) -> Call
     return call
 
 
-def small_step(settings: flags.Settings, recipe, device: torch.device) -> Callable[[], None]:
+def small_step(recipe, device: torch.device) -> Callable[[], None]:
     """A step of the demo model on so few tokens that it is hardly more than what the host does for it."""
-    plain = {"model": "demo", "sequence_length": 16, "batch_size": 1, "gradient_accumulation_steps": 1}
-    plain |= {"compile": False, "activation_checkpointing": "none", "activation_memory_budget": None, "zero_stage": 3}
-    plain |= {"precision": "bf16", "fp8_recipe": None, "optimizer": "adamw", "attention": "sdpa", "fused_loss": True}
-    small = dataclasses.replace(settings, **plain, dp_replicate_size=1, cpu_offload=False, document_mask=False)
+    config = models.load_config("demo")
+    words = "--measure --model demo --sequence-length 16 --attention sdpa --no-compile"
+    settings = resolve(flags.parse_args(words.split()), config)
     of_one = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("world", "shard"))["shard"]
-    model = recipe.build_model(small, models.load_config("demo"), of_one)
-    optimizer, tracker = models.build_optimizer(small, model), recipe.make_tracker(0, 1, 0)
+    model = recipe.build_model(settings, config, of_one)
+    optimizer, tracker = models.build_optimizer(settings, model), recipe.make_tracker(0, 1, 0)
     tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
 
     def call() -> None:
         with models.any_attention_kernel():
             batches = itertools.repeat({"input_ids": tokens, "labels": tokens})
-            recipe.train_step(small, model, optimizer, batches, tracker)
+            recipe.train_step(settings, model, optimizer, batches, tracker)
 
     return call
 
@@ -248,44 +236,39 @@ def time_links(device: torch.device) -> list[float]:
     """GB/s from each rank to the next one in the ring, one link after the other so that none shares anything."""
     world, rank, speeds = dist.get_world_size(), dist.get_rank(), []
     message = torch.ones((2**26 if device.type == "cuda" else 2**22) // 4, device=device)
-    for sender in range(world):
-        receiver = (sender + 1) % world
-        call: Callable[[], object] = lambda: None  # noqa: E731
+
+    def send(sender: int, receiver: int) -> None:
         if rank == sender:
-            call = functools.partial(dist.send, message, receiver)
+            dist.send(message, receiver)
         elif rank == receiver:
-            call = functools.partial(dist.recv, message, sender)
-        speeds.append(message.nbytes / time_together(call, device) / 1e9)
+            dist.recv(message, sender)
+
+    for sender in range(world):
+        seconds = time_together(functools.partial(send, sender, (sender + 1) % world), device)
+        speeds.append(message.nbytes / seconds / 1e9)
     return speeds
 
 
-def slow_ranks(seconds: list[float], ranks: list[tuple[str, int]]) -> list[str]:
+def slow_ranks(seconds: list[float]) -> list[str]:
     """A line for each rank that is slower than the median by more than MAX_SLOWDOWN, with host and pid."""
-    median, lines = statistics.median_low(seconds), []
-    for of_rank, (rank, (host, pid)) in zip(seconds, enumerate(ranks), strict=True):
-        slowdown = of_rank / median - 1
-        if slowdown > MAX_SLOWDOWN:
-            lines.append(f"rank {rank} ({host}, pid {pid}): {100 * slowdown:.0f} % slower than the median of the ranks")
-    return lines
+    median = statistics.median_low(seconds)
+    return [
+        f"{job.rank_name(rank)}: {100 * (of_rank / median - 1):.0f} % slower than the median of the ranks"
+        for rank, of_rank in enumerate(seconds)
+        if of_rank / median - 1 > MAX_SLOWDOWN
+    ]
 
 
-def slow_links(speeds: list[float], ranks: list[tuple[str, int]]) -> list[str]:
+def slow_links(speeds: list[float]) -> list[str]:
     """A line for each link, from a rank to the next one, far under the median of those of its kind: within a node, or
     between nodes."""
-    ends = list(zip(ranks, ranks[1:] + ranks[:1], strict=True))
+    hosts = [host for host, _ in job.RANKS]
+    kinds = ["in a node" if hosts[rank - 1] == host else "between nodes" for rank, host in enumerate(hosts)]
+    kinds.append(kinds.pop(0))  # of the link that leaves a rank, not of that which reaches it
     lines = []
-    for kind in ("in a node", "between nodes"):
-        of_kind = [
-            link
-            for link, ((host, _), (other, _)) in enumerate(ends[: len(speeds)])
-            if (host == other) == (kind == "in a node")
-        ]
-        for link in of_kind:
-            median = statistics.median_high(speeds[other] for other in of_kind)
-            if speeds[link] < MIN_LINK_SHARE * median:
-                (host, pid), (next_host, next_pid) = ends[link]
-                names = (
-                    f"rank {link} ({host}, pid {pid}) to rank {(link + 1) % len(ranks)} ({next_host}, pid {next_pid})"
-                )
-                lines.append(f"link from {names}: {speeds[link]:.3g} GB/s, {median:.3g} is the median of those {kind}")
+    for rank, (speed, kind) in enumerate(zip(speeds, kinds, strict=True)):
+        median = statistics.median_high(other for other, its in zip(speeds, kinds, strict=True) if its == kind)
+        if speed < MIN_LINK_SHARE * median:
+            ends = f"{job.rank_name(rank)} to {job.rank_name((rank + 1) % len(hosts))}"
+            lines.append(f"link from {ends}: {speed:.3g} GB/s, {median:.3g} is the median of those {kind}")
     return lines
