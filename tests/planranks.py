@@ -139,8 +139,8 @@ def measure(argv, device) -> dict:
 
 def plan(argv, ranks: int) -> dict:
     """The plan of these flags for so many ranks, by assumed rates."""
-    settings = parse_args(["--plan", "--plan-rates", "none", "--plan-gpus", str(ranks), *argv])
-    return planning.predict_run(settings, train_fsdp.RECIPE, ranks).to_json()
+    flags = ["--plan", "--plan-seconds", "0", "--plan-rates", "none", "--plan-gpus", str(ranks)]
+    return planning.make_plan(parse_args([*flags, *argv]), train_fsdp.RECIPE)[1]
 
 
 def plan_cases(workspace: pathlib.Path, worlds: tuple[int, ...], others: dict[str, tuple[int, str, str]]) -> None:

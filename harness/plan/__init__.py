@@ -9,8 +9,7 @@ __getattr__, __all__ = doors.open_door(
     {
         "predict": "Recipe",
         "resolving": "resolve",
-        "planning": "print_plan make_plan predict_run",
-        "rates": "assumed_rates",
+        "planning": "print_plan make_plan",
         "search": "memory_advice",
         "measure": "measure_device",
         "own_plan": "planning_in_background predicted_figures",

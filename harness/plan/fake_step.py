@@ -52,9 +52,7 @@ def record_step(
             watch(recorder, layer, key)
         models.decoder_layers(model)[-1].register_forward_hook(lambda *_: recorder.mark("head"))
         if settings.fp8_recipe == "tensorwise":  # as every step but the first finds it
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-            precompute_float8_dynamic_scale_for_fsdp(model)
+            models.compute_float8_scales(model)
         batches = token_batches(settings, recorder, microbatches)
         recipe.train_step(settings, model, optimizer, batches, recipe.make_tracker(0, world, 0))
         if average:

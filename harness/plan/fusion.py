@@ -30,17 +30,10 @@ def is_view(node: Node) -> bool:
 
 
 def is_one_hot(node: Node) -> bool:
-    """Whether the node writes a number at one place of each row of a constant, as the gradient of a cross entropy does.
-    Inductor makes a comparison of it, which it fuses: `scatter_upon_const_tensor` in its joint_graph.py."""
-    if node.target is not torch.ops.aten.scatter.value:
-        return False
-    constant: Any
-    dim: Any
-    index: Any
-    constant, dim, index = node.args[:3]
-    one_place = list(node.meta["val"].shape)
-    one_place[dim] = 1
-    return constant.target is torch.ops.aten.full.default and list(index.meta["val"].shape) == one_place
+    """Whether the node writes a number into a constant, as the gradient of a cross entropy does at one place of each
+    row. Inductor makes a comparison of it, which it fuses: `scatter_upon_const_tensor` in its joint_graph.py."""
+    constant: Any = node.args[0] if node.target is torch.ops.aten.scatter.value else None
+    return constant is not None and constant.target is torch.ops.aten.full.default
 
 
 def has_own_kernel(node: Node) -> bool:

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from harness import base, job
-from harness import flags as flag_rules
+from harness import base, flags, job
 
 PATIENCE = 60  # seconds that the end of a run waits for its plan
 RUN = "TRAIN_FSDP_PLANS_FOR"  # the run's pid, in the environment of the process that plans
@@ -32,7 +31,7 @@ def end_with_run() -> None:
         threading.Thread(target=watch, args=(int(os.environ[RUN]),), daemon=True).start()
 
 
-def start_plan(settings: flag_rules.Settings) -> subprocess.Popen:
+def start_plan(settings: flags.Settings) -> subprocess.Popen:
     """Plans this run in another process, which sees no GPU and gives way to the training."""
     resolved = {
         "--plan-gpus": dist.get_world_size(),
@@ -42,23 +41,15 @@ def start_plan(settings: flag_rules.Settings) -> subprocess.Popen:
         "--batch-size": settings.batch_size,
         "--gradient-accumulation-steps": settings.gradient_accumulation_steps,
     }
-    flags = [str(word) for item in resolved.items() for word in item]
-    flags += ["--plan", "--json", "--plan-seconds", "0", "--compile" if settings.compile else "--no-compile"]
+    words = [str(word) for item in resolved.items() for word in item]
+    words += ["--plan", "--json", "--plan-seconds", "0", "--compile" if settings.compile else "--no-compile"]
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in world}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUN: str(os.getpid())}
-    command = [
-        "nice",
-        "-n",
-        "19",
-        sys.executable,
-        str(base.ROOT / "train_fsdp.py"),
-        *flag_rules.as_words(settings.given),
-        *flags,
-    ]
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    script = [sys.executable, str(base.ROOT / "train_fsdp.py")]
+    command = [*("nice", "-n", "19"), *script, *flags.as_words(settings.given), *words]
+    no_input, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=no_input, stdout=pipe, stderr=pipe, text=True)
 
 
 def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, str]:
@@ -74,25 +65,24 @@ def read_plan(process: subprocess.Popen, patience: float) -> tuple[dict | None, 
     return json.loads(output), ""
 
 
-def choose_batch_size(settings: flag_rules.Settings) -> int:
+def choose_batch_size(settings: flags.Settings) -> int:
     """--batch-size auto: the largest that fits by a plan of this run, on rank 0."""
     if not (settings.plan_gpu or torch.cuda.is_available()):
-        raise base.UserError(
-            "--batch-size auto: a CPU's capacity is not known; give a number, or a GPU with --plan-gpu"
-        )
+        advice = "give a number, or a GPU with --plan-gpu"
+        raise base.UserError(f"--batch-size auto: a CPU's capacity is not known; {advice}")
     result, problem = read_plan(start_plan(settings), patience=600)
     if not result:
         raise base.UserError(f"--batch-size auto: {problem}")
     if not result["largest_batch_size"]:
-        advice = f"; it fits with {result['fits_with']['flags']}" if result["fits_with"] else ""
-        raise base.UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan{advice}")
+        advice = "the same flags with --plan say what does"
+        raise base.UserError(f"--batch-size auto: not one sequence fits on {result['gpu']} by the plan; {advice}")
     job.say(f"planned    --batch-size {result['largest_batch_size']}, the largest that fits by --plan")
     return result["largest_batch_size"]
 
 
 @contextlib.contextmanager
 def planning_in_background(
-    settings: flag_rules.Settings, device: torch.device, steps_left: int
+    settings: flags.Settings, device: torch.device, steps_left: int
 ) -> Iterator[subprocess.Popen | None]:
     """The process that plans this run, on rank 0 where there is a GPU to plan for; it ends with the run. None where no
     step is left."""

@@ -11,7 +11,7 @@ import time
 from harness import base, flags
 from harness import model as models
 from harness.plan import own_plan
-from harness.plan.predict import Prediction, Recipe, predict
+from harness.plan.predict import Recipe, predict
 from harness.plan.rates import choose_rates
 from harness.plan.resolving import resolve
 from harness.plan.search import Search
@@ -31,9 +31,10 @@ def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings,
     """(the settings with all that the flags left open, the JSON object of their plan).
 
     Raises:
-        UserError: there is no such GPU, or a number of GPUs is no whole number of nodes.
+        UserError: there is no such GPU, it has no float8, or a number of GPUs is no whole number of nodes.
     """
-    ends = time.monotonic() + settings.plan_seconds if settings.plan_seconds else math.inf
+    began = time.monotonic()
+    ends = began + (settings.plan_seconds or math.inf)
     rates = choose_rates(settings)
     if settings.precision == "fp8" and not (rates.values.get("fp8_tflops", 1) or settings.fp8_emulate):
         why = f"needs a GPU with float8 (Ada, Hopper or newer), {rates.device} has none"
@@ -46,33 +47,18 @@ def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings,
     flops, counted = models.known_flops(model, settings.sequence_length, recipe.flops_per_token)
     plan = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
 
-    began = time.monotonic()
     search = Search(settings, config, worlds, plan, rates.memory_gib, ends)
-    search.plan_asked()
-    if settings.plan_seconds or (search.is_auto and not search.row()["fits"]):
-        search.run()
+    search.run(only_asked=not settings.plan_seconds)
     settings = dataclasses.replace(settings, **search.asked)
     result = {"model": settings.model, "gpu": rates.device, "flops": counted}
-    result |= plan(settings, worlds[0]).to_json() | search.result()
+    result |= plan(settings, worlds[0]) | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
-        result["run"] = price_of_run(settings, next(row for row in result["configurations"] if row["asked"]))
+        result["run"] = price_of_run(settings, result)
     result["rates"] = {name: {"value": value, "source": rates.sources[name]} for name, value in rates.values.items()}
     result["published_share"] = published_share(rates, config)
     result["assumptions"] = assumptions(settings, config, rates)
     return settings, result
-
-
-def predict_run(settings: flags.Settings, recipe: Recipe, world: int, **given: float) -> Prediction:
-    """What a run needs and gives on `world` GPUs as it is; rates in `given` replace those that it would have."""
-    config = models.load_config(settings.model)
-    settings = resolve(settings, config)
-    rates = choose_rates(settings)
-    rates.values |= given
-    flops, _ = models.known_flops(
-        models.on_meta(config, settings.attention), settings.sequence_length, recipe.flops_per_token
-    )
-    return predict(settings, recipe, config, world, rates, flops)
 
 
 def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
@@ -81,20 +67,18 @@ def check_nodes(worlds: tuple[int, ...], per_node: int) -> None:
     for world in worlds:
         if world > per_node and world % per_node:
             nodes = f"{world / per_node:.3g} nodes of {per_node} GPUs"
-            whole = -(-world // per_node) * per_node
-            advice = (
-                f"plan whole nodes, such as --plan-gpus {whole}, or give --gpus-per-node {math.gcd(world, per_node)}"
-            )
+            whole, divisor = -(-world // per_node) * per_node, math.gcd(world, per_node)
+            advice = f"plan whole nodes, such as --plan-gpus {whole}, or give --gpus-per-node {divisor}"
             raise base.UserError(f"--plan-gpus {world}: that is {nodes}; {advice}")
 
 
-def price_of_run(settings: flags.Settings, row: dict) -> dict:
-    """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run in a configuration."""
-    steps = settings.num_steps
+def price_of_run(settings: flags.Settings, plan: dict) -> dict:
+    """Steps, hours and, with --gpu-hour-usd, dollars of all the steps of a run that is planned so."""
+    steps, world = settings.num_steps, plan["gpus"]
     if settings.num_tokens:
-        steps = math.ceil(settings.num_tokens / row["tokens_per_step"])
-    hours = steps * row["step_time_ms"] / 1000 / 3600
-    run = {"steps": steps, "tokens": steps * row["tokens_per_step"], "hours": hours}
+        steps = settings.steps_for(settings.num_tokens, world)
+    hours = steps * plan["step_time_ms"] / 1000 / 3600
+    run = {"steps": steps, "tokens": steps * settings.tokens_per_step(world), "hours": hours}
     if settings.gpu_hour_usd:
-        run["cost"] = hours * row["gpus"] * settings.gpu_hour_usd
+        run["cost"] = hours * world * settings.gpu_hour_usd
     return run

@@ -29,41 +29,6 @@ Recipe = collections.namedtuple("Recipe", "build_mesh build_model train_step mak
 
 
 @dataclasses.dataclass
-class Prediction:
-    """What a configuration needs and gives. The fields are keys of --json."""
-
-    gpus: int
-    parameters: int
-    flops_per_token: int | None  # None where they are not known; there is no MFU then
-    memory_gib: dict[str, float]  # each kind at its own worst moment of a step, and total, reserved, host
-    held_by_streams_gib: list[float]
-    beside_tensors_gib: dict[str, float]  # what the process holds of the card beyond the tensors' peak
-    at_peak_gib: dict[str, float]  # each kind at the moment that holds most
-    peak_at: str  # phase of that moment
-    peaks_gib: dict[str, dict[str, float]]  # of each phase each kind, at the moment of the phase that holds most
-    capacity_gib: float
-    fits: bool
-    verdict: str  # fits, tight or does not fit
-    communication_gib_per_step: float
-    collectives: list[dict]
-    flops_executed: float
-    step_time_ms: float
-    time_ms: dict[str, float]
-    exposed_communication_percent: float
-    tokens_per_sec: float
-    tokens_per_sec_per_gpu: float
-    mfu_percent: float | None
-    hours_per_billion_tokens: float
-    cost_per_billion_tokens: float | None  # in dollars; None, and no key of --json, without --gpu-hour-usd
-
-    def to_json(self) -> dict[str, Any]:
-        result = dataclasses.asdict(self)
-        if self.cost_per_billion_tokens is None:
-            del result["cost_per_billion_tokens"]
-        return result
-
-
-@dataclasses.dataclass
 class Step:
     """One optimizer step of the model at its full depth, as rank 0 takes it."""
 
@@ -72,9 +37,9 @@ class Step:
     counts: dict[tuple, float]  # of a StepRecorder
 
 
-def predict(settings: flags.Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> Prediction:
-    """What this configuration needs and gives on `world` GPUs; `flops` are those of a token, 0 where they are not
-    known.
+def predict(settings: flags.Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> dict[str, Any]:
+    """What this configuration needs and gives on `world` GPUs, by the keys of --json; `flops` are those of a token, 0
+    where they are not known.
 
     Raises:
         UserError: the model reads its data to decide what it computes, or a link was not measured.
@@ -86,29 +51,25 @@ def predict(settings: flags.Settings, recipe: Recipe, config, world: int, rates:
     seconds = price_step(step.counts, rates)
     speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops or 0)
     hours = 1e9 / speed["tokens_per_sec"] / 3600
-    memory = find_memory(step, collectives)
-    memory["memory_gib"]["host"] = float(host.sum()) / base.GIB
-    reserved = memory["memory_gib"]["reserved"]
-    return Prediction(
-        gpus=world,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        flops_per_token=flops or None,
-        **memory,
-        capacity_gib=rates.memory_gib,
-        fits=reserved <= rates.memory_gib,
-        verdict=verdict_of(reserved, rates.memory_gib),
-        communication_gib_per_step=sum(entry["gib"] for entry in collectives),
-        collectives=collectives,
-        flops_executed=sum(count for (name, *_), count in step.counts.items() if name == "flops"),
-        step_time_ms=1000 * seconds["step"],
-        time_ms={name: 1000 * value for name, value in seconds.items() if name != "step"},
-        exposed_communication_percent=100 * seconds["exposed"] / seconds["step"],
-        tokens_per_sec=speed["tokens_per_sec"],
-        tokens_per_sec_per_gpu=speed["tokens_per_sec"] / world,
-        mfu_percent=speed.get("mfu_percent") if flops else None,
-        hours_per_billion_tokens=hours,
-        cost_per_billion_tokens=hours * world * settings.gpu_hour_usd if settings.gpu_hour_usd else None,
-    )
+    prediction = {
+        "gpus": world,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "flops_per_token": flops or None,
+        **find_memory(step, collectives, host, rates.memory_gib),
+        "communication_gib_per_step": sum(entry["gib"] for entry in collectives),
+        "collectives": collectives,
+        "flops_executed": sum(count for (name, *_), count in step.counts.items() if name == "flops"),
+        "step_time_ms": 1000 * seconds["step"],
+        "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
+        "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
+        "tokens_per_sec": speed["tokens_per_sec"],
+        "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
+        "mfu_percent": speed.get("mfu_percent") if flops else None,
+        "hours_per_billion_tokens": hours,
+    }
+    if settings.gpu_hour_usd:
+        prediction["cost_per_billion_tokens"] = hours * world * settings.gpu_hour_usd
+    return prediction
 
 
 def verdict_of(reserved: float, capacity: float) -> str:
@@ -188,9 +149,9 @@ def move_states_to_host(step: Step, settings: flags.Settings) -> np.ndarray:
     return host
 
 
-def find_memory(step: Step, collectives: list[dict]) -> dict[str, Any]:
-    """The fields of a `Prediction` that say GiB of the fullest GPU. A stream's memory serves no other stream, so each
-    keeps what it held at its own peak."""
+def find_memory(step: Step, collectives: list[dict], host: np.ndarray, capacity: float) -> dict[str, Any]:
+    """The keys of a plan that say GiB of the fullest GPU, and whether they fit into the capacity that a process has. A
+    stream's memory serves no other stream, so each keeps what it held at its own peak."""
     key, peak = max(step.peaks.items(), key=lambda item: item[1].sum())
     total = float(peak.sum()) / base.GIB
     streams = [float(largest(peaks.values()).sum()) / base.GIB for peaks in step.stream_peaks]
@@ -200,20 +161,22 @@ def find_memory(step: Step, collectives: list[dict]) -> dict[str, Any]:
         "fragmentation": sum(streams) * FRAGMENTATION,
         "CUDA and NCCL": base.CONTEXT_GIB + communicators * base.NCCL_GIB,
     }
-    phases = {}
-    for phase in ("build", "forward", "head", "backward", "optimizer"):
-        peaks = [of_phase for (_, name, *_), of_phase in step.peaks.items() if name == phase]
-        if peaks:
-            phases[phase] = by_kind(largest(peaks))
-    after_build = [of_phase for (_, name, *_), of_phase in step.peaks.items() if name != "build"]
+    by_phase: dict[str, list[np.ndarray]] = {}
+    for (_, phase, *_), of_phase in step.peaks.items():
+        by_phase.setdefault(phase, []).append(of_phase)
+    after_build = [of_phase for phase, peaks in by_phase.items() if phase != "build" for of_phase in peaks]
     reserved = total + sum(beside_tensors.values())
+    in_all = {"total": total, "reserved": reserved, "host": float(host.sum()) / base.GIB}
     return {
-        "memory_gib": by_kind(np.max(after_build, axis=0)) | {"total": total, "reserved": reserved},
+        "memory_gib": by_kind(np.max(after_build, axis=0)) | in_all,  # each kind at its own worst moment of a step
         "held_by_streams_gib": streams,
         "beside_tensors_gib": beside_tensors,
-        "at_peak_gib": by_kind(peak),
+        "at_peak_gib": by_kind(peak),  # at the moment that holds most
         "peak_at": key[1],
-        "peaks_gib": phases,
+        "peaks_gib": {phase: by_kind(largest(peaks)) for phase, peaks in by_phase.items()},
+        "capacity_gib": capacity,
+        "fits": reserved <= capacity,
+        "verdict": verdict_of(reserved, capacity),
     }
 
 

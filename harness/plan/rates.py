@@ -150,7 +150,7 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
 # ---- Where they are from ---------------------------------------------------------------------------------------------
 
 
-def assumed_rates(kind: base.Gpu, flash: bool = False) -> dict[str, float]:
+def assumed_rates(kind: base.Gpu, flash: bool) -> dict[str, float]:
     """What programs reach of the datasheet of a kind of GPU, with FlashAttention-2 if `flash`."""
     attention_share = ATTENTION_SHARE
     if kind.hopper:
@@ -187,23 +187,19 @@ def choose_rates(settings: flags.Settings) -> Rates:
         typed = torch.cuda.get_device_name()
     kind_of_name, others = base.choose_kind(typed or "H100 SXM")
     gpu = kind_of_name or typed
-    is_cpu = gpu.lower() == "cpu"
-    file = None
-    if settings.plan_rates is None:
-        own = file_of(gpu, settings.cache_dir)
-        file = own if own.exists() else None
-    elif settings.plan_rates != "none":
-        file = pathlib.Path(settings.plan_rates).expanduser()
+    file = pathlib.Path(settings.plan_rates).expanduser() if settings.plan_rates else file_of(gpu, settings.cache_dir)
+    if settings.plan_rates == "none" or not (settings.plan_rates or file.exists()):
+        file = None
     contents = base.read_rates(file) if file else {}
+    is_cpu, kind = gpu.lower() == "cpu", base.find_gpu(gpu)
     if is_cpu and not file:
         advice = "measure this one first, with --measure and otherwise the same flags"
         raise base.UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
-    kind = None if is_cpu else base.find_gpu(gpu)
-    is_known = kind is not None and kind.memory_gib > 0
-    values: dict[str, float] = (
-        {"memory_gib": kind.memory_gib} | assumed_rates(kind, flash(settings)) if is_known else {}
-    )
-    if not (is_known or is_cpu):
+    values: dict[str, float] = {}
+    if kind and kind.memory_gib:
+        flash = settings.attention in ("flash", "flash_attention_2")
+        values = {"memory_gib": kind.memory_gib} | assumed_rates(kind, flash)
+    elif not is_cpu:
         if problem := base.unlisted(gpu, contents):
             raise base.UserError(problem)
         values = {"host_us": HOST_US, "kernel_us": KERNEL_US}
@@ -220,7 +216,3 @@ def choose_rates(settings: flags.Settings) -> Rates:
         taken = gpu if typed == gpu else f"{typed} is taken for {gpu}"
         rates.taken = f"{taken}; --plan-gpu {' or '.join(map(repr, others))} names another"
     return rates
-
-
-def flash(settings: flags.Settings) -> bool:
-    return settings.attention in ("flash", "flash_attention_2")

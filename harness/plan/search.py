@@ -1,21 +1,24 @@
 """Search: configurations planned one after the other in the order of a list, until the time is over, and which of them
 to take. Called by `planning`. Independent of how a prediction is made."""
 
-import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from harness import flags
 from harness import model as models
-from harness.plan.predict import TIGHT, Prediction
+from harness.plan.predict import TIGHT
 
 MIN_GAIN = 0.01  # share of the speed; what gains less is not called faster
 MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
 MORE_GPUS = (2, 4, 8)  # times as many, planned where nothing fits
-REPLICAS = "dp_replicate_size"
 SHOWN = ("zero_stage", "dp_replicate_size", "activation_checkpointing", "batch_size", "gradient_accumulation_steps")
+COMPARED = (
+    *("gpus", "fits", "verdict", "communication_gib_per_step", "exposed_communication_percent", "step_time_ms"),
+    *("tokens_per_sec", "mfu_percent", "cost_per_billion_tokens"),
+)  # of a prediction
 
 
 class OutOfTimeError(Exception):
@@ -25,52 +28,33 @@ class OutOfTimeError(Exception):
 class Search:
     """What was planned of a run, as it was asked for and otherwise, on `worlds[0]` GPUs and on the other numbers.
 
-    `plan(settings, world)` gives a Prediction. No plan but the first begins after `ends`, by time.monotonic: planning
+    `plan(settings, world)` gives a prediction. No plan but the first begins after `ends`, by time.monotonic: planning
     takes at most one plan longer. The tokens of a step stay those that were asked for, but with --batch-size auto,
     where the batch is the largest that fits.
     """
 
     def __init__(self, settings: flags.Settings, config, worlds: tuple[int, ...], plan, capacity: float, ends: float):
         self.settings, self.config, self.worlds, self.world = settings, config, worlds, worlds[0]
-        self.plan: Callable[[flags.Settings, int], Prediction] = plan
+        self.plan: Callable[[flags.Settings, int], dict[str, Any]] = plan
         self.capacity, self.ends = capacity, ends  # GiB, seconds
         self.is_auto = settings.batch_size == "auto"
-        self.asked: dict = {}  # what "as asked" changes of the settings: the batch size, where that is auto
+        self.asked: dict = {"batch_size": settings.batch_step()} if self.is_auto else {}  # what "as asked" changes
         self.is_complete = True
         self.rows: dict[tuple, dict] = {}  # by world and changes, in the order in which they were planned
-        self.fits_with: dict | None = None  # the first row that fits, where the asked one does not
 
-    def plan_asked(self) -> None:
-        """Plans the run as it was asked for, on each number of GPUs; where these are several whole nodes also with one
-        shard group a node."""
-        with self.in_time():
-            if self.is_auto:
-                self.asked = {"batch_size": self.settings.batch_step()}
-                self.asked = {"batch_size": self.largest_batch({}) or self.settings.batch_step()}
-        self.row()
-        with self.in_time():
-            for world in self.worlds[1:]:
-                self.row(world)
-            for world in self.worlds if len(self.worlds) > 1 else ():
-                for layout in self.replicas(world):
-                    self.row(world, **layout)
-
-    def run(self) -> None:
-        """Plans what may fit or be faster, and the fastest of it on the other numbers of GPUs."""
-        with self.in_time():
+    def run(self, only_asked: bool = False) -> None:
+        """Plans the run as it was asked for, then what may fit or be faster, and that on the other numbers of GPUs."""
+        try:
+            self.plan_asked()
+            if only_asked:
+                return
             if self.row()["verdict"] != "fits":
                 self.make_it_fit()
             self.make_it_faster()
             best = self.fastest()
             for world in self.worlds[1:]:
                 if best and best["gpus"] == self.world:
-                    self.row(world, **{name: value for name, value in best["changes"].items() if name != REPLICAS})
-
-    @contextlib.contextmanager
-    def in_time(self) -> Iterator[None]:
-        """Ends what stands in it when the time is over."""
-        try:
-            yield
+                    self.row(world, **best["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size})
         except OutOfTimeError:
             self.is_complete = False
 
@@ -87,36 +71,31 @@ class Search:
             if self.rows and time.monotonic() > self.ends:
                 raise OutOfTimeError
             configured = dataclasses.replace(self.settings, **changes)
-            self.rows[key] = self.describe(configured, changes, self.plan(configured, world))
+            plan = self.plan(configured, world)
+            row = {name: getattr(configured, name) for name in SHOWN}
+            row |= {name: plan[name] for name in COMPARED if name in plan}
+            self.rows[key] = row | {
+                "changes": changes,
+                "flags": flags.as_flags(changes),
+                "command": command(self.settings, world, changes),
+                "reserved_gib": plan["memory_gib"]["reserved"],
+                "host_gib": plan["memory_gib"]["host"],
+                "activations_gib": plan["at_peak_gib"]["activations"],
+                "tokens_per_step": configured.tokens_per_step(world),
+            }
         return self.rows[key]
 
-    def describe(self, configured: flags.Settings, changes: dict, plan: Prediction) -> dict:
-        """A row of the JSON object's `configurations`."""
-        row = {name: getattr(configured, name) for name in SHOWN} | {
-            "gpus": plan.gpus,
-            "changes": changes,
-            "flags": flags.as_flags(changes),
-            "command": command(self.settings, plan.gpus, changes),
-            "reserved_gib": plan.memory_gib["reserved"],
-            "host_gib": plan.memory_gib["host"],
-            "activations_gib": plan.at_peak_gib["activations"],
-            "fits": plan.fits,
-            "verdict": plan.verdict,
-            "communication_gib_per_step": plan.communication_gib_per_step,
-            "exposed_communication_percent": plan.exposed_communication_percent,
-            "step_time_ms": plan.step_time_ms,
-            "tokens_per_sec": plan.tokens_per_sec,
-            "mfu_percent": plan.mfu_percent,
-            "tokens_per_step": configured.tokens_per_step(plan.gpus),
-        }
-        if plan.cost_per_billion_tokens is not None:
-            row["cost_per_billion_tokens"] = plan.cost_per_billion_tokens
-        return row
-
-    def allowed(self, changes: dict) -> bool:
-        return not flags.contradiction(dataclasses.replace(self.settings, **changes))
-
     # ---- The list ----------------------------------------------------------------------------------------------------
+
+    def plan_asked(self) -> None:
+        """As it was asked for, on each number of GPUs; where these are several also with one shard group a node."""
+        if self.is_auto:
+            self.asked = {"batch_size": self.largest_batch({}) or self.settings.batch_step()}
+        for world in self.worlds:
+            self.row(world)
+        for world in self.worlds if len(self.worlds) > 1 else ():
+            for layout in self.replicas(world):
+                self.row(world, **layout)
 
     def make_it_fit(self) -> None:
         """Adds one saver of memory after the other, the one that costs least speed first, until it fits; then GPUs."""
@@ -127,15 +106,11 @@ class Search:
             if not self.allowed(changes | saver):
                 continue
             changes |= saver
-            row = self.row(**changes)
-            if row["fits"] and not self.row()["fits"]:
-                self.fits_with = self.fits_with or row
-            if row["verdict"] == "fits":
+            if self.row(**changes)["verdict"] == "fits":
                 return
         for times in MORE_GPUS:
             if not self.fastest():
-                row = self.row(self.world * times, **changes)
-                self.fits_with = row if row["fits"] else None
+                self.row(self.world * times, **changes)
 
     def make_it_faster(self) -> None:
         """Changes one thing after the other of the fastest so far."""
@@ -145,9 +120,7 @@ class Search:
         for layout in layouts:
             self.try_beside(layout)
         for level in ("selective", "none"):  # some where there is none, for its room
-            best = self.fastest()
-            if best and (best["activation_checkpointing"], level) != ("full", "none"):
-                self.try_beside({"activation_checkpointing": level})
+            self.try_beside({"activation_checkpointing": level})
         if self.is_auto:
             self.try_beside({"activation_checkpointing": "full"})
         else:
@@ -156,11 +129,6 @@ class Search:
             self.try_beside({"zero_stage": 1})
         for layout in layouts:  # that do not fit without any
             self.try_beside(layout | {"activation_checkpointing": "selective"})
-
-    def replicas(self, world: int) -> list[dict]:
-        """One shard group a node, where there are several nodes."""
-        nodes = world // self.settings.gpus_per_node
-        return [{REPLICAS: nodes}] if 1 < nodes < world and self.settings.zero_stage else []
 
     def try_beside(self, change: dict) -> None:
         """Plans the fastest so far with this change too; with --batch-size auto at the largest batch that fits."""
@@ -187,6 +155,14 @@ class Search:
             if self.row(**best["changes"] | changes)["verdict"] == "fits":
                 return
 
+    def allowed(self, changes: dict) -> bool:
+        return not flags.contradiction(dataclasses.replace(self.settings, **changes))
+
+    def replicas(self, world: int) -> list[dict]:
+        """One shard group a node, where there are several nodes."""
+        nodes = world // self.settings.gpus_per_node
+        return [{"dp_replicate_size": nodes}] if 1 < nodes < world and self.settings.zero_stage else []
+
     def largest_batch(self, changes: dict) -> int:
         """The largest --batch-size with these changes that fits and is not tight, or that fits where all are tight; 0
         where none does."""
@@ -201,17 +177,20 @@ class Search:
 
     def fastest(self, world: int | None = None) -> dict | None:
         """The row to advise for `world` GPUs, None where nothing that was planned fits. For the first number it is one
-        of more GPUs where nothing fits on these.
+        of the fewest GPUs that will do where nothing fits on these.
 
-        A tight one only where nothing else fits, and one with another optimizer only where no other does. Of those that
+        One with another optimizer only where no other fits, and a tight one only where nothing else does. Of those that
         are slower than the fastest by no more than MIN_GAIN the one with the smallest step, and of these the one that
         leaves most room.
         """
-        rows = [row for row in self.rows.values() if row["fits"] and row["gpus"] == (world or self.world)]
-        if not rows and not world and self.fits_with:
-            return self.fits_with
-        for is_preferred in (lambda row: "optimizer" not in row["changes"], lambda row: row["verdict"] == "fits"):
-            rows = [row for row in rows if is_preferred(row)] or rows
+
+        def reluctance(row: dict) -> tuple:
+            more_gpus = 0 if row["gpus"] == self.world else row["gpus"]
+            return more_gpus, "optimizer" in row["changes"], row["verdict"] == "tight"
+
+        rows = [row for row in self.rows.values() if row["fits"] and world in (None, row["gpus"])]
+        least = min(map(reluctance, rows), default=None)
+        rows = [row for row in rows if reluctance(row) == least]
         best = max((row["tokens_per_sec"] for row in rows), default=0)
         nearly_best = [row for row in rows if row["tokens_per_sec"] * (1 + MIN_GAIN) >= best]
         return min(nearly_best, key=lambda row: (row["tokens_per_step"], row["reserved_gib"]), default=None)
@@ -224,21 +203,19 @@ class Search:
         result: dict[str, Any] = {
             "configurations": list(self.rows.values()),
             "fastest": best,
-            "fits_with": self.fits_with,
+            "fits_with": None if asked["fits"] else best,
             "search": {"planned": len(self.rows), "complete": self.is_complete},
         }
         if self.is_auto:
             result["largest_batch_size"] = asked["batch_size"] if asked["fits"] else 0
-        if len(self.worlds) > 1:
-            result["scaling"] = [row for world in self.worlds for row in self.rows_of_world(world)]
+        if len(self.worlds) > 1:  # as asked, with one shard group a node, and the fastest
+            result["scaling"] = []
+            for world in self.worlds:
+                layouts = [self.asked, *(self.asked | layout for layout in self.replicas(world))]
+                for row in self.rows.values():
+                    if row["gpus"] == world and (row["changes"] in layouts or row is self.fastest(world)):
+                        result["scaling"].append(row)
         return result
-
-    def rows_of_world(self, world: int) -> list[dict]:
-        """As asked, with one shard group a node, and the fastest."""
-        layouts = [self.asked, *(self.asked | layout for layout in self.replicas(world))]
-        best = self.fastest(world)
-        rows = [row for row in self.rows.values() if row["gpus"] == world]
-        return [row for row in rows if row["changes"] in layouts or row is best]
 
 
 def memory_savers(settings: flags.Settings) -> list[dict]:
@@ -268,29 +245,22 @@ def memory_savers(settings: flags.Settings) -> list[dict]:
 def largest_size(reserved: Callable[[int], float], limit: float, step: int = 1) -> int:
     """The largest multiple of `step` up to MAX_BATCH_SIZE for which `reserved` is at most `limit`; 0 if there is none.
 
-    Memory over the batch is the largest of several sums that grow evenly, a convex curve: above the line through two
-    sizes that fit, below the line from one that fits to one that does not. Each line gives the next size to ask for.
+    Memory over the batch is nearly a straight line: the line through two known sizes gives the next one to ask for.
     """
-    known = {step: reserved(step)}
-    if known[step] > limit:
+    reserved = functools.cache(reserved)
+    if reserved(step) > limit:
         return 0
-    fits, too_large, size = step, MAX_BATCH_SIZE + step, 2 * step
+    fits, too_large = step, MAX_BATCH_SIZE + step
+    other, size = step, 2 * step  # another known size; the next to ask for
     while too_large - fits > step:
         size = min(max(size, fits + step), too_large - step)
-        known[size] = reserved(size)
-        if known[size] > limit:
-            too_large = size
-        else:
+        if reserved(size) <= limit:
+            other = fits if too_large > MAX_BATCH_SIZE else too_large
             fits = size
-        fitting = [known_size for known_size in sorted(known) if known_size <= fits]
-        other = too_large if too_large in known else fitting[-2]
-        slope = (known[other] - known[fits]) / (other - fits)
-        if slope <= 0:
-            size = too_large - step
-            continue
-        size = fits + int((limit - known[fits]) / slope) // step * step
-        if other < fits:  # on the line through two that fit, and the curve lies above it
-            too_large = min(too_large, size + step)
+        else:
+            other = too_large = size
+        slope = (reserved(other) - reserved(fits)) / (other - fits)
+        size = fits + int((limit - reserved(fits)) / slope) // step * step if slope > 0 else too_large
     return fits
 
 

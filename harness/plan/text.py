@@ -1,7 +1,7 @@
-"""Plan text: what --plan prints, in 80 columns but for commands and paths: the answer, then the table, then with
+"""Plan text: what --plan prints, in 80 columns but for commands, tables and paths: the answer, the table, and with
 --plan-details what they are made of. Called by `planning`. Computes no figure that the JSON object does not have."""
 
-import textwrap
+from collections.abc import Callable
 
 from harness import base, flags, job
 from harness.plan.predict import FRAGMENTATION, PUBLISHED_MEMORY_RUNS, PUBLISHED_MEMORY_SHARE, TIGHT
@@ -14,17 +14,15 @@ from harness.plan.search import MIN_GAIN
 PUBLISHED_KINDS, PUBLISHED_GPUS = "dense models on A100, H100 and H200", ("A100", "H100", "H200")
 PUBLISHED_RUNS, PUBLISHED_SHARE = "30 of 31 published runs", (0.83, 1.05, 1.22)
 SHORT = {"fits": "yes", "tight": "tight", "does not fit": "NO"}  # verdicts in a table
-ROWS = 8  # of the table of configurations
+ROWS = 8  # of the table, of the number of GPUs that was asked for
 
 
 def describe_plan(settings: flags.Settings, result: dict) -> str:
     """The answer and the table; with --plan-details all of it."""
-    answer = {"verdict": describe_verdict(settings, result)} | describe_speed(result) | describe_advice(result)
+    answer = {"verdict": describe_verdict(result)} | describe_speed(result) | describe_advice(result)
     lines = [job.columns({name: text}) if name == "command" else fill(name, text) for name, text in answer.items()]
     if len(result["configurations"]) > 1:
         lines += ["", *describe_configurations(result)]
-    if "scaling" in result:
-        lines += ["", *describe_worlds(result["scaling"])]
     if settings.plan_details:
         lines += describe_details(settings, result)
     else:
@@ -35,16 +33,16 @@ def describe_plan(settings: flags.Settings, result: dict) -> str:
 # ---- The answer ------------------------------------------------------------------------------------------------------
 
 
-def describe_verdict(settings: flags.Settings, result: dict) -> str:
+def describe_verdict(result: dict) -> str:
     """Whether it fits, and the memory that it takes."""
     used = share_of(result["memory_gib"]["reserved"], result["capacity_gib"])
     line = f"{result['verdict']}: {used} on each of {result['gpus']:,} x {result['gpu']}"
-    evidence = f"{PUBLISHED_MEMORY_RUNS} took {percents(PUBLISHED_MEMORY_SHARE)} of their plans"
+    if not result["fits"]:
+        return line
+    line += f"; {PUBLISHED_MEMORY_RUNS} took {percents(PUBLISHED_MEMORY_SHARE)} of their plans, so "
     if result["verdict"] == "tight":
-        line += f"; {evidence}, so above {100 * TIGHT:.0f} % it may run out of memory"
-    elif result["verdict"] == "fits":
-        line += f"; {evidence}, so up to {100 * TIGHT:.0f} % fits"
-    return line
+        return line + f"above {100 * TIGHT:.0f} % it may run out of memory"
+    return line + f"up to {100 * TIGHT:.0f} % fits"
 
 
 def describe_speed(result: dict) -> dict[str, str]:
@@ -58,10 +56,11 @@ def describe_speed(result: dict) -> dict[str, str]:
             lines["expect"] += f"; some rates are assumed, and the published runs compared are of {PUBLISHED_KINDS}"
     if "run" in result:
         run = result["run"]
-        price = ranged(run["cost"], share, dollars, inverse=True) if "cost" in run else ""
-        length = f"{base.counted(run['steps'], 'step')}, {run['tokens']:,} tokens"
         time = ranged(run["hours"], share, duration, inverse=True)
-        lines["this run"] = ", ".join(filter(None, (time, price))) + f": {length}, without evaluation and checkpoints"
+        if "cost" in run:
+            time += f", {ranged(run['cost'], share, dollars, inverse=True)}"
+        length = f"{base.counted(run['steps'], 'step')}, {run['tokens']:,} tokens"
+        lines["this run"] = f"{time}: {length}, without evaluation and checkpoints"
     return lines
 
 
@@ -99,55 +98,39 @@ def describe_advice(result: dict) -> dict[str, str]:
 
 def name_of_best(result: dict) -> str:
     """What the configuration to take is called: "safer" where the asked one is as fast, but has less room."""
-    best = result["fastest"]
     if not result["fits"]:
         return "fits with"
-    return "safer" if best["tokens_per_sec"] <= (1 + MIN_GAIN) * result["tokens_per_sec"] else "fastest"
+    is_faster = result["fastest"]["tokens_per_sec"] > (1 + MIN_GAIN) * result["tokens_per_sec"]
+    return "fastest" if is_faster else "safer"
 
 
-# ---- The tables ------------------------------------------------------------------------------------------------------
+# ---- The table -------------------------------------------------------------------------------------------------------
 
 
 def describe_configurations(result: dict) -> list[str]:
-    """Side by side: the configuration as it is, the one to take, and the fastest of the rest."""
-    rows = [row for row in result["configurations"] if row["gpus"] == result["gpus"]]
+    """Side by side: the configuration as it is, the one to take, the fastest of the rest, and other numbers of GPUs."""
+    rows = result["configurations"]
     first = [row for row in rows if row["asked"] or row["fastest"]]
-    rest = sorted((row for row in rows if row not in first), key=lambda row: (not row["fits"], -row["tokens_per_sec"]))
+    rest = [row for row in rows if row not in first and row["gpus"] == result["gpus"]]
+    rest.sort(key=lambda row: (not row["fits"], -row["tokens_per_sec"]))
+    scaling = [row for row in result.get("scaling", []) if row["gpus"] != result["gpus"]]
     is_priced = "cost_per_billion_tokens" in rows[0]
     price = f"{'$ a billion':>13}" if is_priced else ""
-    lines = [f"{'':10}sharding      checkpoints    batch  GiB a GPU  fits   tokens/s  MFU{price}"]
-    for row in (first + rest)[:ROWS]:
+    lines = [f"{'':10}  GPUs  sharding      checkpoints    batch  GiB a GPU  fits   tokens/s  MFU{price}"]
+    for row in (first + rest)[:ROWS] + scaling:
         name = "as is" if row["asked"] else name_of_best(result) if row["fastest"] else ""
         replicas = f" x{row['dp_replicate_size']}" if row["dp_replicate_size"] > 1 else ""
         batch = f"{row['batch_size']:,} x {row['gradient_accumulation_steps']:,}"
         line = (
-            f"{name:10}{'ZeRO-' + str(row['zero_stage']) + replicas:14}{row['activation_checkpointing']:11}{batch:>9}"
-            f"{row['reserved_gib']:11,.1f}{SHORT[row['verdict']]:>6}{row['tokens_per_sec']:11,.0f}{mfu(row):>5}"
+            f"{name:10}{row['gpus']:6,}  {'ZeRO-' + str(row['zero_stage']) + replicas:14}"
+            f"{row['activation_checkpointing']:11}{batch:>9}{row['reserved_gib']:11,.1f}{SHORT[row['verdict']]:>6}"
+            f"{row['tokens_per_sec']:11,.0f}{mfu(row):>5}"
         )
         lines.append(line + (f"{row['cost_per_billion_tokens']:13,.2f}" if is_priced else ""))
         others = flags.as_flags({name: value for name, value in row["changes"].items() if name not in row})
         if others:
-            lines.append(f"{'':10}with {others}")
+            lines.append(f"{'':18}with {others}")
     return [*lines, f"{'':10}(batch: sequences at once x microbatches; x2: two replicas of the sharded model)"]
-
-
-def describe_worlds(rows: list[dict]) -> list[str]:
-    """Numbers of GPUs side by side."""
-    is_priced = "cost_per_billion_tokens" in rows[0]
-    price = f"{'$ a billion':>13}" if is_priced else ""
-    lines = [
-        f"{'GPUs':>8}{'replicas':>10}{'GiB a GPU':>11}{'fits':>6}{'GiB sent':>10}{'tokens/s':>13}  MFU exposed %{price}"
-    ]
-    for row in rows:
-        line = (
-            f"{row['gpus']:8,}{row['dp_replicate_size']:10,}{row['reserved_gib']:11,.1f}{SHORT[row['verdict']]:>6}"
-            f"{row['communication_gib_per_step']:10,.2f}{row['tokens_per_sec']:13,.0f}{mfu(row):>5}"
-            f"{row['exposed_communication_percent']:10.1f}"
-        )
-        lines.append(line + (f"{row['cost_per_billion_tokens']:13,.2f}" if is_priced else ""))
-        if not row["asked"] and row["flags"]:
-            lines.append(f"{'':8}  with {row['flags']}")
-    return lines
 
 
 # ---- What they are made of -------------------------------------------------------------------------------------------
@@ -175,9 +158,8 @@ def describe_details(settings: flags.Settings, result: dict) -> list[str]:
     }
     lines = ["", *(fill(name, text) for name, text in setup.items())]
 
-    places = {"build": "while the model is built", "head": "in head and loss", "optimizer": "in the optimizer's step"}
-    place = places.get(result["peak_at"], f"in {result['peak_at']}")
-    lines += [f"\nmemory of the fullest GPU in GiB, at its peak {place}", f"  {'':15}{'then':>9}{'at most':>9}"]
+    lines.append(f"\nmemory of the fullest GPU in GiB, at its peak, {result['peak_at']}")
+    lines.append(f"  {'':15}{'then':>9}{'at most':>9}")
     for kind, gib in result["at_peak_gib"].items():
         lines.append(f"  {kind:15}{gib:9,.2f}{memory[kind]:9,.2f}")
     for kind, gib in result["beside_tensors_gib"].items():
@@ -247,25 +229,22 @@ def published_share(rates: Rates, config) -> tuple[float, float, float] | None:
 
 
 def fill(title: str, text: str) -> str:
-    """A title and its text, wrapped to the terminal, to 80 columns where there is none; no number leaves its %."""
-    width = min(job.width() or 80, 120)
-    line = job.columns({title: text.replace(" %", "\N{NO-BREAK SPACE}%")})
-    filled = textwrap.fill(line, width, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False)
-    return filled.replace("\N{NO-BREAK SPACE}", " ")
+    """A title and its text, wrapped to the terminal, to 80 columns where there is none."""
+    return job.wrap_lines(job.columns({title: text}), 11, min(job.width() or 80, 120))
 
 
 def figures(row: dict, share: tuple | None = None) -> str:
     """Speed, MFU and price of a configuration, with the range where published runs reached this share of plans."""
     parts = [f"{ranged(row['tokens_per_sec'], share, '{:,.0f}'.format)} tokens/s"]
-    if row.get("mfu_percent"):
+    if row["mfu_percent"]:
         parts.append(f"MFU {row['mfu_percent']:.1f} %")
-    if row.get("cost_per_billion_tokens"):
+    if "cost_per_billion_tokens" in row:
         price = ranged(row["cost_per_billion_tokens"], share, dollars, inverse=True)
         parts.append(f"{price} a billion tokens")
     return ", ".join(parts)
 
 
-def ranged(value: float, share: tuple | None, write, inverse: bool = False) -> str:
+def ranged(value: float, share: tuple | None, write: Callable[[float], str], inverse: bool = False) -> str:
     """A figure, with the least and the most that follow from the share; `inverse` of what falls when speed grows."""
     if not share:
         return write(value)
@@ -285,14 +264,9 @@ def dollars(price: float) -> str:
 
 
 def duration(hours: float) -> str:
-    minutes = round(60 * hours)
-    if minutes < 2:
-        return f"{3600 * hours:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{round(hours) // 24:,} d {round(hours) % 24} h"
+    if hours < 1:
+        return f"{60 * hours:.3g} min"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.1f} days"
 
 
 def percents(share: tuple) -> str:

@@ -1,10 +1,8 @@
 """A run's own plan: it goes when the run goes, and can be left out or waited for."""
 
-import os
 import subprocess
 import sys
 import time
-from unittest import mock
 
 import psutil
 import pytest
@@ -42,17 +40,6 @@ def test_a_killed_runs_planning_process_ends():
     finally:
         if plan.is_running():
             plan.kill()
-
-
-def test_only_a_process_that_plans_for_a_run_watches_it(monkeypatch):
-    watched = []  # no thread of its own: it would end this process where a test says that the parent is another
-    monkeypatch.setattr(own_plan.threading, "Thread", lambda args, **_: watched.append(args) or mock.Mock())
-    monkeypatch.delenv(own_plan.RUN, raising=False)
-    own_plan.end_with_run()
-    assert watched == []
-    monkeypatch.setenv(own_plan.RUN, str(os.getppid()))
-    own_plan.end_with_run()
-    assert watched == [(os.getppid(),)]
 
 
 def test_a_run_is_planned_beside_it_unless_the_flag_leaves_it_out(device, monkeypatch):
