@@ -158,23 +158,14 @@ def refuse_run(settings: flags.Settings, folder: pathlib.Path, goes_on: bool) ->
     """Raises a UserError where `folder` holds a run that would be lost. `goes_on` says that it is the run of --resume
     PATH."""
     path, newest = pathlib.Path(settings.resume).expanduser(), base.newest_checkpoint(folder)
-    name, metrics = folder.name, folder / "metrics.jsonl"
     if goes_on:
         if path != folder and newest and base.step_in_name(newest) > base.step_saved(path):
             problem = f"{folder} holds newer checkpoints, which the run would write over"
             advice = "give another --run-name to branch off, or remove them"
             raise base.UserError(f"--resume {settings.resume}: {problem}; {advice}")
-    elif metrics.exists() and settings.resume != "auto":
+    elif (folder / "metrics.jsonl").exists() and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"
-        raise base.UserError(f"--run-name {name}: {folder} holds a run already; {advice}")
-    elif metrics.exists() and not base.named_checkpoints(folder):
-        try:
-            has_ended = b'"final": true' in metrics.read_bytes()
-        except OSError as error:
-            raise base.UserError(f"--output-dir: {metrics} cannot be read ({error.strerror})", 1) from error
-        if has_ended:
-            problem = f"{folder} holds a finished run without checkpoints"
-            raise base.UserError(f"--run-name {name}: {problem}; choose another name")
+        raise base.UserError(f"--run-name {folder.name}: {folder} holds a run already; {advice}")
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:

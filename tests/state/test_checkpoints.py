@@ -587,6 +587,14 @@ def test_a_full_disk_is_said_and_the_run_goes_on_and_exits_with_1(run, refused, 
     assert names(tmp_path / "r") == checkpoint_names(4, 6)
 
 
+def test_a_run_all_of_whose_saves_failed_starts_fresh_once_there_is_room(run, refused, finished, tmp_path):
+    with files_of_at_most(100_000):
+        assert "could not be saved" in refused("r", "--checkpoint-interval", 2, exit_code=1)
+    assert names(tmp_path / "r") == []
+    assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0
+    assert steps_of(tmp_path / "r") == steps_of(finished) and names(tmp_path / "r")[-1:] == checkpoint_names(STEPS)
+
+
 def test_a_stop_that_could_not_be_saved_is_a_failure(run, capsys, tmp_path):
     with files_of_at_most(100_000):
         assert run("r", stop_after=2) == 1
