@@ -223,12 +223,6 @@ class Settings:
         """The optimizer steps that train on at least so many tokens."""
         return math.ceil(Fraction(tokens, self.tokens_per_step(world)))
 
-    def describe_length(self) -> str:
-        """How long the run is, as it was asked for: `1,000 steps`."""
-        if self.num_tokens:
-            return f"{self.num_tokens:,} tokens"
-        return f"{self.num_steps:,} steps"
-
     def batch_step(self) -> int:
         """The number of which the batch size has to be a multiple. In float8 the matmul of the weights' gradient takes
         multiples of 16 tokens of a microbatch; rowwise_with_gw_hp computes it in bf16."""

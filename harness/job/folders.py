@@ -1,11 +1,10 @@
-"""Run folders: which folder a run has, that it can be written, that no other run is in it, how its files are
-replaced."""
+"""Run folders: which folder a run has, that no other run is in it, how its files are replaced."""
 
 import contextlib
 import os
 import pathlib
-import tempfile
 import time
+from typing import NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -19,7 +18,8 @@ def take_folder(settings: flags.Settings) -> pathlib.Path:
     """The run's folder, which rank 0 chooses and locks, and in which a stall leaves its traces; every rank calls this.
 
     Raises:
-        UserError: as `choose_folder`, on every rank.
+        UserError: it cannot be written, another process is in it, it holds what is not to be lost, or a link leads out
+            of it; on every rank.
     """
     folder = base.on_main_rank(lambda: choose_folder(settings))
     heartbeats.HERE.folder = folder
@@ -29,27 +29,24 @@ def take_folder(settings: flags.Settings) -> pathlib.Path:
 
 
 def choose_folder(settings: flags.Settings) -> pathlib.Path:
-    """Makes and locks the run's folder, and returns it.
-
-    Raises:
-        UserError: it cannot be written, another process is in it, or it holds a run that is not resumed.
-    """
+    """Makes and locks the run's folder, and returns it; raises a UserError as `take_folder` does."""
     resumed = folder_of_resumed_run(settings)
     outputs = pathlib.Path(settings.output_dir).expanduser()
     folder = outputs / name_of(settings)
     if resumed and not settings.run_name:
         folder = resumed
-    goes_on = resumed is not None and folder.resolve() == resumed.resolve()
-    if not goes_on and folder.resolve().parent != outputs.resolve():
-        raise base.UserError(f"--run-name {folder.name}: {folder} is a link that leads out of {outputs}; remove it")
-    if (folder / "config.json").exists() and not any((folder / mark).exists() for mark in (".lock", "metrics.jsonl")):
-        raise base.UserError(
-            f"--run-name {folder.name}: the config.json in {folder} is not a run's; choose another name"
-        )
-    check_writable(f"--output-dir {settings.output_dir}", folder)
-    folder = make_folder(folder, alone=not settings.run_name and settings.resume == "none")
-    refuse_links(folder)
-    refuse_run(settings, folder, goes_on)
+    try:
+        goes_on = resumed is not None and folder.resolve() == resumed.resolve()
+        if not goes_on and folder.resolve().parent != outputs.resolve():
+            refuse(folder, f"{folder} is a link that leads out of {outputs}; remove it")
+        is_a_runs = any((folder / mark).exists() for mark in (".lock", "metrics.jsonl"))
+        if (folder / "config.json").exists() and not is_a_runs:
+            refuse(folder, f"the config.json in {folder} is not a run's; choose another name")
+        folder = make_folder(folder, alone=not settings.run_name and settings.resume == "none")
+        refuse_links(folder)
+        refuse_run(settings, folder, goes_on)
+    except OSError as error:
+        raise base.UserError(f"--output-dir: {error.filename} cannot be written ({error.strerror})") from error
     return folder
 
 
@@ -75,19 +72,7 @@ def folder_of_resumed_run(settings: flags.Settings) -> pathlib.Path | None:
     if settings.resume in ("none", "auto"):
         return None
     path = pathlib.Path(settings.resume).expanduser()
-    for folder in (path, *path.parents[:2]):
-        if (folder / "checkpoints").is_dir():
-            return folder
-    return None
-
-
-def check_writable(flag: str, path: pathlib.Path) -> None:
-    """Raises a UserError if a folder at `path` could not be made and written later."""
-    try:
-        existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise base.UserError(f"{flag}: cannot be written ({error.strerror})") from error
+    return next((folder for folder in (path, *path.parents[:2]) if (folder / "checkpoints").is_dir()), None)
 
 
 def make_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
@@ -97,38 +82,30 @@ def make_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
     second has that name, a number is appended.
     """
     named, number = folder, 1
-    while True:
-        new = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=not alone)
-            break
-        except FileExistsError:
-            if not alone or not folder.is_dir():
-                raise base.UserError(f"--run-name {folder.name}: {folder} is no folder; remove it") from None
-            number += 1
-            folder = named.with_name(f"{named.name}-{number}")
-        except OSError as error:
-            raise base.UserError(f"--output-dir: {folder} cannot be written ({error.strerror})", 1) from error
+    while alone and folder.is_dir():
+        number += 1
+        folder = named.with_name(f"{named.name}-{number}")
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=not alone)
+    except FileExistsError:
+        if alone and folder.is_dir():  # another start has made it since
+            return make_folder(named, alone)
+        refuse(folder, f"{folder} is no folder; remove it")
     lock = lock_folder(folder)
     endings.at_exit(lambda _: discard(new, lock))
     return folder
 
 
 def lock_folder(folder: pathlib.Path) -> FileLock:
-    """Makes the folder this process's own, as long as the lock that is returned exists.
-
-    Raises:
-        UserError: the folder cannot be written, or another run is in it.
-    """
-    path = folder / ".lock"
-    lock = FileLock(path, timeout=LOCK_PATIENCE, is_singleton=True)  # a process may take it twice
+    """Makes the folder this process's own, as long as the lock that is returned exists. Raises a UserError where
+    another run is in it."""
+    lock = FileLock(folder / ".lock", timeout=LOCK_PATIENCE, is_singleton=True)  # a process may take it twice
     try:
         lock.acquire()
     except Timeout:
-        problem = f"another run is in {folder}, whose processes `fuser {path}` names"
-        raise base.UserError(f"--run-name {folder.name}: {problem}; end it or choose another name") from None
-    except OSError as error:
-        raise base.UserError(f"--output-dir: {path} cannot be written ({error.strerror})") from error
+        processes = f"whose processes `fuser {folder / '.lock'}` names"
+        refuse(folder, f"another run is in {folder}, {processes}; end it or choose another name")
     return lock
 
 
@@ -143,15 +120,17 @@ def discard(new: list[pathlib.Path], lock: FileLock) -> None:
                 folder.rmdir()
 
 
+def refuse(folder: pathlib.Path, problem: str) -> NoReturn:
+    raise base.UserError(f"--run-name {folder.name}: {problem}")
+
+
 def refuse_links(folder: pathlib.Path) -> None:
     """Raises a UserError for a link through which a run would write outside its folder."""
     inside = os.path.realpath(folder)
     for path in (*folder.iterdir(), *folder.glob("profile/*")):
         if path.is_symlink() and not pathlib.Path(os.path.realpath(path)).is_relative_to(inside):
             advice = "remove it, or choose another name; for another disk give --output-dir"
-            raise base.UserError(
-                f"--run-name {folder.name}: {path} is a link that leads out of the run's folder; {advice}"
-            )
+            refuse(folder, f"{path} is a link that leads out of the run's folder; {advice}")
 
 
 def refuse_run(settings: flags.Settings, folder: pathlib.Path, goes_on: bool) -> None:
@@ -165,7 +144,7 @@ def refuse_run(settings: flags.Settings, folder: pathlib.Path, goes_on: bool) ->
             raise base.UserError(f"--resume {settings.resume}: {problem}; {advice}")
     elif (folder / "metrics.jsonl").exists() and settings.resume != "auto":
         advice = "choose another name, remove it, or go on with it by --resume auto"
-        raise base.UserError(f"--run-name {folder.name}: {folder} holds a run already; {advice}")
+        refuse(folder, f"{folder} holds a run already; {advice}")
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:

@@ -1,8 +1,7 @@
-"""Preflight: what would end a run late is looked for before it trains, for all ranks together: memory, shared memory,
-disk, versions that differ, a GPU that others use. Each finding is a line with what to do: an error where the run cannot
-succeed, else a warning."""
+"""Preflight: what would end a run late is looked for before it trains: memory, shared memory, disk, versions that
+differ, a GPU that others use. Every rank looks at its own machine. Each finding is a line with what to do: an error
+where the run cannot succeed, else a warning."""
 
-import collections
 import dataclasses
 import hashlib
 import math
@@ -10,8 +9,6 @@ import os
 import pathlib
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 import psutil
 import torch
@@ -25,7 +22,6 @@ PREFETCHED_BATCHES = 2  # that a data worker reads ahead
 PREFETCHED_BATCHES_STREAMING = 16
 BATCHES_IN_USE = 2  # that the training holds beside them
 FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
-MAX_NAMES = 4  # ranks that a line names
 PAGE = 4096  # bytes
 
 
@@ -48,6 +44,18 @@ class ParameterBytes:
         return self.weight + self.saved_states + self.average
 
 
+@dataclasses.dataclass
+class Findings:
+    """What a rank found on its machine; below 1 kB when pickled, as each of a thousand ranks gets those of all."""
+
+    name: str  # of the rank, such as `rank 3 (node-b, pid 411)`
+    node: str
+    versions: dict[str, str]
+    error: base.UserError | None = None
+    taken_gpu: str = ""  # a warning
+    lacks_memory: str = ""  # a warning: no room for copies of a checkpoint
+
+
 def check_machine(
     settings: flags.Settings,
     parameters: int,
@@ -57,7 +65,7 @@ def check_machine(
     folder: pathlib.Path,
     step: int,
 ) -> flags.Settings:
-    """Runs all checks once, before the model is made; every rank calls this, rank 0 judges and warns.
+    """Runs all checks once, before the model is made; every rank calls this, rank 0 warns.
 
     Args:
         parameters: how many the model has.
@@ -69,46 +77,43 @@ def check_machine(
     Raises:
         UserError: the run cannot succeed; on every rank.
     """
-    shards = mesh["shard"].size()
-    on_host = device.type == "cpu" or settings.cpu_offload
-    if on_host:
-        check_memory(settings, parameters, each, shards)
-    described = base.of_all_ranks(describe(device))
+    own, trains, of_rank = describe(device), step < settings.num_steps, parameters / mesh["shard"].size()
+    try:
+        at_rest = 0.0
+        if device.type == "cpu" or settings.cpu_offload:
+            at_rest = of_rank * each.at_rest
+            check_memory(settings, parameters, each, at_rest)
+        check_shared_memory(settings)
+        if trains and settings.saves_beside():
+            own.lacks_memory = check_copies(of_rank * each.in_checkpoint, at_rest)
+    except base.UserError as error:
+        own.error = error
+    everyone: list[Findings] = base.of_all_ranks(own)
+    for findings in everyone:
+        if findings.error:
+            raise findings.error
+    disk, lacks_disk = [], False
+    if trains:
+        disk, lacks_disk = base.on_main_rank(lambda: check_disk(settings, parameters, each, folder))
+    lacks_memory = [findings.lacks_memory for findings in everyone if findings.lacks_memory]
+    taken = [findings.taken_gpu for findings in everyone if findings.taken_gpu]
+    for warning in [*compare_versions(everyone), *taken, *lacks_memory[:1], *disk]:
+        terminal.warn(warning)
+    return dataclasses.replace(settings, lacks_memory=bool(lacks_memory), lacks_disk=lacks_disk)
 
-    def look() -> flags.Settings:
-        warnings = [*check_versions(described), *check_taken(described)]
-        check_shared_memory(settings, described)
-        decided = settings
-        if step < settings.num_steps:
-            at_rest = each.at_rest * parameters / shards if on_host else 0
-            staging = [*check_staging(settings, each.in_checkpoint * parameters / shards, at_rest, described)]
-            disk, lacks_disk = check_disk(settings, parameters, each, folder)
-            warnings += [*staging, *disk]
-            decided = dataclasses.replace(settings, lacks_memory=bool(staging), lacks_disk=lacks_disk)
-        for warning in warnings:
-            terminal.warn(warning)
-        return decided
 
-    return base.on_main_rank(look)
+# ---- Versions, and the GPU -------------------------------------------------------------------------------------------
 
 
-# ---- What a rank reports of itself -----------------------------------------------------------------------------------
-
-
-def describe(device: torch.device) -> dict[str, Any]:
-    """This rank's machine and GPU, below 1 kB when pickled, as each of a thousand ranks gets those of all."""
-    about = {
-        "node": socket.gethostname(),
-        "pid": os.getpid(),
-        "versions": base.package_versions() | {"program": checksum()},
-        "shared": free_bytes(SHARED_MEMORY),
-        "host_memory": host.memory(),
-        "resident": psutil.Process().memory_info().rss,
-    }
+def describe(device: torch.device) -> Findings:
+    """This rank, the versions of what it runs, and whether others use its GPU."""
+    node = socket.gethostname()
+    name = f"rank {os.environ.get('RANK', 0)} ({node}, pid {os.getpid()})"
+    found = Findings(name, node, base.package_versions() | {"program": checksum()})
     if device.type == "cuda":
-        about["versions"] |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
-        about |= {"memory": torch.cuda.get_device_properties(device).total_memory, "holders": holders_of_gpu()}
-    return about
+        found.versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda or ""}
+        found.taken_gpu = describe_taken(name, holders_of_gpu())
+    return found
 
 
 def checksum() -> str:
@@ -119,8 +124,24 @@ def checksum() -> str:
     return digest.hexdigest()[:8]
 
 
-def holders_of_gpu() -> list[tuple[int, int]]:
-    """(pid, bytes) of the other processes that hold memory on this process's GPU, by NVIDIA's driver; none where it
+def compare_versions(everyone: list[Findings]) -> list[str]:
+    """A line for each version that is another than rank 0's, by the first rank of each node that has it."""
+    first = everyone[0]
+    lines: dict[tuple, str] = {}
+    for other in everyone[1:]:
+        for name in first.versions | other.versions:
+            version, usual = (findings.versions.get(name) or "missing" for findings in (other, first))
+            if version != usual:
+                advice = (
+                    "start all ranks from the same files" if name == "program" else "install the same on every node"
+                )
+                line = f"{other.name}: {name} {version}, but {usual} on {first.name}; {advice}"
+                lines.setdefault((other.node, name, version), line)
+    return [*lines.values()]
+
+
+def holders_of_gpu() -> dict[int, int]:
+    """{pid: bytes} of the other processes that hold memory on this process's GPU, by NVIDIA's driver; none where it
     does not say: without the package nvidia-ml-py, on ROCm, WSL or a part of a GPU (MIG), in a container."""
     try:
         import pynvml
@@ -129,29 +150,21 @@ def holders_of_gpu() -> list[tuple[int, int]]:
         gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
         used = {process.pid: process.usedGpuMemory or 0 for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
     except Exception:  # driver, library and package come in any combination of versions; a diagnosis never ends a run
-        return []
-    if os.getpid() not in used:  # a container: these are pids of the host
-        return []
-    del used[os.getpid()]
-    return sorted(used.items(), key=lambda holder: -holder[1])
+        return {}
+    own = used.pop(os.getpid(), None)  # without it: a container, and these are pids of the host
+    return {} if own is None else used
 
 
-def free_bytes(path: pathlib.Path) -> int:
-    """Free bytes of the file system in which a path is, or would be."""
-    path = path.expanduser().absolute()
-    return shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists())).free
+def describe_taken(name: str, holders: dict[int, int]) -> str:
+    """The warning of a rank on whose GPU other processes hold memory; empty where it is little."""
+    taken = sum(holders.values())
+    if taken <= FOREIGN_MEMORY:
+        return ""
+    held = f"{taken / base.GIB:.1f} GiB of its GPU are held by others (pid {', '.join(map(str, [*holders][:4]))})"
+    return f"{name}: {held}; end them, or leave this GPU out by CUDA_VISIBLE_DEVICES"
 
 
-# ---- The checks, by what all ranks reported --------------------------------------------------------------------------
-
-
-def names(ranks: list[int], described: list[dict]) -> str:
-    """`rank 3 (node-b, pid 411)`; of many ranks the first ones, and how many more there are."""
-    first = [f"rank {rank} ({described[rank]['node']}, pid {described[rank]['pid']})" for rank in ranks[:MAX_NAMES]]
-    text = ", ".join(first)
-    if len(ranks) > MAX_NAMES:
-        text += f" and {len(ranks) - MAX_NAMES} more"
-    return text
+# ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
 def amount(size: float) -> str:
@@ -159,18 +172,10 @@ def amount(size: float) -> str:
     return f"{size / 1e9:,.3g} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"
 
 
-def group(values: Iterable) -> list[tuple[Any, list[int]]]:
-    """(value, the ranks that have it) for each value, the most frequent first."""
-    ranks = collections.defaultdict(list)
-    for rank, value in enumerate(values):
-        ranks[value].append(rank)
-    return sorted(ranks.items(), key=lambda item: -len(item[1]))
-
-
-def check_memory(settings: flags.Settings, parameters: int, each: ParameterBytes, shards: int) -> None:
-    """Raises a UserError where the parameters, gradients, optimizer states and averages of the ranks here are more than
-    this host can hold: a lower bound of what training takes. `shards` is the number of ranks that share one replica."""
-    need, available = parameters * each.at_rest * host.ranks_here() / shards, host.memory()
+def check_memory(settings: flags.Settings, parameters: int, each: ParameterBytes, at_rest: float) -> None:
+    """Raises a UserError where the parameters, gradients, optimizer states and averages of the ranks here, `at_rest`
+    bytes each, are more than this host can hold: a lower bound of what training takes."""
+    need, available = at_rest * host.ranks_here(), host.memory()
     if need > available:
         beside = "gradients, optimizer states and average" if each.average else "gradients and optimizer states"
         what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their {beside}"
@@ -181,29 +186,16 @@ def check_memory(settings: flags.Settings, parameters: int, each: ParameterBytes
         )
 
 
-def check_versions(described: list[dict]) -> Iterator[str]:
-    """Ranks whose program or packages are of another version than most ranks'."""
-    for name in dict.fromkeys(name for about in described for name in about["versions"]):
-        (usual, most), *others = group(about["versions"].get(name) for about in described)
-        for version, ranks in others:
-            has = f"{names(ranks, described)}: {name} {version or 'missing'}"
-            usually = f"{usual or 'missing'} on {names(most[:1], described)}"
-            if len(most) > 1:
-                usually += f" and {len(most) - 1} more"
-            advice = "start all ranks from the same files" if name == "program" else "install the same on every node"
-            yield f"{has}, but {usually}; {advice}"
-
-
-def check_taken(described: list[dict]) -> Iterator[str]:
-    """GPUs of which other processes hold memory, by the driver's list of them."""
-    for rank, about in enumerate(described):
-        holders = about.get("holders", [])
-        taken = sum(size for _, size in holders)
-        if taken > FOREIGN_MEMORY:
-            pids = ", ".join(str(pid) for pid, _ in holders[:MAX_NAMES])
-            gib = f"{taken / base.GIB:.1f} of {about['memory'] / base.GIB:.1f} GiB"
-            held = f"{gib} of its GPU are held by others (pid {pids})"
-            yield f"{names([rank], described)}: {held}; end them, or leave this GPU out by CUDA_VISIBLE_DEVICES"
+def check_copies(staged: float, at_rest: float) -> str:
+    """The warning of a host without memory for the copies from which its ranks save in the background: `staged` bytes a
+    rank, beside what it holds now and the `at_rest` bytes that it will hold of model and optimizer; else empty."""
+    ranks, allowed = host.ranks_here(), host.memory()
+    held = ranks * (psutil.Process().memory_info().rss + at_rest)
+    if held + ranks * staged <= allowed:
+        return ""
+    need = f"the copies of {base.counted(ranks, 'rank')} on {socket.gethostname()} take {amount(ranks * staged)}"
+    what = f"{need}, with {amount(held)} for all else there are {amount(allowed)}: the run waits for each save"
+    return f"--async-checkpoint: {what}; give the job more host memory to save beside the training"
 
 
 def batch_bytes(settings: flags.Settings) -> int:
@@ -213,38 +205,29 @@ def batch_bytes(settings: flags.Settings) -> int:
     return tensors * math.ceil(8 * tokens / PAGE) * PAGE
 
 
-def check_shared_memory(settings: flags.Settings, described: list[dict]) -> None:
-    """Raises a UserError where the batches that a node's data workers read ahead have no room in its shared memory: the
-    workers would die of SIGBUS."""
-    workers = settings.num_workers
+def check_shared_memory(settings: flags.Settings) -> None:
+    """Raises a UserError where the batches that this node's data workers read ahead have no room in its shared memory:
+    the workers would die of SIGBUS."""
+    workers = settings.num_workers * host.ranks_here()
     if not workers:
         return
     prefetched = PREFETCHED_BATCHES_STREAMING if settings.streaming else PREFETCHED_BATCHES
-    of_rank = (workers * prefetched + BATCHES_IN_USE) * batch_bytes(settings)
-    for node, ranks in group(about["node"] for about in described):
-        need, free = len(ranks) * of_rank, described[ranks[0]]["shared"]
-        if need > free:
-            what = f"{amount(free)} free, what {len(ranks) * workers} data workers read ahead takes {amount(need)}"
-            advice = "give the container more (docker run --shm-size=1g), or --num-workers 0"
-            raise base.UserError(f"--num-workers {workers}: {SHARED_MEMORY} of {node}: {what}; {advice}", 1)
+    batches = workers * prefetched + BATCHES_IN_USE * host.ranks_here()
+    need, free = batches * batch_bytes(settings), free_bytes(SHARED_MEMORY)
+    if need > free:
+        what = f"{amount(free)} free, what {workers} data workers read ahead takes {amount(need)}"
+        advice = "give the container more (docker run --shm-size=1g), or --num-workers 0"
+        where = f"{SHARED_MEMORY} of {socket.gethostname()}"
+        raise base.UserError(f"--num-workers {settings.num_workers}: {where}: {what}; {advice}", 1)
 
 
-def check_staging(settings: flags.Settings, staged: float, at_rest: float, described: list[dict]) -> Iterator[str]:
-    """The node that lacks most host memory for the copies from which its ranks save in the background: `staged` bytes a
-    rank, beside what the ranks hold now and the `at_rest` bytes that each will hold of model and optimizer. Without
-    --checkpoint-interval there is no copy, as the run waits for all other saves."""
-    if not settings.saves_beside():
-        return
-    nodes = []
-    for node, ranks in group(about["node"] for about in described):
-        held = sum(described[rank]["resident"] + at_rest for rank in ranks)
-        allowed = min(described[rank]["host_memory"] for rank in ranks)
-        nodes.append((allowed - held - len(ranks) * staged, node, len(ranks), held, allowed))
-    missing, node, count, held, allowed = min(nodes)
-    if missing < 0:
-        need = f"the copies of {base.counted(count, 'rank')} on {node} take {amount(count * staged)}"
-        what = f"{need}, with {amount(held)} for all else there are {amount(allowed)}: the run waits for each save"
-        yield f"--async-checkpoint: {what}; give the job more host memory to save beside the training"
+# ---- The disk --------------------------------------------------------------------------------------------------------
+
+
+def free_bytes(path: pathlib.Path) -> int:
+    """Free bytes of the file system in which a path is, or would be."""
+    path = path.expanduser().absolute()
+    return shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists())).free
 
 
 def check_disk(

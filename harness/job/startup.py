@@ -22,7 +22,7 @@ def begin() -> flags.Settings:
     signals.listen(settings)
     terminal.remember_launcher()
     if not settings.json:  # a plan as JSON is all that stdout has
-        terminal.say(f"train_fsdp {describe_command(settings)}; loading torch")
+        terminal.say(f"train_fsdp {settings.model}; loading torch")
     host.set_threads(settings)
     if not sys.warnoptions:  # `python -W default train_fsdp.py` shows all warnings
         silence_libraries()
@@ -30,19 +30,6 @@ def begin() -> flags.Settings:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("WANDB_SILENT", "true")
     return settings
-
-
-def describe_command(settings: flags.Settings) -> str:
-    """What this process was started for, for its first line."""
-    if settings.plan:
-        return f"plan of {settings.model}"
-    if settings.measure:
-        return f"measuring with {settings.model}"
-    if settings.show_samples:
-        return f"samples of step {settings.show_samples:,} on {settings.describe_dataset()}"
-    if settings.num_steps == 0:
-        return f"{settings.model}, without training"
-    return f"{settings.model} on {settings.describe_dataset()}, {settings.describe_length()}"
 
 
 def silence_libraries() -> None:

@@ -100,9 +100,8 @@ def wrap_lines(text: str, indent: int = 0, columns: int | None = None) -> str:
 def progress(items: Iterable, total: int, what: str) -> Iterable:
     """The items; where they take longer than a second, a bar on rank 0's terminal shows how many are done. `what` names
     them; without it there is no bar."""
-    if not (what and is_first_rank() and is_terminal(sys.stderr)):
-        return items
-    return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True)
+    shown = what and is_first_rank() and is_terminal(sys.stderr)
+    return tqdm(items, what, total, leave=False, delay=1, unit="layer", dynamic_ncols=True, disable=not shown)
 
 
 def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
@@ -163,15 +162,11 @@ def describe_interrupt(settings: flag_rules.Settings, step: int, phase: str, fol
     length = f"{settings.num_tokens:,} tokens" if settings.num_tokens else f"{settings.num_steps:,}"
     where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
     lines = [f"stopped    by Ctrl-C {where}"]
-    newest, interval = base.newest_checkpoint(folder), settings.checkpoint_interval
+    newest = base.newest_checkpoint(folder)
     if newest:
         lines += [f"saved      {newest}", f"go on      {command(settings, folder)}"]
-    elif step and not interval:
-        lines.append("saved      nothing: --checkpoint-interval N saves every N steps")
-    elif step and interval >= step:
-        lines.append(f"saved      nothing yet, the first after step {interval:,}")
     elif step:
-        lines.append("saved      nothing")
+        lines.append("saved      nothing; --checkpoint-interval N saves every N steps")
     return "\n".join(lines)
 
 

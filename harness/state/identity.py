@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -44,15 +44,6 @@ def as_json(values: dict) -> dict:
     return json.loads(json.dumps(values, default=str))
 
 
-def check_same_model(config, manifest: dict) -> None:
-    """Raises a UserError where the model is another than that of a checkpoint. Fields that one of two versions of
-    transformers lacks are not compared."""
-    now = as_json(fields_of(config))
-    for name, value in manifest["model"].items():
-        if name in now and now[name] != value:
-            refuse(f"--model: {name}", value, now[name])
-
-
 def check_resume(settings: flag_rules.Settings, config, tokenizer, data, manifest: dict) -> str:
     """What changed since the checkpoint and may change, in words; every rank calls this.
 
@@ -60,11 +51,13 @@ def check_resume(settings: flag_rules.Settings, config, tokenizer, data, manifes
         UserError: something else changed, which makes it another run.
     """
     before, now = manifest["flags"], as_json(dataclasses.asdict(settings))
-    for name in flag_rules.must_match(settings):
-        if before[name] != now[name]:
-            refuse(f"--{name.replace('_', '-')}", before[name], now[name])
+    refuse_changed(settings, manifest, flag_rules.must_match(settings))
     check_same_model(config, manifest)
-    check_tokenizer(settings, describe_identity(config, tokenizer, data)["tokenizer"], manifest)
+    vocabulary = describe_identity(config, tokenizer, data)["tokenizer"]
+    # None where all text is in tokens already: a text may be added to such data, or removed
+    if None not in (vocabulary, manifest["tokenizer"]) and vocabulary != manifest["tokenizer"]:
+        refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
+        raise base.UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
     if manifest["world_size"] != dist.get_world_size():
         changed.append(f"world size {manifest['world_size']} -> {dist.get_world_size()}")
@@ -88,13 +81,13 @@ def consequence(name: str, settings: flag_rules.Settings, manifest: dict) -> str
     return ""
 
 
-def check_tokenizer(settings: flag_rules.Settings, now: str | None, manifest: dict) -> None:
-    """Raises a UserError for another tokenizer. `now` is its checksum, None where all text is in tokens already: a text
-    may be added to such data, or removed."""
-    if None in (now, manifest["tokenizer"]) or now == manifest["tokenizer"]:
-        return
-    refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
-    raise base.UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
+def check_same_model(config, manifest: dict) -> None:
+    """Raises a UserError where the model is another than that of a checkpoint. Fields that one of two versions of
+    transformers lacks are not compared."""
+    now = as_json(fields_of(config))
+    for name, value in manifest["model"].items():
+        if name in now and now[name] != value:
+            refuse(f"--model: {name}", value, now[name])
 
 
 def check_data(settings: flag_rules.Settings, now: corpora.DataRecord, manifest: dict) -> list[str]:
@@ -154,7 +147,7 @@ def check_has_average(settings: flag_rules.Settings, manifest: dict | None) -> N
     raise base.UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}")
 
 
-def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: tuple[str, ...]) -> None:
+def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterable[str]) -> None:
     """Raises a UserError for the first of some flags that is not what it was; returns where all are."""
     now = as_json(dataclasses.asdict(settings))
     for name in names:
@@ -191,13 +184,11 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
         return settings
     sequences = global_batch(flags, manifest["world_size"])
     if sequences % world:
-        worlds = [ranks for ranks in range(1, sequences + 1) if sequences % ranks == 0]
-        nearest = sorted(sorted(worlds, key=lambda ranks: abs(ranks - world))[:4])
         batch = base.counted(sequences, "sequence")
         problem = f"{base.counted(world, 'rank')} cannot share the run's global batch of {batch}"
-        advice = f"use another number of ranks, such as {', '.join(map(str, nearest))}"
-        other = f"another --batch-size N for a global batch of {world} x N"
-        raise base.UserError(f"--batch-size {size}: {problem}; {advice}, or give {other}")
+        worlds = ", ".join(str(ranks) for ranks in range(1, sequences + 1) if sequences % ranks == 0)
+        advice = f"use another number of ranks: {worlds}, or give another --batch-size N for one of {world} x N"
+        raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
     of_rank = sequences // world
     fitting = max(divisor for divisor in range(1, size + 1) if of_rank % divisor == 0)
     if is_given and fitting != size and not settings.config:  # a file may be the run's own config.json

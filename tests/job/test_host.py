@@ -52,26 +52,24 @@ def threads(monkeypatch):
 SPIN = f"spin {host.SPIN_COUNT}"
 
 
-def test_ranks_share_the_cores_and_wait_on_them_where_they_are_free(threads):
-    assert threads() == ("8", SPIN)
-    assert threads(busy=0.3) == ("8", SPIN)
-    assert threads(LOCAL_WORLD_SIZE="3") == ("2", SPIN)
-    assert threads(busy=2.0, LOCAL_WORLD_SIZE="3") == ("2", SPIN)  # the other two ranks, which are starting
-    assert threads(OMP_NUM_THREADS="5", busy=3.0) == ("5", SPIN)
-    assert threads(["--streaming"], OMP_NUM_THREADS="7") == ("7", SPIN)
-
-
-def test_threads_that_would_take_a_core_from_somebody_sleep_while_they_wait(threads):
-    assert threads(busy=1.0) == ("8", "passive")
-    assert threads(["--streaming"]) == ("8", "passive")  # its reader needs a core
-    assert threads(OMP_NUM_THREADS="9") == ("9", "passive")  # more than the affinity mask or a quota leaves
-    assert threads(OMP_NUM_THREADS="5", busy=4.0) == ("5", "passive")
-    assert threads(LOCAL_WORLD_SIZE="16") == ("1", "passive")
-
-
-def test_what_the_environment_says_of_threads_stays(threads):
-    assert threads(OMP_NUM_THREADS="5", OMP_WAIT_POLICY="active") == ("5", "active")
-    assert threads(GOMP_SPINCOUNT="7") == ("8", "spin 7")
+@pytest.mark.parametrize(
+    "environment, flags, busy, chosen",
+    [
+        ({}, [], 0.3, ("8", SPIN)),
+        ({"LOCAL_WORLD_SIZE": "3"}, [], 2.0, ("2", SPIN)),  # busy: the other two ranks, which are starting
+        ({"OMP_NUM_THREADS": "7"}, ["--streaming"], 0.0, ("7", SPIN)),
+        # threads that would take a core from somebody sleep while they wait
+        ({}, [], 1.0, ("8", "passive")),
+        ({}, ["--streaming"], 0.0, ("8", "passive")),  # its reader needs a core
+        ({"OMP_NUM_THREADS": "9"}, [], 0.0, ("9", "passive")),  # more than the affinity mask or a quota leaves
+        ({"LOCAL_WORLD_SIZE": "16"}, [], 0.0, ("1", "passive")),
+        # what the environment says stays
+        ({"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "active"}, [], 0.0, ("5", "active")),
+        ({"GOMP_SPINCOUNT": "7"}, [], 0.0, ("8", "spin 7")),
+    ],
+)
+def test_ranks_share_the_cores_and_wait_on_them_where_they_are_free(threads, environment, flags, busy, chosen):
+    assert threads(flags, busy, **environment) == chosen
 
 
 @pytest.mark.parametrize("given, expected", [({}, "4"), ({"OMP_NUM_THREADS": "1"}, "1")])

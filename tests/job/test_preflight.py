@@ -3,12 +3,12 @@
 No GPU has run these: what ranks report of one is made up, and so is the driver's package.
 """
 
+import dataclasses
 import json
 import multiprocessing
 import os
 import pathlib
 import pickle
-import shutil
 import subprocess
 import sys
 import time
@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from conftest import ROOT, parse, train
+from conftest import parse, train
 
-from harness import base
 from harness.base import GIB, UserError
 from harness.data import create_collate_fn
 from harness.job import host, preflight
@@ -29,51 +28,28 @@ from harness.model.optimization import parameter_bytes
 from harness.model.weights import count_parameters
 
 
-def ranks(count: int, per_node: int, of: dict | None = None, **others: dict) -> list[dict]:
-    """What ranks report that are all alike, but for `others`: r3={...} is what rank 3 reports otherwise."""
-    found = []
-    for rank in range(count):
-        own = {"node": f"node-{rank // per_node}", "pid": 100 + rank, "versions": {"torch": "2.13.0"}}
-        own |= {"shared": 10**10, "memory": 80 * GIB, "holders": []}
-        found.append(own | (of or {}) | others.get(f"r{rank}", {}))
-    return found
-
-
-def test_ranks_that_are_alike_and_have_enough_are_warned_of_nothing(tmp_path):
-    settings, described = parse(["--demo", "--num-workers", 1]), ranks(8, 8)
-    assert [*preflight.check_versions(described), *preflight.check_taken(described)] == []
-    preflight.check_shared_memory(settings, described)
-    assert preflight.check_disk(settings, 1000, parameter_bytes(settings), tmp_path) == ([], False)
+def found(rank: int, node: str, **versions: str) -> preflight.Findings:
+    return preflight.Findings(f"rank {rank} ({node}, pid {100 + rank})", node, {"torch": "2.13.0"} | versions)
 
 
 def test_what_a_rank_reports_is_less_than_a_kilobyte(device):
     own = preflight.describe(device)
-    own["versions"] |= {"nccl": "2.28.9", "cuda": "13.0"}
-    assert {"python", "torch", "transformers", "program"} <= own["versions"].keys()
-    assert len(pickle.dumps(own | {"node": "n" * 64, "memory": 80 * GIB, "holders": [(4321, 10**10)] * 8})) < 1024
+    assert {"python", "torch", "transformers", "program"} <= own.versions.keys()
+    own.versions |= {"nccl": "2.28.9", "cuda": "13.0"}
+    assert len(pickle.dumps(dataclasses.replace(own, node="n" * 64, taken_gpu="g" * 200))) < 1024
 
 
-def test_a_rank_with_other_versions_is_named_with_what_the_others_have():
-    other = {"versions": {"torch": "2.11.0", "program": "1"}}
-    lines = [*preflight.check_versions(ranks(4, 2, {"versions": {"torch": "2.13.0", "program": "0"}}, r2=other))]
-    assert lines[0] == (
-        "rank 2 (node-1, pid 102): torch 2.11.0, but 2.13.0 on rank 0 (node-0, pid 100) and 2 more; "
-        "install the same on every node"
-    )
-    assert lines[1].startswith("rank 2 (node-1, pid 102): program 1, but 0 on ") and len(lines) == 2
-    (line,) = preflight.check_versions(ranks(3, 3, r0={"versions": {"torch": "2.13.0", "torchao": "0.18"}}))
-    assert line.startswith("rank 0 (node-0, pid 100): torchao 0.18, but missing on rank 1 (node-0, pid 101) and 1 more")
-
-
-def test_the_programs_own_checksum_follows_its_files(tmp_path, monkeypatch):
-    for name in ("train_fsdp.py", "utils.py", "harness/job/host.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    monkeypatch.setattr(base, "ROOT", tmp_path)
-    before = preflight.checksum()
-    assert before == preflight.checksum()
-    (tmp_path / "harness" / "job" / "host.py").write_text("x = 1\n")
-    assert before != preflight.checksum()
+def test_a_node_with_other_versions_is_named_with_what_rank_0_has():
+    a, b = found(0, "node-a", program="0"), {"torch": "2.11.0", "program": "1"}
+    assert preflight.compare_versions([a, found(1, "node-a", program="0")]) == []
+    lines = preflight.compare_versions([a, found(1, "node-b", **b), found(2, "node-b", **b)])
+    has, usual = "rank 1 (node-b, pid 101)", "on rank 0 (node-a, pid 100)"
+    assert lines == [
+        f"{has}: torch 2.11.0, but 2.13.0 {usual}; install the same on every node",
+        f"{has}: program 1, but 0 {usual}; start all ranks from the same files",
+    ]
+    (line,) = preflight.compare_versions([found(0, "a", torchao="0.18"), found(1, "b")])
+    assert line.startswith("rank 1 (b, pid 101): torchao missing, but 0.18 on rank 0 (a, pid 100)")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -81,9 +57,9 @@ def test_the_programs_own_checksum_follows_its_files(tmp_path, monkeypatch):
 
 
 def test_memory_that_others_hold_of_a_gpu_is_named_with_their_pids():
-    two, one = {"holders": [(7, 15 * GIB), (8, 5 * GIB)]}, {"holders": [(9, GIB // 2)]}
-    (line,) = preflight.check_taken(ranks(4, 4, r1=two, r2=one))
-    assert line.startswith("rank 1 (node-0, pid 101): 20.0 of 80.0 GiB of its GPU are held by others (pid 7, 8); ")
+    assert preflight.describe_taken("rank 1 (a, pid 101)", {9: GIB // 2}) == ""
+    said = preflight.describe_taken("rank 1 (a, pid 101)", {7: 15 * GIB, 8: 5 * GIB})
+    assert said.startswith("rank 1 (a, pid 101): 20.0 GiB of its GPU are held by others (pid 7, 8); ")
 
 
 def test_the_driver_is_asked_for_other_processes_and_need_not_answer(monkeypatch):
@@ -92,13 +68,13 @@ def test_the_driver_is_asked_for_other_processes_and_need_not_answer(monkeypatch
     package = types.SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid)
     package.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [own, other] if gpu == "GPU-abc" else []
     monkeypatch.setitem(sys.modules, "pynvml", package)
-    assert preflight.holders_of_gpu() == [(4321, 5)]
+    assert preflight.holders_of_gpu() == {4321: 5}
     package.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [other]  # a container
-    assert preflight.holders_of_gpu() == []
+    assert preflight.holders_of_gpu() == {}
     del package.nvmlDeviceGetComputeRunningProcesses  # an older package
-    assert preflight.holders_of_gpu() == []
+    assert preflight.holders_of_gpu() == {}
     monkeypatch.setitem(sys.modules, "pynvml", None)  # no package
-    assert preflight.holders_of_gpu() == []
+    assert preflight.holders_of_gpu() == {}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -150,13 +126,14 @@ def test_what_data_workers_read_ahead_is_what_they_take_of_shared_memory():
     assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_too_little_shared_memory_for_data_workers_is_an_error():
-    docker = {"shared": 64 * 2**20}  # what docker gives
+def test_too_little_shared_memory_for_data_workers_is_an_error(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(preflight, "free_bytes", lambda _: 64 * 2**20)  # what docker gives
+    preflight.check_shared_memory(parse(["--demo", "--num-workers", 1]))
+    preflight.check_shared_memory(parse(["--demo", "--num-workers", 0]))
     many = parse(["--demo", "--batch-size", 64, "--sequence-length", 8192, "--num-workers", 4])
-    preflight.check_shared_memory(parse(["--demo", "--num-workers", 1]), ranks(8, 8, docker))
-    preflight.check_shared_memory(parse(["--demo", "--num-workers", 0]), ranks(8, 8, {"shared": 0}))
-    with pytest.raises(UserError, match=r"^--num-workers 4: /dev/shm of node-0: 67\.1 MB free, .* takes 671 MB; "):
-        preflight.check_shared_memory(many, ranks(8, 8, docker))
+    with pytest.raises(UserError, match=r"^--num-workers 4: /dev/shm of .*: 67\.1 MB free, .* takes 671 MB; "):
+        preflight.check_shared_memory(many)
 
 
 def test_a_model_that_the_host_cannot_hold_is_refused_before_its_data_are_read(mistake, monkeypatch, tmp_path):
@@ -175,30 +152,9 @@ def test_nothing_that_fits_is_refused(monkeypatch, flags, each):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     settings = parse(flags.split())
     of_parameter = parameter_bytes(settings)
-    preflight.check_memory(settings, 1000, of_parameter, shards=4)
-    preflight.check_memory(settings, 2000, of_parameter, shards=8)  # two hosts
-    for parameters, shards in ((1001, 4), (500, 1)):  # stage 0: each rank has all
-        with pytest.raises(UserError):
-            preflight.check_memory(settings, parameters, of_parameter, shards)
-
-
-def hosts(*memory: float, ranks: int = 4, resident: float = 1e9) -> list[dict]:
-    each = [{"node": f"node-{n}", "host_memory": m, "resident": resident} for n, m in enumerate(memory)]
-    return [about for about in each for _ in range(ranks)]
-
-
-def test_copies_for_checkpoints_that_a_host_cannot_hold_are_a_warning():
-    often = parse(["--model", "demo", "--dataset", "demo", "--checkpoint-interval", 5])
-    for settings, staged, at_rest, described, said in (
-        (often, 9e9, 0, hosts(44e9), 0),  # 4 x (9 + 1)
-        (often, 9e9, 0, hosts(39e9), "of 4 ranks on node-0 take 36 GB, with 4 GB for all else there are 39 GB"),
-        (often, 9e9, 0, hosts(44e9, 39e9), "of 4 ranks on node-1 take 36 GB"),
-        (often, 9e9, 5e9, hosts(44e9), "with 24 GB for all else"),  # a CPU, or --cpu-offload: the model is there too
-        (parse(["--model", "demo", "--checkpoint-interval", 5, "--no-async-checkpoint"]), 9e9, 0, hosts(1e9), 0),
-        (parse(["--model", "demo", "--dataset", "demo"]), 9e9, 0, hosts(1e9), 0),
-    ):  # fmt: skip
-        found = [*preflight.check_staging(settings, staged, at_rest, described)]
-        assert len(found) == bool(said) and (not said or said in found[0])
+    preflight.check_memory(settings, 1000, of_parameter, 250 * of_parameter.at_rest)
+    with pytest.raises(UserError):
+        preflight.check_memory(settings, 1001, of_parameter, 1001 / 4 * of_parameter.at_rest)
 
 
 def test_a_run_without_memory_for_such_copies_waits_for_each_save(device, arguments, monkeypatch, capfd):

@@ -36,11 +36,9 @@ from multirank import MODELS, SIZES
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoTokenizer
 
-import train_fsdp
 from harness import job, report
 from harness import model as models
 from harness.base import UserError, saved
-from harness.data import mixture
 from harness.job import endings, folders
 from harness.job.signals import StopRequest
 from harness.state import store
@@ -178,22 +176,6 @@ def test_a_stop_after_the_last_step_is_the_end_of_the_run(run, tmp_path, capsys)
     assert run("r", stop_after=STEPS) == 0
     assert metrics_of(tmp_path / "r")[-1]["final"]
     assert "\nstopped " not in capsys.readouterr().out
-
-
-def test_saving_changes_no_number(run, finished, tmp_path):
-    run("plain")
-    assert steps_of(finished) == steps_of(tmp_path / "plain")
-
-
-def test_each_step_trains_on_new_samples_after_a_resume_too(run, monkeypatch):
-    seen = []
-    window_of = mixture.WindowOrder.window_of
-    monkeypatch.setattr(
-        mixture.WindowOrder, "window_of", lambda self, sample: seen.append(sample) or window_of(self, sample)
-    )
-    run("r", stop_after=2)
-    run("r", "--resume", "auto")
-    assert seen == list(range(STEPS * 4))
 
 
 @pytest.mark.smoke
@@ -358,17 +340,6 @@ def test_a_second_start_beside_a_running_one_is_refused(flags, tmp_path):
     assert line.startswith(f"train_fsdp.py: error: --run-name r: another run is in {tmp_path / 'r'}")
 
 
-def test_a_start_that_waited_for_the_lock_asks_again_what_is_in_the_folder(refused, copied, tmp_path, monkeypatch):
-    """Both had seen no folder; the other one trained, and is done."""
-    first = copied.rename(tmp_path / "first")
-    lock = folders.lock_folder
-    train_meanwhile = lambda folder: [shutil.copytree(first, folder, dirs_exist_ok=True), lock(folder)]  # noqa: E731
-    monkeypatch.setattr(folders, "lock_folder", train_meanwhile)
-    before = (first / "metrics.jsonl").read_bytes()
-    assert f"{copied} holds a run already" in refused("r")
-    assert (copied / "metrics.jsonl").read_bytes() == before and names(copied) == checkpoint_names(2, 4, 6)
-
-
 def test_a_start_that_waited_for_the_lock_goes_on_from_what_the_other_saved(run, copied, tmp_path, monkeypatch, capsys):
     first = copied.rename(tmp_path / "first")
     lock = folders.lock_folder
@@ -470,13 +441,6 @@ def test_old_checkpoints_go_and_those_to_keep_stay(run, tmp_path, kept):
     assert names(tmp_path / "r") == checkpoint_names(*range(STEPS - kept + 1, STEPS + 1))
 
 
-@needs_stager
-def test_the_stall_of_the_loop_is_said(run, capsys):
-    run("r", "--checkpoint-interval", 3)
-    assert "saved      step-00000003" in (output := capsys.readouterr().out)
-    assert "training paused for" in output
-
-
 @pytest.mark.parametrize("beside", ["--async-checkpoint", "--no-async-checkpoint"])
 def test_a_save_is_in_no_figure_of_speed(run, tmp_path, monkeypatch, beside):
     """Each takes a second more, when it copies the state."""
@@ -487,61 +451,15 @@ def test_a_save_is_in_no_figure_of_speed(run, tmp_path, monkeypatch, beside):
 
 
 @needs_stager
-def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch):
+def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, finished, tmp_path, monkeypatch, capsys):
     save, say, skipped = store.dcp.save, job.say, threading.Event()
     monkeypatch.setattr(store.dcp, "save", lambda *args, **to: skipped.wait(300) and save(*args, **to))
     monkeypatch.setattr(job, "say", lambda *text: skipped.set() if text[0].startswith("skipped") else say(*text))
     run("r", "--checkpoint-interval", 2, "--keep-checkpoints", 9)
     assert names(tmp_path / "r") == checkpoint_names(2, 6)
+    assert "training paused for" in capsys.readouterr().out
     run("branch", "--resume", tmp_path / "r" / "checkpoints" / "step-00000002")
     assert steps_of(tmp_path / "branch") == steps_of(finished)[2:]
-
-
-@needs_stager
-def test_a_slow_disk_skips_checkpoints_and_says_so(run, monkeypatch, tmp_path, capsys):
-    save, say, last_skipped = store.dcp.save, job.say, threading.Event()
-
-    def save_slowly(*args, **options):
-        assert last_skipped.wait(300)
-        return save(*args, **options)
-
-    def say_and_note(*text):
-        say(*text)
-        if text[0].startswith(f"skipped    checkpoint at step {STEPS - 1}"):
-            last_skipped.set()
-
-    monkeypatch.setattr(store.dcp, "save", save_slowly)
-    monkeypatch.setattr(job, "say", say_and_note)
-    assert run("r", "--checkpoint-interval", 1) == 0
-    assert "skipped    checkpoint at step 2" in capsys.readouterr().out
-    assert names(tmp_path / "r") == checkpoint_names(1, STEPS)
-
-
-@needs_stager
-def test_copies_are_made_in_the_same_memory_at_every_save_and_none_for_a_save_that_is_waited_for(run, monkeypatch):
-    places, save = [], store.dcp.save
-
-    def watched(tensors, **options):
-        held = (store.local_part(tensor) for name, tensor in tensors.items() if name.startswith("model."))
-        places.append([tensor.data_ptr() for tensor in held])
-        save(tensors, **options)
-
-    monkeypatch.setattr(store.dcp, "save", watched)
-    monkeypatch.setattr(job, "say", lambda *_: None)
-    trained, build_model = [], train_fsdp.build_model
-    keep = lambda *args, **options: trained.append(build_model(*args, **options)) or trained[-1]  # noqa: E731
-    monkeypatch.setattr(train_fsdp, "build_model", keep)
-    save_beside = store.Checkpoints.save
-    monkeypatch.setattr(
-        store.Checkpoints,
-        "save",
-        lambda saver, *args, **options: save_beside(saver, *args, **options) or saver.finish(),
-    )
-    assert run("r", "--checkpoint-interval", 1, "--num-steps", 4) == 0
-    first, second, third, last = places
-    weights = [store.local_part(parameter).data_ptr() for parameter in trained[0].parameters()]
-    assert first == second == third and not {*first} & {*weights}
-    assert {*weights} <= {*last}
 
 
 @needs_stager

@@ -239,14 +239,6 @@ def test_a_checkpoint_of_a_tuned_model_is_exported_with_the_habits_of_its_source
     assert habits_of(tuned / "later") == habits_of(tuned / "export")
 
 
-def test_each_token_is_generated_by_a_call_of_one_token(tuned):
-    model = AutoModelForCausalLM.from_pretrained(tuned / "export")
-    lengths = []
-    model.model.embed_tokens.register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[1]))
-    model.generate(torch.arange(20, 29).view(1, -1), do_sample=False, max_new_tokens=6, eos_token_id=[])
-    assert lengths == [9, 1, 1, 1, 1, 1]
-
-
 def test_the_tokenizer_of_an_export_is_that_of_its_source(source, tuned):
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (source, tuned / "export"))
     text = "<|im_start|>The fox<|im_end|> sleeps"

@@ -62,12 +62,6 @@ def test_flags_are_read_back_as_they_were(tmp_path_factory, flags):
         assert value == json.loads(json.dumps(getattr(settings, name), default=str)), name
 
 
-def test_a_counter_that_is_missing_has_its_default():
-    state = TrainState(nn.Linear(1, 1))
-    state.take({"step": 3, "samples": 6}, of_another_run=False)
-    assert (state.step, state.samples, state.tokens, state.positions, state.branched_from) == (3, 6, 0, {}, None)
-
-
 def test_a_stream_that_several_ranks_read_goes_on_from_the_earliest_of_their_places(monkeypatch):
     state = TrainState(nn.Linear(1, 1), tracker=PerformanceTracker())
     state.take({"positions": {"web": {"0": [9, 0, 1], "1": [8, 0, 1], "2": [7, 0, 1]}}}, of_another_run=False)
