@@ -20,7 +20,6 @@ def begin() -> flags.Settings:
     from harness.job import host, signals, terminal  # they need packages
 
     signals.listen(settings)
-    terminal.remember_launcher()
     if not settings.json:  # a plan as JSON is all that stdout has
         terminal.say(f"train_fsdp {settings.model}; loading torch")
     host.set_threads(settings)

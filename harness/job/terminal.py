@@ -20,7 +20,6 @@ PIPED = 120  # columns of a story where there is no terminal
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
 CLEAR = "\r\x1b[K"  # erases the bar on this line
 LAUNCHER = os.getppid()  # pid of torchrun or accelerate; another process becomes the parent when it dies
-LAUNCHED: list[str] = []  # the command line of that process, for when it is gone
 
 
 # ---- Lines -----------------------------------------------------------------------------------------------------------
@@ -115,12 +114,6 @@ def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
 # ---- Commands, and the ends of stopped runs --------------------------------------------------------------------------
 
 
-def remember_launcher() -> None:
-    """Keeps the command line of this process's launcher, for when it is gone."""
-    with contextlib.suppress(psutil.Error):
-        LAUNCHED[:] = psutil.Process(LAUNCHER).cmdline()
-
-
 def lost_launcher() -> bool:
     """Whether the torchrun or accelerate that started this rank is gone."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER
@@ -133,7 +126,7 @@ def launcher() -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         words = ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', 1)}"]
         with contextlib.suppress(psutil.Error, ValueError):  # it is gone, or was started by another name
-            launched = LAUNCHED or psutil.Process(os.getppid()).cmdline()
+            launched = psutil.Process(os.getppid()).cmdline()
             names = [os.path.basename(word) for word in launched]
             words = launched[: names.index(os.path.basename(script))]
             if len(words) > 1 and os.path.basename(words[1]) in ("torchrun", "accelerate"):

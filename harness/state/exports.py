@@ -66,16 +66,16 @@ def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
         UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
     """
     final, is_average = folder_of(settings), settings.export_weights == "ema"
-    temporary = final.with_name(f".{final.name}.writing")
+    temporary, error = final.with_name(f".{final.name}.writing"), ""
     with state.average.as_weights() if is_average else contextlib.nullcontext():
         problem = state.what_is_broken()
         if problem:
             raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
-        error = write_weights(temporary, state)
-    if dist.get_rank() == 0 and not error:
         try:
-            write_configs(temporary, settings, state.model, tokenizer)
-            replace_folder(final, temporary)
+            write_weights(temporary, state)
+            if dist.get_rank() == 0:
+                write_configs(temporary, settings, state.model, tokenizer)
+                replace_folder(final, temporary)
         except Exception as exception:
             error = base.first_line(exception)
     error = base.of_all_ranks(error)[0]
@@ -91,19 +91,18 @@ def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
     job.say(f"exported   {', '.join(parts)}")
 
 
-def write_weights(folder: pathlib.Path, state: TrainState) -> str:
+def write_weights(folder: pathlib.Path, state: TrainState) -> None:
     """Writes the weights into a new folder, by rank 0: into one file where they take at most ONE_FILE, else into a file
     for each decoder layer and one for what is in none, so that no rank ever holds the model. Every rank calls this.
-
-    Returns the error with which the writing ended on rank 0, empty where it did not: an error is no exception here, as
-    rank 0 has to take part in gathering the layers that are left.
-    """
+    An error is raised at the end, by rank 0, as it takes part in gathering the layers that are left."""
     tensors = persistent_tensors(state.model)
+    error: Exception | None = None
     groups = [tensors]
     if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE:
         groups = by_layer(tensors)
-    error, total_size = "", 0
-    weight_map: dict[str, str] = {}
+    index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
     for number, group in enumerate(groups, 1):
         job.enter_phase("export")
         gathered = gather(group)
@@ -113,19 +112,16 @@ def write_weights(folder: pathlib.Path, state: TrainState) -> str:
         if len(groups) > 1:
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         try:
-            if number == 1:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             weights = write_file(folder / name, state, gathered)
+            index["weight_map"] |= dict.fromkeys(weights, name)
+            index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in weights.values())
+            if number == len(groups) > 1:
+                write_json(folder / "model.safetensors.index.json", index)
         except Exception as exception:
-            error = base.first_line(exception)
-            continue
-        weight_map |= dict.fromkeys(weights, name)
-        total_size += sum(tensor.nbytes for tensor in weights.values())
-        if number == len(groups) > 1:
-            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-            write_json(folder / "model.safetensors.index.json", index)
-    return error
+            error = exception
+    if error:
+        raise error
 
 
 def by_layer(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

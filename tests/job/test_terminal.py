@@ -4,7 +4,6 @@ commands that are printed to be pasted."""
 import ast
 import dataclasses
 import fcntl
-import io
 import os
 import pathlib
 import pty
@@ -50,23 +49,6 @@ def test_words_are_wrapped_to_the_width_and_addresses_stay_whole():
     assert "\n\nShe read" in wrapped  # paragraphs stay
     assert terminal.wrap_lines("name       one two three four", 11, 20).splitlines()[1].startswith(" " * 6)
     assert terminal.wrap_lines(text) == text  # no terminal
-
-
-class Screen(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_what_takes_longer_than_a_second_has_a_bar_on_a_terminal_and_none_elsewhere(monkeypatch):
-    for stream, shown in ((Screen(), True), (io.StringIO(), False)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        done = []
-        for layer in terminal.progress(range(3), 3, "reading weights"):
-            time.sleep(1.2 * (layer == 0 and shown))
-            done.append(layer)
-        assert done == [0, 1, 2]
-        assert bool(re.search(r"reading weights: .*1/3", stream.getvalue())) == shown
-        assert shown or stream.getvalue() == ""
 
 
 @pytest.fixture(scope="module")
