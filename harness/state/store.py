@@ -1,7 +1,6 @@
 """Checkpoints: how all ranks save a state together, and never leave half of one."""
 
 import contextlib
-import os
 import pathlib
 import shutil
 import threading
@@ -130,7 +129,7 @@ class Checkpoints:
         def prepare():
             if not self.folder.parent.is_dir():
                 raise OSError(f"{self.folder.parent} was moved away; move it back")
-            remove(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
 
@@ -193,16 +192,7 @@ def make_stager(device: torch.device) -> DefaultStager | None:
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Removes the files and folders that were being written or deleted when a run was killed. What cannot be removed
-    stays, until a later save or start tries again."""
-    for leftover in [*base.unfinished_checkpoints(folder), folder / ".config.json.writing"]:
-        remove(leftover)
-
-
-def remove(path: pathlib.Path) -> None:
-    """Removes a folder with all that is in it, or a file or link; what cannot be removed stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    elif os.path.lexists(path):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    """Removes the checkpoints that were being written or deleted when a run was killed. What cannot be removed stays,
+    until a later save or start tries again."""
+    for leftover in base.unfinished_checkpoints(folder):
+        shutil.rmtree(leftover, ignore_errors=True)
