@@ -225,7 +225,7 @@ def measured(slow: int | None, *argv: str) -> None:
 
 def uneven(*argv: str) -> None:
     """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and works for
-    300 ms longer than rank 0 in each of the first 4 steps, of two microbatches each."""
+    800 ms longer than rank 0 in each of the first 4 steps, of two microbatches each."""
     rank = int(os.environ["RANK"])
     node, own, make_batches = f"node-{'ab'[rank]}", base.package_versions(), data.training_batches
     socket.gethostname = lambda: node
@@ -235,7 +235,7 @@ def uneven(*argv: str) -> None:
     def slowed(*arguments):
         for number, batch in enumerate(make_batches(*arguments)):
             if rank and number < 8:
-                time.sleep(0.15)
+                time.sleep(0.4)
             yield batch
 
     data.training_batches = slowed

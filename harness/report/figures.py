@@ -5,6 +5,7 @@ import statistics
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from harness import base, flags, job
 from harness import state as states
@@ -113,15 +114,18 @@ def of_all_ranks(
     `worked_ms` is this rank's time of a step outside collectives; of a GPU these run beside its work, and may together
     take longer than a step. Every rank calls this.
     """
-    measured = base.of_all_ranks(speed | memory_figures(device) | {"worked_ms": worked_ms})
-    worst = {name: max(rank[name] for rank in measured) for name in WORST if name in measured[0]}
+    own = speed | memory_figures(device)
+    row = torch.tensor([*(own.get(name, 0.0) for name in WORST), worked_ms or 0.0], dtype=torch.float64, device=device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    *columns, worked = torch.stack(rows).T.tolist()
+    worst = {name: max(values) for name, values in zip(WORST, columns, strict=True) if name in own}
     if "step_time_ms" not in speed:
         return worst, ""
     figures, slow = speed | worst, ""
-    worked = [max(0.0, rank["worked_ms"]) for rank in measured if rank["worked_ms"] is not None]
-    if worked:
-        figures["slowest_rank_ms"] = max(worked)
-    if len(worked) > 1:
+    if worked_ms is not None:
+        figures["slowest_rank_ms"] = max(0.0, *worked)
+    if worked_ms is not None and len(worked) > 1:
         slowest = worked.index(max(worked))
         figures["slowest_rank"] = slowest
         awaited_ms = worked[slowest] - statistics.median_low(worked)

@@ -85,9 +85,8 @@ class Log(contextlib.AbstractContextManager):
         self.first_loss: float | None = None  # of the run
         self.results: list[StepResult] = []  # of the steps since the last `metrics`
         self.skipped: list[Skipped] = []  # since the last line
-        self.logs = False  # whether there is a log line after the step that was just taken
         self.speed: dict[str, float] = {}  # of the window that this step closed
-        self.worked_ms: list[float] = []  # of a step outside collectives, at each line after warmup
+        self.worked_ms: list[float] = []  # of a step outside collectives, in each window
         self.slow = ""  # about a rank for which the others wait
         self.learning_rate = 0.0
         self.last: dict = {}  # the figures of the last line
@@ -143,7 +142,7 @@ class Log(contextlib.AbstractContextManager):
     @contextlib.contextmanager
     def step(self, due: job.Due) -> Iterator[None]:
         """An optimizer step with the counting of it: it is timed, and profiled where that is due."""
-        began, tokens, self.logs = time.perf_counter(), self.state.tokens, due.log
+        began, tokens = time.perf_counter(), self.state.tokens
         self.learning_rate = float(self.state.scheduler.get_last_lr()[0])
         if due.profile_begins:
             self.profile.enter_context(profiling(self.folder, self.state))
@@ -161,6 +160,10 @@ class Log(contextlib.AbstractContextManager):
         if not due.profiled:
             tokens = self.state.tokens - tokens
             self.speed = self.state.tracker.step(tokens, self.flops_per_token, synchronize=due.log)
+        if due.log:
+            waited_ms = self.waits.take()
+            if "step_time_ms" in self.speed:
+                self.worked_ms.append(self.speed["step_time_ms"] - waited_ms)
 
     def count(self, result: StepResult) -> None:
         """Takes what a step gave; its numbers stay on the device until `metrics` reads them."""
@@ -186,12 +189,7 @@ class Log(contextlib.AbstractContextManager):
         problem = first_not_finite(metrics, [None if step.skipped else step.loss for step in steps])
         if too_many and not problem:
             problem = broken_update(state) or too_many
-        worked_ms = None
-        if self.logs:
-            waited_ms = self.waits.take()
-            if "step_time_ms" in self.speed:
-                worked_ms = self.speed["step_time_ms"] - waited_ms
-                self.worked_ms.append(worked_ms)
+        worked_ms = self.worked_ms[-1] if "step_time_ms" in self.speed else None
         figures, self.slow = of_all_ranks(self.speed, state, self.device, worked_ms)
         return metrics | figures | self.data.figures(state.samples, state.tokens), problem
 

@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from conftest import PROGRAM, metrics_of, parse, slow_case, train, words
+from conftest import PROGRAM, metrics_of, parse, train, words
 from trackerfiles import newest_records, read_events, wandb_rows
 
 from harness.base.errors import UserError
@@ -145,32 +145,20 @@ def test_a_story_is_shown_as_it_was_written():
 # The program
 
 
-ENDINGS = {
-    "nan": "--num-steps 30 --lr 1e30 --max-grad-norm 1e30 --warmup-steps 0",
-    "gate": "--num-steps 3 --perf-warmup-steps 1 --peak-tflops 100 --min-mfu 60",
-    "signal": "--num-steps 100000 --checkpoint-interval 0",
-}
-
-
-@pytest.mark.parametrize(
-    "ending, code, preempted", [slow_case("nan", 1, 0), slow_case("gate", 3, 0), ("signal", 143, 1)]
-)
-def test_wandb_hears_how_the_program_ends_and_both_have_every_line(ending, code, preempted, tmp_path):
-    command = [sys.executable, PROGRAM, *words(f"{TINY} {ENDINGS[ending]} --log-with all --run-name r")]
+def test_wandb_hears_how_a_stopped_program_ends_and_both_have_every_line(tmp_path):
+    command = [sys.executable, PROGRAM, *words(f"{TINY} --num-steps 100000 --checkpoint-interval 0 --log-with all")]
     environment, lines = os.environ | {"WANDB_MODE": "offline"}, tmp_path / "r" / "metrics.jsonl"
     with subprocess.Popen(
-        [*command, "--output-dir", tmp_path], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--run-name", "r", "--output-dir", tmp_path], env=environment, stdout=subprocess.DEVNULL
     ) as process:
-        while ending == "signal" and process.poll() is None:
-            if lines.exists() and len(lines.read_text().splitlines()) > 1:
-                process.send_signal(signal.SIGTERM)
-                break
+        while process.poll() is None and not (lines.exists() and len(lines.read_text().splitlines()) > 1):
             time.sleep(0.1)
-        assert process.wait(300) == code
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 143
     records = newest_records(tmp_path / "r")
-    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [code]
-    assert len([record for record in records if record.HasField("preempting")]) == preempted
-    logged = [line for line in metrics_of(tmp_path / "r") if "final" not in line]
-    assert [row["_step"] for row in wandb_rows(tmp_path / "r")] == [line["step"] for line in logged]
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [143]
+    assert [record.HasField("preempting") for record in records].count(True) == 1
+    steps = [line["step"] for line in metrics_of(tmp_path / "r")]
+    assert [row["_step"] for row in wandb_rows(tmp_path / "r")] == steps
     events = read_events(tmp_path / "r" / "train_fsdp").Scalars("train/loss")
-    assert [event.step for event in events] == [line["step"] for line in logged if "loss" in line]
+    assert [event.step for event in events] == steps
