@@ -325,7 +325,7 @@ class Log(contextlib.AbstractContextManager):
         try:
             page.write_report(self.folder)
         except Exception as error:
-            job.say(f"failed     report.html: {reason_of(error)}")
+            job.say(f"report     not written: {reason_of(error)}")
 
 
 def keep_objects() -> None:

@@ -215,7 +215,7 @@ def test_lines_that_are_refused_to_the_end_make_the_run_fail_and_the_page_says_w
         disturbed({3: lambda: limit_files(disturbed.metrics.stat().st_size)})
     assert failed.value.exit_code == 1
     said = capsys.readouterr().out
-    assert said.count("failed     metrics.jsonl") == 1 and "failed     report.html: File too large" in said
+    assert said.count("failed     metrics.jsonl") == 1 and "report     not written: File too large" in said
     assert steps_in(disturbed.folder) == [1, 2, 3]
 
 
