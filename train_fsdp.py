@@ -428,7 +428,7 @@ def finish(run: Run, log, checkpoints: state.Checkpoints | None = None, planned=
         state.export(settings, run.state, run.tokenizer)
     if run.folder:
         prompt = run.prompts[0] if run.prompts else run.data.beginning
-        job.say(report.next_commands(settings, run.folder, prompt))
+        job.say(report.next_commands(settings, run.folder, prompt, run.state.step))
         checkpoints.check_saved()
         log.check_written()
         base.on_main_rank(lambda: report.check_gates(settings, metrics))

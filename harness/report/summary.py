@@ -161,11 +161,14 @@ def describe_speed(metrics: dict) -> str:
     return words
 
 
-def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str) -> str:
-    """What can be done with what this run left, as commands to paste. `prompt` is what a story may begin with, empty
-    where there is no tokenizer."""
+def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, step: int) -> str:
+    """What can be done with what this run left after `step`, as commands to paste. `prompt` is what a story may begin
+    with, empty where there is no tokenizer."""
     launcher, lines = job.launcher(), {}
-    is_saved = base.newest_checkpoint(folder) is not None
+    newest = base.newest_checkpoint(folder)
+    is_saved = newest is not None
+    if newest and newest.name != base.checkpoint_name(step):
+        lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
     source = {"resume": folder} if is_saved else {"init": "pretrained", "model": settings.export or ""}
     if prompt and (is_saved or settings.export):
         lines["sample"] = flags.to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)

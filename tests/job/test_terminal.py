@@ -158,7 +158,7 @@ def test_what_is_printed_to_be_pasted_means_what_it_says(monkeypatch, tmp_path, 
     again = parse(flags_of(terminal.command(settings, folder)))
     assert (again.resume, again.run_name, again.output_dir, again.lr) == ("auto", "-r", name, 1)
     assert again.export == settings.export
-    said = next_commands(settings, folder, "- 'Well', she said").strip()
+    said = next_commands(settings, folder, "- 'Well', she said", 2).strip()
     lines = dict(
         re.findall(
             r"^(sample|evaluate|load|export|go on) +(.*?)(?=\n(?:sample|evaluate|load|export|go on|report) |\Z)",

@@ -205,7 +205,7 @@ def test_more_steps_go_on_from_the_end_of_a_finished_run(run, copied, capsys):
     assert f"num steps {STEPS} -> {STEPS + 2}" in capsys.readouterr().out
 
 
-def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, tmp_path):
+def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, tmp_path, capsys):
     assert run("r") == 0
     assert names(tmp_path / "r") == checkpoint_names(STEPS)
     last, saved_beside = (
@@ -223,6 +223,8 @@ def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, t
         name = "run" + flags.replace(" ", "")
         assert run(name, *words(flags)) == 0
         assert [path.name for path in saved.complete_checkpoints(tmp_path / name)] == checkpoint_names(*kept), flags
+        is_older = f"kept       step-00000004, which these commands take: step {STEPS} was not saved"
+        assert (is_older in capsys.readouterr().out) == (kept == [4]), flags
 
 
 # ----------------------------------------------------------------------------------------------------------------------
