@@ -16,7 +16,7 @@ from harness.base import doors
 __getattr__, __all__ = doors.open_door(
     __name__,
     {
-        "settings": "Settings ASSETS PRESETS OPTIMIZERS TRACKERS LENGTHS PROFILED_STEPS default_warmup is_local "
+        "settings": "Settings FLAGS ASSETS PRESETS OPTIMIZERS TRACKERS LENGTHS PROFILED_STEPS default_warmup is_local "
         "must_match reported record_flags",
         "parser": "parse_args make_parser",
         "rules": "contradiction misfits_float8 not_a_folder_name",

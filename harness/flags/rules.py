@@ -1,5 +1,6 @@
 """Rules: which flags do not go together, and which can have no effect beside the others."""
 
+import math
 import os
 import pathlib
 import re
@@ -191,8 +192,11 @@ def misfits_float8(s: Settings) -> str:
     number is not known yet."""
     if s.sequence_length is None or s.batch_size == "auto" or s.batch_size % s.batch_step() == 0:
         return ""
+    unit = 16 // math.gcd(16, s.batch_size)
+    length = max(unit, round(s.sequence_length / unit) * unit)
+    batch = -(-s.batch_size // s.batch_step()) * s.batch_step()
     what = f"--precision fp8 ({s.fp8_recipe}) takes batch x sequence in multiples of 16"
-    advice = f"give a multiple of 16, or --batch-size {s.batch_step()}, or --fp8-recipe rowwise_with_gw_hp"
+    advice = f"give {length}, or --batch-size {batch}, or --fp8-recipe rowwise_with_gw_hp"
     return f"--sequence-length {s.sequence_length}: {what}, {s.batch_size} x {s.sequence_length} is none; {advice}"
 
 

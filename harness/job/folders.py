@@ -46,7 +46,8 @@ def choose_folder(settings: flags.Settings) -> pathlib.Path:
         refuse_links(folder)
         refuse_run(settings, folder, goes_on)
     except OSError as error:
-        raise base.UserError(f"--output-dir: {error.filename} cannot be written ({error.strerror})") from error
+        problem = f"{error.filename} cannot be written ({error.strerror})"
+        raise base.UserError(f"--output-dir {settings.output_dir}: {problem}") from error
     return folder
 
 

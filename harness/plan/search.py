@@ -267,10 +267,10 @@ def largest_size(reserved: Callable[[int], float], limit: float, step: int = 1) 
 def command(settings: flags.Settings, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
     plan_flags, group = set(), None
-    for field in dataclasses.fields(flags.Settings):
-        group = field.metadata.get("group", group)
-        if group == "planning" and field.name != "own_plan":
-            plan_flags.add(field.name)
+    for name, field in flags.FLAGS.items():
+        group = field.metadata["group"] or group  # of several flags the first names it
+        if group == "planning" and name != "own_plan":
+            plan_flags.add(name)
     given = {name: value for name, value in settings.given.items() if name not in plan_flags}
     if world == 1:
         launcher = "python"

@@ -5,6 +5,7 @@ import os
 import types
 
 import datasets
+import huggingface_hub.constants
 import pytest
 from conftest import parse
 
@@ -130,6 +131,7 @@ def hub(tmp_path, monkeypatch):
     }
     builder = types.SimpleNamespace(config=types.SimpleNamespace(data_files=data_files))
     monkeypatch.setattr(base, "answer_from_cache_without_network", lambda name: None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda place, subset: builder)
     return texts
 
