@@ -1,5 +1,4 @@
-"""Muon and NorMuon in many worlds beside plain references in one process. tests/model/test_muon.py compares a part of
-the combinations, tests/muon_grid.py all of them.
+"""Muon and NorMuon in many worlds beside plain references in one process, for tests/model/test_muon.py.
 
 A reference holds every matrix whole, as a tensor of its own, and gives it to torch.optim.Muon, or to NorMuon's formula.
 With fp32 iterations both sides leave out the cast to bf16.
