@@ -69,6 +69,10 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
         found += [Step(f"parity/{name}", 1, [*beside, str(gpus), "--", *flags]) for name, flags in ways.items()]
         found.append(Step("drills/hang", 2, ["benchmarks/hang_drill.py", "--ranks", str(gpus)]))
         found.append(Step("drills/kill-and-resume", 5, [*KILL, "--ranks", str(gpus)]))
+    if gpus > 1 and not rehearse:  # a CPU has no symmetric memory
+        program = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus}", "benchmarks/symmetric_memory.py"]
+        run = "--model smollm3-3b --dataset synthetic --num-steps 30 --run-name symmetric-memory --output-dir OUT"
+        found.append(Step("symmetric-memory", 2, [*program, *run.split()]))
     for suite, part in (
         ("gpu", "ladder"),
         ("compare", "peers"),
