@@ -57,14 +57,6 @@ def pytest_configure(config) -> None:
         config.option.markexpr = ""
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """With -n all tests of a file run in one process, as they share runs."""
-    from xdist.scheduler import LoadFileScheduling
-
-    return LoadFileScheduling(config, log)
-
-
 def pytest_terminal_summary(terminalreporter) -> None:
     """Says how many tests were skipped, by reason."""
     reasons = collections.Counter()

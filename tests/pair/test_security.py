@@ -332,7 +332,7 @@ def test_a_link_that_leads_out_of_the_runs_folder_is_refused_and_its_target_stay
         (tmp_path / "out" / "r" / ".lock").touch()  # as a run has it
     flags = [] if name != "metrics.jsonl" else ["--resume", "auto"]  # it is a run already, otherwise
     message = mistake(*flags)
-    assert message.startswith(("--run-name r: ", "--output-dir: ")) and "link" in message
+    assert message.startswith(("--run-name r: ", "--output-dir ")) and "link" in message
     assert target.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "target"]
     with link.open("a") as file:

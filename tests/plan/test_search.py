@@ -211,6 +211,7 @@ def small(tmp_path_factory):
     return said, detailed, found, rates
 
 
+@pytest.mark.slow
 def test_a_plan_opens_with_the_answer_and_keeps_the_rest_for_who_asks(small):
     said, details, found, _ = small
     titles = [line.split()[0] for line in said.split("\n\n")[0].splitlines() if line[0] != " "]
