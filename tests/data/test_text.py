@@ -205,7 +205,7 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.txt", b"\n\n\n", ": it holds no text"),
     ("data.jsonl", b'{"text": "A"}\n', "do not fill one window of --sequence-length"),
     ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
-    ("data.jsonl.gz", gzip.compress(b'{"text": "A fox."}\n' * 99)[:-9], ": cannot be read ("),
+    ("data.jsonl.gz", gzip.compress(b'{"text": "A fox."}\n' * 99, mtime=0)[:-9], ": cannot be read ("),
     ("data.jsonl", GOOD + b'{"story": "A fox."}\n', ', line 2: no field \'text\' in {"story": "A fox."}; name it'),
     ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),
     ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5,001: broken JSON"),
