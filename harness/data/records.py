@@ -172,12 +172,12 @@ def read_records(
     from harness.data.readers import reader_of
 
     reader = reader_of(file.name)
-    after = f" after byte {start:,}" if start else ""
+    of_file, after = f"{file}, {reader.PLACE}", f" after byte {start:,}" if start else ""
     try:
         with file.open() as raw, unpacked(file, raw) as stream:
             part = (start, end) if (start, end) != (0, None) else ()
             for number, record in enumerate(reader.read(stream, text_field, *part), 1):
-                yield f"{file}, {reader.PLACE} {number:,}{after}", record
+                yield f"{of_file} {number:,}{after}", record
     except NoFieldError as error:
         wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
         raise base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error

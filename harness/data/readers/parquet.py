@@ -1,6 +1,7 @@
 """Parquet files: a row each document, with its text, its token ids or its messages in a column."""
 
 import io
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -57,7 +58,8 @@ def read_batch(batch, field: str) -> Iterator[Record]:
         import pyarrow.compute
 
         lengths = pyarrow.compute.list_value_length(batch[field]).to_numpy(zero_copy_only=False)
-        yield from np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else ()
+        ends = [0, *np.cumsum(lengths).tolist()]
+        yield from (ids[start:end] for start, end in itertools.pairwise(ends))
         return
     tools = batch["tools"].to_pylist() if "tools" in batch.schema.names else [None] * len(batch)
     for value, its_tools in zip(batch[field].to_pylist(), tools, strict=True):
