@@ -36,6 +36,7 @@ import multirank
 import pytest
 import torch
 import torch.multiprocessing
+from filelock import FileLock
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -185,9 +186,21 @@ def write_model(folder: pathlib.Path, model_type: str, **sizes) -> str:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory) -> pathlib.Path:
-    """What the multi-rank workers read: text, a tokenizer, models, and checkpoints with the logits they should give."""
-    folder = tmp_path_factory.mktemp("workspace")
-    (folder / "tokenizer").mkdir()
+    """What the multi-rank workers read: text, a tokenizer, models, and checkpoints with the logits they should give.
+
+    Made once for all processes of this test run.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "workspace"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            fill_workspace(folder.with_name("workspace-in-the-making"))
+            folder.with_name("workspace-in-the-making").rename(folder)
+    return folder
+
+
+def fill_workspace(folder: pathlib.Path) -> None:
+    (folder / "tokenizer").mkdir(parents=True)
     for file in (ROOT / "assets" / "demo").glob("tokenizer*"):
         shutil.copy(file, folder / "tokenizer")
     with (STORIES / "train.jsonl").open() as stories:
@@ -204,38 +217,36 @@ def workspace(tmp_path_factory) -> pathlib.Path:
         model.save_pretrained(folder / "checkpoints" / name, max_shard_size="100KB")
         with torch.no_grad():
             torch.save(model(input_ids=inputs).logits, folder / "checkpoints" / name / "logits.pt")
-    return folder
 
 
 @pytest.fixture(scope="session")
 def observed(request, workspace):
-    """`observed(ranks)`: what tests/multirank.py saw with 1, 2 or 4 ranks, which start once a session.
-
-    Those that a tier compares run side by side.
+    """`observed(ranks)`: what tests/multirank.py saw with 1, 2 or 4 ranks, which start once for all processes of this
+    test run. Those that a tier compares run side by side.
     """
     cache, worlds = {}, {}
 
-    def begin(ranks: int) -> None:
-        if ranks not in worlds:
-            worlds[ranks] = threads.submit(forked, ranks, multirank.main, workspace, timeout=1200)
+    def look(ranks: int) -> dict:
+        """The observations, which this process makes unless another has begun to."""
+        file, ending = workspace / f"observed-{ranks}.json", workspace / f"ending-{ranks}.txt"
+        with FileLock(f"{file}.lock"):
+            if not ending.exists():
+                try:
+                    words = forked(ranks, multirank.main, workspace, timeout=1200)
+                except RuntimeError as error:
+                    words = str(error)
+                ending.write_text(words[-6000:])
+        return (json.loads(file.read_text()) if file.exists() else {}) | {"ending": ending.read_text()}
 
     def observe(ranks: int) -> dict:
-        begin(ranks)
-        try:
-            ending = worlds[ranks].result()[-6000:]
-        except RuntimeError as error:
-            ending = str(error)
         if ranks not in cache:
-            file = workspace / f"observed-{ranks}.json"
-            cache[ranks] = json.loads(file.read_text()) if file.exists() else {}
-            cache[ranks]["ending"] = ending
+            cache[ranks] = worlds[ranks].result() if ranks in worlds else look(ranks)
         return cache[ranks]
 
     observe.models = workspace / "models"
     compared = {"slow": (4, 1), "not slow": (2, 1)}.get(request.config.option.markexpr, ())
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        for ranks in compared:
-            begin(ranks)
+        worlds |= {ranks: threads.submit(look, ranks) for ranks in compared}
         yield observe
 
 
