@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.report.prometheus import Prometheus
 
 LAUNCH = ROOT / "launch"
+TRIED = ROOT / "tests" / "report" / "prometheus-rules.test.yml"
 RULES = yaml.safe_load((LAUNCH / "prometheus-rules.yml").read_text())["groups"][0]["rules"]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 ON_A_GPU = {"gpu_memory_gib", *(f"peak_memory_{kind}" for kind in ("active", "alloc", "reserved"))}
@@ -111,7 +112,7 @@ def test_the_alerts_ask_for_metrics_that_there_are(watched):
 
 @promtool
 def test_each_alert_fires_when_it_must_and_is_silent_otherwise():
-    process = start(["promtool", "test", "rules", "prometheus-rules.test.yml"], cwd=LAUNCH)
+    process = start(["promtool", "test", "rules", str(TRIED)])
     assert process.returncode == 0, process.stdout + process.stderr
 
 
@@ -123,7 +124,7 @@ def test_promtool_finds_nothing_wrong_with(command):
 
 
 def test_each_alert_is_tried_says_how_urgent_it_is_and_has_its_row():
-    tried = re.findall(r'labels: .\{alertname="(\w+)"', (LAUNCH / "prometheus-rules.test.yml").read_text())
+    tried = re.findall(r'labels: .\{alertname="(\w+)"', TRIED.read_text())
     assert set(tried) == set(ALERTS)
     page = (ROOT / "docs" / "MONITORING.md").read_text()
     for name, rule in ALERTS.items():
