@@ -47,6 +47,8 @@ class TextFormat:
     def encode(self, documents: list, counts: Counter) -> Encoded:
         """Documents that are texts or token ids; `counts` gets how many documents and tokens."""
         texts = [document for document in documents if isinstance(document, str)]
+        if not texts:
+            return self.joined(documents, counts)
         encoded = iter(self.encode_texts(texts))
         arrays = []
         for document in documents:
@@ -68,8 +70,6 @@ class TextFormat:
         return Encoded(tokens.astype(self.dtype), lengths, None if trained is None else np.concatenate(trained))
 
     def encode_texts(self, texts: list[str]) -> Iterator[list[int]]:
-        if not texts:
-            return iter(())
         if self.tokenizer is None or self.tokenizer.eos_token_id is None:
             name = getattr(self.tokenizer, "name_or_path", "there is none")
             raise base.UserError(f"--tokenizer {name}: it has no end-of-text token (eos_token), which text needs")

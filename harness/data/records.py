@@ -194,19 +194,20 @@ def read_documents(
     a UserError, and so is a token id that is not below `vocab_size`. With `is_chat` all are to be conversations.
     """
     for place, record in records:
+        if isinstance(record, np.ndarray):
+            if len(record) and np.maximum.reduce(record) >= vocab_size:  # max() takes twice the time of a short one
+                wrong = int(record[(record >= vocab_size).argmax()])
+                problem = f"token id {wrong}, the model has {vocab_size:,}"
+                raise base.UserError(f"--dataset {place}: {problem}; it was made with another tokenizer, or is damaged")
+            if len(record):
+                yield record
+            continue
         if is_chat and isinstance(record, str):
             record = BadRecord(f"{excerpt(record)} instead of a list of messages")
         if isinstance(record, BadRecord):
             refuse_or_count(place, record.fault, skip_bad, counts)
         elif isinstance(record, Conversation):
             yield replace(record, place=place)
-        elif isinstance(record, np.ndarray):
-            if len(record) and record.max() >= vocab_size:
-                wrong = int(record[(record >= vocab_size).argmax()])
-                problem = f"token id {wrong}, the model has {vocab_size:,}"
-                raise base.UserError(f"--dataset {place}: {problem}; it was made with another tokenizer, or is damaged")
-            if len(record):
-                yield record
         elif record is not None:
             texts = [part.strip("\n") for part in record.split(DOCUMENT_MARK)] if DOCUMENT_MARK in record else [record]
             if not any(text.strip("\n") for text in texts):

@@ -35,7 +35,7 @@ def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | Non
     for group in range(parquet.num_row_groups):
         row, group_end = group_start, group_start + parquet.metadata.row_group(group).num_rows
         if group_start < last and group_end > first:
-            for batch in parquet.iter_batches(BATCH_ROWS, [group], columns=columns, use_threads=False):
+            for batch in parquet.iter_batches(BATCH_ROWS, [group], columns=columns, use_threads=end is None):
                 wanted = batch[max(0, first - row) : max(0, last - row)]
                 yield from read_batch(wanted, field)
                 row += batch.num_rows
