@@ -127,6 +127,7 @@ def test_a_resumed_stream_reads_from_its_chunk_on(start, counted, large):
     assert counts_of(counted, "bytes") < 16_000_000  # half of the corpus
 
 
+@pytest.mark.slow
 def test_a_start_lists_a_streamed_corpus_once_and_on_one_rank(small, large, tmp_path):
     flags = [*small, "--output-dir", tmp_path, "--dataset", large, "--streaming", "--eval-interval", 2]
     forked(2, counted_rank, str(tmp_path), *map(str, flags))
@@ -134,6 +135,7 @@ def test_a_start_lists_a_streamed_corpus_once_and_on_one_rank(small, large, tmp_
     assert counts_of(tmp_path / "1", "listing") == 0
 
 
+@pytest.mark.slow
 def test_each_rank_reads_its_share_of_what_a_stream_held_out(small, large, tmp_path):
     """One rank did read the whole corpus for all of them."""
     flags = [*small, "--output-dir", tmp_path, "--dataset", large, "--streaming", "--eval-interval", 2]

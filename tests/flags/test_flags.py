@@ -387,6 +387,7 @@ def test_what_a_resume_compares_and_reports_is_said_by_the_fields():
 # From outside
 
 
+@pytest.mark.slow
 def test_a_mistake_under_a_launcher_is_told_by_one_rank_and_in_json_where_that_was_asked():
     process = python("--json", "--lr", "0")
     assert (process.returncode, process.stderr) == (2, "train_fsdp.py: error: --lr: 0 is not a positive number\n")
@@ -394,6 +395,7 @@ def test_a_mistake_under_a_launcher_is_told_by_one_rank_and_in_json_where_that_w
     assert cold_python("--lr", "0", RANK="1").stderr == ""
 
 
+@pytest.mark.slow
 def test_what_accelerates_launcher_asks_for_is_told_and_not_followed():
     asked = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "NO"}
     process = cold_python("--demo", "--model", ROOT / "docs", **asked)

@@ -61,6 +61,7 @@ def test_a_plan_for_a_gpu_is_in_bf16():
     assert header(python(*words(plan), "--no-compile").stdout, "technique").startswith("bf16, ")
 
 
+@pytest.mark.slow
 def test_bf16_on_a_cpu_without_its_instructions_is_one_warning_with_the_price(tmp_path):
     as_on_avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     flags = words(f"{SMALL} --num-steps 1 --precision bf16 --output-dir {tmp_path} --run-name r")

@@ -93,6 +93,7 @@ def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
         assert left and all("did not come" in text and "train_fsdp.py" in text for text in left)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_is_named_at_once(stalled):
     case = stalled("kill")
     assert f"error: rank 1 ({socket.gethostname()}, pid {case['pids'][1]}) is gone, last seen in " in case["said"]

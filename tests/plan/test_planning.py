@@ -318,6 +318,7 @@ def test_a_range_is_given_for_the_kinds_that_published_runs_are_of(gpu, has_rang
     assert "dense models on A100, H100 and H200" in printed
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_recomputes_the_products_of_experts(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"head_dim": 32, "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 8, "decoder_sparse_step": 1}

@@ -137,6 +137,7 @@ def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_p
     assert drawing_of(page, "Memory").count("<polyline") == 2
 
 
+@pytest.mark.slow
 def test_a_page_is_made_of_a_killed_runs_folder_too(full, tmp_path):
     process = start([sys.executable, "-m", "harness.report.page", full])
     assert process.stdout == f"{full / 'report.html'}\n"

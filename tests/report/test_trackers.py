@@ -145,6 +145,7 @@ def test_a_story_is_shown_as_it_was_written():
 # The program
 
 
+@pytest.mark.slow
 def test_wandb_hears_how_a_stopped_program_ends_and_both_have_every_line(tmp_path):
     command = [sys.executable, PROGRAM, *words(f"{TINY} --num-steps 100000 --checkpoint-interval 0 --log-with all")]
     environment, lines = os.environ | {"WANDB_MODE": "offline"}, tmp_path / "r" / "metrics.jsonl"

@@ -331,6 +331,7 @@ def test_a_checkpoint_after_the_last_step_trains_nothing(run, copied, capsys):
     assert (copied / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_second_start_beside_a_running_one_is_refused(flags, tmp_path):
     same = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
     first = launch([sys.executable, PROGRAM, *flags, *same])
