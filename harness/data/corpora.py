@@ -123,7 +123,7 @@ def holds_conversations(file: DataFile, text_field: Field) -> bool:
 def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:
     """Whether a run takes a tokenizer: not where all its tokens are random or come from token files, unless a flag
     asks for text or for the ends of documents."""
-    if settings.tokenizer or settings.sample_prompt or settings.sample_prompts:
+    if settings.tokenizer or settings.sample_prompt:
         return True
     if settings.dataset == "synthetic":
         return False

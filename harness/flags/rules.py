@@ -104,7 +104,7 @@ def contradictions(s: Settings) -> Iterator[str]:
             yield f"{as_flag(name)}: no step is left to measure; give --num-steps at least {enough}"
 
     # Without training
-    if s.num_steps == 0 and not (s.export or s.sample_prompt or s.sample_prompts or s.eval_interval):
+    if s.num_steps == 0 and not (s.export or s.sample_prompt or s.eval_interval):
         yield "--num-steps: 0 trains nothing; it goes with --eval-interval 1, --sample-prompt TEXT or --export DIR"
     if s.num_steps == 0 and (s.eval_interval or not s.export) and s.resume == "none" and s.init == "random":
         problem = "0 trains nothing, and random weights have nothing to show"
@@ -145,7 +145,7 @@ def without_effect(s: Settings) -> Iterator[str]:
         fields = "dataset_split eval_split skip_bad_records text_field dataset_config"
         yield from idle(fields, "synthetic tokens are read from nowhere")
         if s.init == "random":
-            yield from idle("sample_prompt sample_prompts", "a model learns nothing to write from synthetic tokens")
+            yield from idle("sample_prompt", "a model learns nothing to write from synthetic tokens")
     places = [source.dataset for source in s.sources()]
     if all(map(is_local, places)):
         yield from idle("dataset_config", "only a data set of the hub has subsets")
@@ -219,11 +219,6 @@ def missing_files(s: Settings, trains: bool) -> Iterator[str]:
     for source in s.sources() if trains else []:
         if not is_local(source.dataset) and not may_be_on_the_hub(source.dataset):
             yield f"--dataset {source.dataset}: no such file or folder"
-    if s.sample_prompts:
-        try:
-            open(os.path.expanduser(s.sample_prompts), "rb").close()
-        except OSError as error:
-            yield f"--sample-prompts {s.sample_prompts}: cannot be read ({error.strerror})"
 
 
 def may_be_on_the_hub(name: str) -> bool:

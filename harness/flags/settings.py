@@ -149,8 +149,7 @@ class Settings:
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
     sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end; each further one is continued too", type=text, action=Collect)
-    sample_prompts: str | None = flag(None, "more of them, one a line", metavar="FILE", type=path)
-    sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt sample_prompts demo")
+    sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
 
     checkpoint_interval: int = flag(0, "steps between checkpoints; 0 saves at the end, and on SIGTERM and SIGUSR1 [0]", least=0, group="checkpoints", also="save-steps save-interval save-every")
     keep_checkpoints: int = flag(2, "how many complete ones to keep, the newest [2]", also="save-total-limit")

@@ -1,7 +1,6 @@
 """The tokenizer of a model, and the prompts that it continues."""
 
 import os
-import pathlib
 
 import transformers
 from transformers import AutoTokenizer
@@ -68,17 +67,8 @@ def load_files(settings: flags.Settings, needs_tokenizer: bool) -> tuple:
 
 
 def read_prompts(settings: flags.Settings, config, tokenizer) -> list[str]:
-    """The texts to be continued: those of --sample-prompt, then those of the file --sample-prompts, one a line."""
-    prompts, path = list(settings.sample_prompt or ()), settings.sample_prompts
-    if path:
-        try:
-            lines = pathlib.Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-            raise base.UserError(f"--sample-prompts {path}: cannot be read ({reason})") from error
-        prompts += [line.strip() for line in lines if line.strip()]
-        if not any(map(str.strip, lines)):
-            raise base.UserError(f"--sample-prompts {path}: holds no prompt; give a file with one a line")
+    """The texts to be continued: those of --sample-prompt."""
+    prompts = list(settings.sample_prompt or ())
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = max((len(tokenizer(prompt)["input_ids"]) for prompt in prompts), default=0)
     if longest and positions and longest + settings.sample_tokens > positions:

@@ -52,7 +52,7 @@ def test_help_comes_at_once_without_torch_and_names_every_flag_with_its_default(
             described[flag[1].rstrip(",")] = ""
         if described:
             described[list(described)[-1]] += line.strip() + " "
-    off_unless_given = words("demo config sample_prompt sample_prompts peak_tflops defer_grad_sync cpu_offload export")
+    off_unless_given = words("demo config sample_prompt peak_tflops defer_grad_sync cpu_offload export")
     off_unless_given += words("fp8_emulate plan plan_details measure plan_rates gpu_hour_usd json")
     for field in FIELDS:
         text = described["--" + field.name.replace("_", "-")].replace("[:5%]", "")
@@ -110,7 +110,6 @@ MISTAKES = {  # flags: how the line begins; where it is empty, with the first fl
     # files that are not there
     "--dataset ./tales": "--dataset ./tales: no such file or folder",
     "--dataset tales/": "",
-    "--sample-prompts none-such": "--sample-prompts none-such: cannot be read (No such file or directory)",
     "--resume none-such": "--resume none-such: no such folder",
     "--config none-such.toml": "--config none-such.toml: No such file or directory",
     "--model ./none-such": "--model ./none-such: no such folder",
