@@ -37,21 +37,15 @@ def no_checkpoint(resume: str) -> str:
 
 def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     """The flags that a run of no step takes from the checkpoint of its --resume where none is given: those of the
-    model; of the average of the weights where it is evaluated or exported; for an evaluation or --show-samples those of
-    a step, and of the data unless another --dataset is given. None where the checkpoint cannot be read, which is
-    reported when it is loaded."""
+    model, and for an evaluation or --show-samples those of the data, unless another --dataset is given. None where the
+    checkpoint cannot be read, which is reported when it is loaded."""
     try:
         flags = base.read_manifest(checkpoint_folder(settings.resume))["flags"]
     except (OSError, ValueError, KeyError):
         return {}
-    evaluates, shows = settings.eval_interval > 0, settings.show_samples is not None
-    kinds = ["model"]
-    if evaluates or settings.export_weights == "ema":
-        kinds.append("average")
-    if evaluates or shows:
-        kinds.append("step")
-        if same_dataset(settings.given.get("dataset", flags["dataset"]), flags["dataset"]):
-            kinds.append("data")
-    names = [name for kind in kinds for name in flags_where("from_checkpoint", kind)]
+    names = flags_where("from_checkpoint", "model")
+    is_same = same_dataset(settings.given.get("dataset", flags["dataset"]), flags["dataset"])
+    if is_same and (settings.eval_interval > 0 or settings.show_samples is not None):
+        names += flags_where("from_checkpoint", "data")
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

@@ -59,12 +59,6 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> dict[str, argparse.Action]:
         return self._option_string_actions  # private: argparse has no public list of a parser's flags
 
-    def hyphenated(self, word: str) -> str:
-        """A flag that was given with underscores as it is written here; any other word as it is."""
-        name, equals, value = word.partition("=")
-        hyphens = name.replace("_", "-")
-        return hyphens + equals + value if hyphens in self.flags() else word
-
 
 def argument(field: dataclasses.Field, hint) -> dict:
     """The options of argparse for a flag, from its field of the settings and the type of that field."""
@@ -109,7 +103,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     """The settings of a command line, by default this process's. A wrong one ends the process with a line that names
     the flag."""
     parser = make_parser()
-    words = [parser.hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = sys.argv[1:] if argv is None else argv
     parser.as_json = "--json" in words
     given = parser.given(words)
     file = given.pop("config", None)

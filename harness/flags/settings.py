@@ -56,7 +56,7 @@ def flag(
     below: float = math.inf,
     only_with: str = "",
     on_resume: Literal["same", "reported", "free"] = "free",
-    from_checkpoint: Literal["", "model", "average", "data", "step"] = "",
+    from_checkpoint: Literal["", "model", "data"] = "",
     of_one_run: bool = False,
     also: str = "",
     **options,
@@ -103,7 +103,7 @@ class Settings:
     sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]", also="seq-len max-seq-len max-seq-length block-size context-length", on_resume="same", from_checkpoint="model")
     batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size, also="per-device-train-batch-size device-batch-size micro-batch-size local-batch-size", on_resume="reported", from_checkpoint="data")
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
-    document_mask: bool | None = flag(None, "attention stays inside each document, up to the tokenizer's end-of-text token [off, on for conversations]", on_resume="reported", from_checkpoint="step")
+    document_mask: bool | None = flag(None, "attention stays inside each document, up to the tokenizer's end-of-text token [off, on for conversations]", on_resume="reported", from_checkpoint="model")
     packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations]", from_checkpoint="data")
     chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path, from_checkpoint="data")
     chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on [assistant]", from_checkpoint="data")
@@ -142,10 +142,10 @@ class Settings:
     weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0, on_resume="reported")
     betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]", type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported")
     max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0, on_resume="reported")
-    ema: float = flag(0.0, "exponential moving average of the weights with this decay, such as 0.999, in fp32 and sharded: evaluated beside them, saved, exported by --export-weights; 0 keeps none [0]", least=0, below=1, on_resume="reported", from_checkpoint="average")
+    ema: float = flag(0.0, "exponential moving average of the weights with this decay, such as 0.999, in fp32 and sharded: evaluated beside them, saved, exported by --export-weights; 0 keeps none [0]", least=0, below=1, on_resume="reported", from_checkpoint="model")
     seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63, on_resume="same", from_checkpoint="data")
 
-    eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation", also="eval-every", from_checkpoint="step")
+    eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation", also="eval-every", from_checkpoint="data")
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
     sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end; each further one is continued too", type=text, action=Collect)

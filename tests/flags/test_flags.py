@@ -100,7 +100,7 @@ MISTAKES = {  # flags: how the line begins; where it is empty, with the first fl
     "--project-name ../tales --log-with tensorboard": "",
     # names that are near a flag's
     "--batch-siz 3": "--batch-siz: no such flag; did you mean --batch-size?",
-    "--batch_siz=3": "--batch_siz: no such flag; did you mean --batch-size?",
+    "--batch_size=3": "--batch_size: no such flag; did you mean --batch-size?",
     "--learning-rate 1e-3": "--learning-rate: no such flag; did you mean --lr?",
     "--per_device_train_batch_size 4": "--per_device_train_batch_size: no such flag; did you mean --batch-size?",
     "--checkpoint 3": "--checkpoint: no such flag; did you mean --checkpoint-interval?",
@@ -278,11 +278,6 @@ def test_of_a_flag_given_twice_the_last_counts_and_every_prompt_is_kept(toml):
     file = toml('sample-prompt = ["x", "y"]\nlr = 1.0')
     assert parse(file).sample_prompt == ("x", "y")
     assert parse([*file, *prompts]).sample_prompt == ("a", "b", "-- c")
-
-
-def test_flags_may_be_written_with_underscores():
-    given = parse(words("--batch_size 2 --num_steps=7 --no-async_checkpoint --checkpoint_interval 1 --run-name a_b"))
-    assert (given.batch_size, given.num_steps, given.async_checkpoint, given.run_name) == (2, 7, False, "a_b")
 
 
 EVERY_KIND = (

@@ -171,7 +171,7 @@ def test_batches_that_float8_does_not_take_are_not_planned():
 
 
 def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_of_plans():
-    flags = "--plan --plan_gpus=16 --plan-gpu B200 --json --lr 1e-3 --zero-stage 3 --no-fused-loss --no-own-plan"
+    flags = "--plan --plan-gpus=16 --plan-gpu B200 --json --lr 1e-3 --zero-stage 3 --no-fused-loss --no-own-plan"
     settings = parse([*words(flags), "--sample-prompt", "Once upon", "--plan-seconds", "5", "--gpu-hour-usd", "3"])
     said = search.command(settings, 16, {"zero_stage": 2, "fused_loss": True})
     assert said.startswith("torchrun --nnodes=2 --nproc_per_node=8 ")
