@@ -21,7 +21,7 @@ __getattr__, __all__ = doors.open_door(
         "world": "World start_processes stop_processes limit_waiting",
         "signals": "ignore_signals LISTENING",
         "endings": "at_exit state_of STOPPED",
-        "heartbeats": "enter_phase writing rank_name HERE RANKS",
+        "heartbeats": "enter_phase end_part rank_name HERE RANKS",
         "folders": "take_folder replace_file",
         "preflight": "check_machine ParameterBytes",
         "schedule": "count_steps due Due",

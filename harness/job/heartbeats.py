@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import NoReturn
 
@@ -41,7 +41,7 @@ class Here:
     step: int = 0
     moves: int = 0
     since: float = dataclasses.field(default_factory=time.monotonic)
-    writing: str = ""  # the part of a checkpoint that a thread writes now, for which other ranks may wait
+    parts: int = 0  # of checkpoints that a thread has done, and for each of which the other ranks wait
     folder: pathlib.Path | None = None  # of the run, where a stall leaves its traces
 
 
@@ -58,14 +58,9 @@ def enter_phase(phase: str, step: int | None = None) -> None:
     HERE.moves += 1
 
 
-@contextlib.contextmanager
-def writing(part: str) -> Iterator[None]:
-    """Inside, a thread of this rank writes this part of a checkpoint."""
-    HERE.writing = part
-    try:
-        yield
-    finally:
-        HERE.writing = ""
+def end_part() -> None:
+    """Records that a thread of this rank has done its part of a checkpoint; every rank calls this."""
+    HERE.parts += 1
 
 
 def rank_name(rank: int) -> str:
@@ -84,6 +79,15 @@ def process_status(pid: int) -> str:
 
 def last_seen(beat: dict) -> str:
     return f"last seen {max(0.0, time.time() - beat['time']):.0f} s ago in {beat['phase']} of step {beat['step']}"
+
+
+def silent_ranks(before: list[dict | None], now: list[dict | None]) -> list[int]:
+    """The ranks that have written nothing between two readings of all beats."""
+    ranks = []
+    for rank, (earlier, later) in enumerate(zip(before, now, strict=True)):
+        if later is None or (earlier and earlier["beat"] == later["beat"]):
+            ranks.append(rank)
+    return ranks
 
 
 class Heartbeats(threading.Thread):
@@ -133,8 +137,8 @@ class Heartbeats(threading.Thread):
         """Writes where this rank is, and which ranks beside it the system says are stopped or gone."""
         self.beats += 1
         where = {"place": RANKS[self.rank], "beat": self.beats}
-        where |= {"phase": HERE.phase, "step": HERE.step, "moves": HERE.moves}
-        where |= {"writing": HERE.writing, "seconds": time.monotonic() - HERE.since, "time": time.time()}
+        where |= {"phase": HERE.phase, "step": HERE.step, "moves": [HERE.moves, HERE.parts]}
+        where |= {"seconds": time.monotonic() - HERE.since, "time": time.time()}
         where |= {"beside": self.neighbours, "down": self.beside(psutil.STATUS_STOPPED, *GONE)}
         self.ask(self.store.set, f"heartbeat/{self.rank}", json.dumps(where))
 
@@ -202,8 +206,8 @@ class Heartbeats(threading.Thread):
         while it is too early to know."""
         if absent := [rank for rank in range(self.world) if now[rank] is None]:
             return absent, "never seen; stopped or killed before the ranks met, or not started"
-        beating = [rank for rank in range(self.world) if before[rank] and before[rank]["beat"] != now[rank]["beat"]]
-        silent = [rank for rank in range(self.world) if rank not in beating]
+        silent = silent_ranks(before, now)
+        beating = [rank for rank in range(self.world) if rank not in silent]
         watched = {rank for watcher in beating for rank in now[watcher]["beside"]}
         cut_off = [rank for rank in silent if rank not in watched]  # nobody beside it knows its state
         if down := sorted({rank for watcher in beating for rank in now[watcher]["down"]}):
@@ -214,11 +218,8 @@ class Heartbeats(threading.Thread):
         # What a silent rank wrote last may be many phases old, so first those that beat are compared.
         least = min(now[rank]["moves"] for rank in beating)
         behind = [rank for rank in beating if now[rank]["moves"] == least]
-        behind = [rank for rank in behind if now[rank]["writing"]] or behind
         place = now[behind[0]]
         where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
-        if place["writing"]:
-            return behind, f"{where}: at the {place['writing']} of a checkpoint"
         if place["phase"] == "data":  # where it waits for nobody
             return behind, where
         if cut_off:
@@ -232,18 +233,13 @@ class Heartbeats(threading.Thread):
         return behind, f"{where}: all wait for each other; the network between them, or a driver"
 
     def describe(self, ranks: list[int]) -> str:
-        names = rank_name(ranks[0])
-        if len(ranks) == self.world > 1:
-            names = f"all {self.world} ranks"
-        elif len(ranks) > 1:
-            names += f" and {len(ranks) - 1} more"
-        return f"{names} did not come within {self.seconds / 60:g} minutes"
+        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        return f"{rank_name(ranks[0])}{others} did not come within {self.seconds / 60:g} minutes"
 
     def describe_gone(self, rank: int, beats: list[dict | None]) -> str:
         beat = beats[rank]
-        if beat is None:
-            return f"{rank_name(rank)} is gone, or was never started"
-        return f"{rank_name(rank)} is gone, last seen in {beat['phase']} of step {beat['step']}"
+        place = f"last seen in {beat['phase']} of step {beat['step']}" if beat else "or was never started"
+        return f"{rank_name(rank)} is gone, {place}"
 
     def explain(self, error: BaseException) -> str:
         """After a collective broke, the rank that is gone, in words; empty for any other error, or if no rank is."""
@@ -260,10 +256,7 @@ class Heartbeats(threading.Thread):
             now = self.read()
         except RuntimeError as no_answer:
             return f"{rank_name(self.rank)} lost the others, and {no_answer}"
-        if not ranks:
-            for rank, (earlier, later) in enumerate(zip(before, now, strict=True)):
-                if later is None or (earlier and earlier["beat"] == later["beat"]):
-                    ranks.append(rank)
+        ranks = ranks or silent_ranks(before, now)
         return self.describe_gone(ranks[0], now) if ranks else ""
 
     def speaks_first(self) -> bool:

@@ -108,10 +108,10 @@ class Checkpoints:
         result, error = None, ""
         try:
             if not main_only or dist.get_rank() == 0:
-                with job.writing(work.__name__):
-                    result = work()
+                result = work()
         except (Exception, dcp.CheckpointException) as exception:
             error = checkpoint_error(exception)
+        job.end_part()
         results, errors = zip(*base.of_all_ranks((result, error), self.group), strict=True)
         for error in errors:
             if error:
