@@ -13,9 +13,9 @@ __getattr__, __all__ = doors.open_door(
         "gpus": "Gpu RATES CONTEXT_GIB NCCL_GIB find_gpu choose_kind unlisted read_rates",
         "versions": "ROOT OLDEST_TORCHAO ShowVersion commit installed package_versions version_parts "
         "refuse_old_python refuse_missing_packages",
-        "console": "never_fail send record_error tell_json",
+        "console": "leave never_fail send record_error tell_json",
         "hub": "answer_from_cache_without_network",
         "saved": "FORMAT MANIFEST checkpoint_name complete_checkpoints named_checkpoints newest_checkpoint read_config "
-        "read_json read_manifest seal step_in_name step_saved sync_to_disk unfinished_checkpoints",
+        "read_json read_manifest seal step_in_name sync_to_disk unfinished_checkpoints",
     },
 )

@@ -124,12 +124,3 @@ def read_manifest(checkpoint: pathlib.Path) -> dict:
     if step_in_name(checkpoint) not in (None, step):
         raise ValueError(f"{MANIFEST} is of step {step}")
     return manifest
-
-
-def step_saved(checkpoint: pathlib.Path) -> int:
-    """The step of a checkpoint by its manifest, as a copy may have any name; else by its name; else -1."""
-    try:
-        return read_manifest(checkpoint)["step"]
-    except (OSError, ValueError):
-        step = step_in_name(checkpoint)
-        return -1 if step is None else step

@@ -10,8 +10,9 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
+
+from harness.base import console
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 OLDEST_PYTHON = (3, 11)
@@ -78,10 +79,6 @@ def refuse_missing_packages():
 
 
 def leave(problem):
-    """Ends the process with 2; of all ranks one says why."""
-    if int(os.environ.get("RANK", 0)):
-        time.sleep(3)
-        sys.exit(2)
+    """Ends the process with 2, as it is of the wrong interpreter."""
     advice = f"run ./setup.sh, then start it with {ROOT / '.venv' / 'bin' / 'python'}"
-    sys.stderr.write(f"train_fsdp.py: error: this is {os.path.abspath(sys.executable)}, {problem}; {advice}\n")
-    sys.exit(2)
+    console.leave(f"train_fsdp.py: error: this is {os.path.abspath(sys.executable)}, {problem}; {advice}")

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import sys
-import time
 import types
 import typing
 
@@ -37,14 +36,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         """Ends the process with 2 and one line, by rank 0; argparse would print its usage first."""
-        if int(os.environ.get("RANK", 0)):
-            time.sleep(3)  # the launcher ends the other ranks when the first one leaves
-            sys.exit(2)
         line = base.one_line(f"{self.prog}: error: {self.origin}{message.removeprefix('argument ')}")
-        base.record_error(line)
-        if self.as_json:
-            base.tell_json(line)
-        self.exit(2, f"{line}\n")
+        base.leave(line, self.as_json)
 
     def given(self, words: list[str]) -> dict[str, typing.Any]:
         """The fields of the settings whose flags stand in a command line, with their values. The last one counts."""

@@ -83,16 +83,11 @@ def make_folder(folder: pathlib.Path, alone: bool) -> pathlib.Path:
     second has that name, a number is appended.
     """
     named, number = folder, 1
-    while alone and folder.is_dir():
+    while alone and folder.exists():
         number += 1
         folder = named.with_name(f"{named.name}-{number}")
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=not alone)
-    except FileExistsError:
-        if alone and folder.is_dir():  # another start has made it since
-            return make_folder(named, alone)
-        refuse(folder, f"{folder} is no folder; remove it")
+    folder.mkdir(parents=True, exist_ok=not alone)
     lock = lock_folder(folder)
     endings.at_exit(lambda _: discard(new, lock))
     return folder
@@ -139,7 +134,7 @@ def refuse_run(settings: flags.Settings, folder: pathlib.Path, goes_on: bool) ->
     PATH."""
     path, newest = pathlib.Path(settings.resume).expanduser(), base.newest_checkpoint(folder)
     if goes_on:
-        if path != folder and newest and base.step_in_name(newest) > base.step_saved(path):
+        if path != folder and newest and base.step_in_name(newest) > (base.step_in_name(path) or 0):
             problem = f"{folder} holds newer checkpoints, which the run would write over"
             advice = "give another --run-name to branch off, or remove them"
             raise base.UserError(f"--resume {settings.resume}: {problem}; {advice}")
