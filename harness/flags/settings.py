@@ -191,8 +191,6 @@ class Settings:
     measure: bool = flag(False, "no training: times products, attention, memory, launches and, under torchrun, links of this device for plans, in some seconds; names a slow rank or link")
     own_plan: bool = flag(True, "a run on a GPU is planned by a process beside it, and ends with that plan beside its own figures [on]")
 
-    lacks_disk: bool = False  # no flag: there is no room for the last state, which no flag asked for
-    lacks_memory: bool = False  # no flag: a host cannot hold copies of what its ranks save
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # no flag: the flags that the command line and --config gave
     # fmt: on
 
@@ -208,11 +206,11 @@ class Settings:
         """Whether the state after the last step is to be saved."""
         if self.final_checkpoint is not None:
             return self.final_checkpoint
-        return self.checkpoint_interval > 0 or (self.dataset != "synthetic" and not self.lacks_disk)
+        return self.checkpoint_interval > 0 or self.dataset != "synthetic"
 
     def saves_beside(self) -> bool:
         """Whether checkpoints are written in the background, from copies, while the training goes on."""
-        return self.checkpoint_interval > 0 and self.async_checkpoint and not self.lacks_memory
+        return self.checkpoint_interval > 0 and self.async_checkpoint
 
     def tokens_per_step(self, world: int) -> int:
         """Tokens of one optimizer step: every rank, every microbatch."""

@@ -4,7 +4,6 @@ where the run cannot succeed, else a warning."""
 
 import dataclasses
 import hashlib
-import math
 import os
 import pathlib
 import shutil
@@ -22,7 +21,6 @@ PREFETCHED_BATCHES = 2  # that a data worker reads ahead
 PREFETCHED_BATCHES_STREAMING = 16
 BATCHES_IN_USE = 2  # that the training holds beside them
 FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
-PAGE = 4096  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Findings:
     versions: dict[str, str]
     error: base.UserError | None = None
     taken_gpu: str = ""  # a warning
-    lacks_memory: str = ""  # a warning: no room for copies of a checkpoint
+    lacks_memory: bool = False  # there is no room for copies of what it saves
 
 
 def check_machine(
@@ -72,34 +70,40 @@ def check_machine(
         each: bytes that one of them takes.
         step: of the checkpoint from which the run goes on; a run that is done saves nothing.
 
-    Returns the settings, with what a disk or a host's memory has no room for.
+    Returns the settings, without the last state or copies where the disk or a host's memory has no room for them.
 
     Raises:
         UserError: the run cannot succeed; on every rank.
     """
     own, trains, of_rank = describe(device), step < settings.num_steps, parameters / mesh["shard"].size()
+    at_rest = of_rank * each.at_rest if device.type == "cpu" or settings.cpu_offload else 0.0
     try:
-        at_rest = 0.0
-        if device.type == "cpu" or settings.cpu_offload:
-            at_rest = of_rank * each.at_rest
-            check_memory(settings, parameters, each, at_rest)
+        check_memory(settings, parameters, each, at_rest)
         check_shared_memory(settings)
-        if trains and settings.saves_beside():
-            own.lacks_memory = check_copies(of_rank * each.in_checkpoint, at_rest)
     except base.UserError as error:
         own.error = error
+    if trains and settings.saves_beside():
+        of_process = psutil.Process().memory_info().rss + at_rest + of_rank * each.in_checkpoint
+        own.lacks_memory = host.ranks_here() * of_process > host.memory()
     everyone: list[Findings] = base.of_all_ranks(own)
     for findings in everyone:
         if findings.error:
             raise findings.error
-    disk, lacks_disk = [], False
+    warnings = compare_versions(everyone) + [findings.taken_gpu for findings in everyone if findings.taken_gpu]
+    changes = {}
+    lacks_memory = [findings.name for findings in everyone if findings.lacks_memory]
+    if lacks_memory:
+        problem = f"{lacks_memory[0]} has no host memory for copies of a checkpoint: the run waits for each save"
+        warnings.append(f"--async-checkpoint: {problem}; give the job more to save beside the training")
+        changes["async_checkpoint"] = False
     if trains:
-        disk, lacks_disk = base.on_main_rank(lambda: check_disk(settings, parameters, each, folder))
-    lacks_memory = [findings.lacks_memory for findings in everyone if findings.lacks_memory]
-    taken = [findings.taken_gpu for findings in everyone if findings.taken_gpu]
-    for warning in [*compare_versions(everyone), *taken, *lacks_memory[:1], *disk]:
+        of_disk, has_room = base.on_main_rank(lambda: check_disk(settings, parameters, each, folder))
+        warnings += of_disk
+        if not has_room:
+            changes["final_checkpoint"] = False
+    for warning in warnings:
         terminal.warn(warning)
-    return dataclasses.replace(settings, lacks_memory=bool(lacks_memory), lacks_disk=lacks_disk)
+    return dataclasses.replace(settings, **changes)
 
 
 # ---- Versions, and the GPU -------------------------------------------------------------------------------------------
@@ -132,10 +136,7 @@ def compare_versions(everyone: list[Findings]) -> list[str]:
         for name in first.versions | other.versions:
             version, usual = (findings.versions.get(name) or "missing" for findings in (other, first))
             if version != usual:
-                advice = (
-                    "start all ranks from the same files" if name == "program" else "install the same on every node"
-                )
-                line = f"{other.name}: {name} {version}, but {usual} on {first.name}; {advice}"
+                line = f"{other.name}: {name} {version}, but {usual} on {first.name}; give all ranks the same"
                 lines.setdefault((other.node, name, version), line)
     return [*lines.values()]
 
@@ -186,23 +187,10 @@ def check_memory(settings: flags.Settings, parameters: int, each: ParameterBytes
         )
 
 
-def check_copies(staged: float, at_rest: float) -> str:
-    """The warning of a host without memory for the copies from which its ranks save in the background: `staged` bytes a
-    rank, beside what it holds now and the `at_rest` bytes that it will hold of model and optimizer; else empty."""
-    ranks, allowed = host.ranks_here(), host.memory()
-    held = ranks * (psutil.Process().memory_info().rss + at_rest)
-    if held + ranks * staged <= allowed:
-        return ""
-    need = f"the copies of {base.counted(ranks, 'rank')} on {socket.gethostname()} take {amount(ranks * staged)}"
-    what = f"{need}, with {amount(held)} for all else there are {amount(allowed)}: the run waits for each save"
-    return f"--async-checkpoint: {what}; give the job more host memory to save beside the training"
-
-
 def batch_bytes(settings: flags.Settings) -> int:
     """Bytes of one microbatch in shared memory: int64 tokens and labels, with --document-mask positions too."""
     tensors = 3 if settings.document_mask else 2
-    tokens = int(settings.batch_size) * settings.sequence_length
-    return tensors * math.ceil(8 * tokens / PAGE) * PAGE
+    return tensors * 8 * int(settings.batch_size) * settings.sequence_length
 
 
 def check_shared_memory(settings: flags.Settings) -> None:
@@ -233,8 +221,8 @@ def free_bytes(path: pathlib.Path) -> int:
 def check_disk(
     settings: flags.Settings, parameters: int, each: ParameterBytes, folder: pathlib.Path
 ) -> tuple[list[str], bool]:
-    """(warnings, whether the state after the last step has no room): of a disk without room for the checkpoints that
-    are kept, for the last state, or for one that a signal asks for.
+    """(warnings of a disk without room for the checkpoints that are kept or for the state after the last step, whether
+    it has room for one checkpoint).
 
     Raises:
         UserError: a flag asks for checkpoints and not even one has room, or the export has none.
@@ -244,20 +232,17 @@ def check_disk(
     free, checkpoint = free_bytes(folder) + left_over, parameters * each.in_checkpoint
     missing = max(0, settings.keep_checkpoints + 1 - len(base.complete_checkpoints(folder)))
     have = f"a checkpoint takes {amount(checkpoint)} ({parameters:,} parameters), {folder} has {amount(free)} free"
-    warnings, lacks_disk = [], False
-    if checkpoint > free and (settings.checkpoint_interval or settings.final_checkpoint):
+    warnings, has_room = [], checkpoint <= free
+    if not has_room and (settings.checkpoint_interval or settings.final_checkpoint):
         raise base.UserError(f"--output-dir: {have}; name another disk, or make room", 1)
     if settings.checkpoint_interval and missing * checkpoint > free:
         what = f"{settings.keep_checkpoints} that are kept and the next one take {amount(missing * checkpoint)}"
         warnings.append(f"--output-dir: {have}: {what}; make room, or give a smaller --keep-checkpoints")
-    elif checkpoint > free and settings.keeps_last():
-        lacks_disk = True
+    elif not has_room and settings.keeps_last():
         warnings.append(f"--output-dir: {have}: the last state will not be kept; make room")
-    elif checkpoint > free:
-        warnings.append(f"--output-dir: {have}: SIGTERM would end this run without saving; make room")
     if settings.export:
         weights, room = parameters * each.weight, free_bytes(pathlib.Path(settings.export))
         if weights > room:
             problem = f"it takes {amount(weights)}, there are {amount(room)} free"
             raise base.UserError(f"--export {settings.export}: {problem}; name another disk, or make room", 1)
-    return warnings, lacks_disk
+    return warnings, has_room
