@@ -2,7 +2,6 @@
 
 import math
 import os
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -115,8 +114,9 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield "--json: only with --plan, or with --num-steps 0 and --eval-interval"
     if s.measure and s.plan:
         yield "--measure: it trains nothing and plans nothing; run --plan after it"
-    if problem := wrong_plan(s):
-        yield problem
+    gpu, has_file = s.plan_gpu or "cpu", s.plan_rates not in (None, "none")  # of a file a plan finds out what it says
+    if gpu.lower() != "cpu" and not has_file and not base.choose_kind(gpu)[0]:
+        yield base.unlisted(gpu, {})
 
     # Files that are not there, then what can have no effect
     if int(os.environ.get("RANK", 0)) == 0:  # the others' disks, which may differ, are looked at later
@@ -243,23 +243,4 @@ def not_a_folder_name(name: str) -> str:
         return "not a plain folder name"
     if len(os.fsencode(name)) > 200:
         return "too long for a folder, more than 200 bytes"
-    return ""
-
-
-def wrong_plan(s: Settings) -> str:
-    """What is wrong with the GPUs of a plan or with a file of rates, as an error; empty where nothing is."""
-    try:
-        given = base.read_rates(pathlib.Path(s.plan_rates).expanduser()) if s.plan_rates not in (None, "none") else {}
-    except base.UserError as error:
-        return str(error)
-    if s.plan_gpu and s.plan_gpu.lower() != "cpu":
-        kind, _ = base.choose_kind(s.plan_gpu)
-        if not kind and (problem := base.unlisted(s.plan_gpu, given)):
-            return problem
-        has_float8 = not kind or base.find_gpu(kind).fp8 or "fp8_tflops" in given
-        if s.precision == "fp8" and not (has_float8 or s.fp8_emulate):
-            return f"--precision fp8: needs a GPU with float8 (Ada, Hopper or newer), {kind} has none; use bf16"
-    for world in s.plan_gpus or (s.gpus_per_node,):
-        if s.plan and s.zero_stage and world % s.dp_replicate_size:
-            return f"--dp-replicate-size {s.dp_replicate_size}: does not divide --plan-gpus {world:,}"
     return ""

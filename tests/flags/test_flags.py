@@ -135,8 +135,6 @@ MISTAKES = {  # flags: how the line begins; where it is empty, with the first fl
     "--resume auto --num-steps 0 --export e": "--resume: --num-steps 0 takes one checkpoint",
     "--measure --plan": "",
     "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': not a kind that plans know",
-    "--plan --plan-gpu A100 --precision fp8": "--precision fp8: needs a GPU with float8",
-    "--plan --plan-gpus 8,12 --dp-replicate-size 8": "--dp-replicate-size 8: does not divide --plan-gpus 12",
     # what can have no effect
     "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
     "--fp8-recipe rowwise": "--fp8-recipe/--fp8-emulate: only with --precision fp8",
