@@ -1,7 +1,7 @@
 """Ranks: how the processes of a job give each other Python objects."""
 
+import functools
 import traceback
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,8 +11,6 @@ import torch.distributed as dist
 from harness.base.errors import UserError
 
 PATIENCE = timedelta(hours=24)  # tokenizing a large corpus outlasts the time that other groups wait
-# by the default group: a group goes with the default one, and the next default one gets a group of its own
-PATIENT_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
@@ -22,7 +20,7 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    group = patient_group()
+    group = patient_group(dist.group.WORLD)
     result = None
     error: Exception | None = None
     if is_main:
@@ -46,13 +44,11 @@ def from_main_process(make: Callable[[], Any], is_main: bool) -> Any:
     return answer
 
 
-def patient_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks that waits for a day, made once in the life of the default group; every rank calls
-    this."""
-    world = dist.group.WORLD
-    if world not in PATIENT_GROUPS:
-        PATIENT_GROUPS[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return PATIENT_GROUPS[world]
+@functools.lru_cache(maxsize=1)
+def patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of all ranks that waits for a day, made once in the life of `world`, the default group; every rank
+    calls this."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def on_main_rank(make: Callable[[], Any]) -> Any:

@@ -65,23 +65,20 @@ class World:
             self.fail(error)
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends this rank; one rank of all prints why."""
-        if isinstance(error, base.UserError):
-            self.end(f"train_fsdp.py: error: {base.one_line(str(error))}", error.exit_code)
-        if isinstance(error, torch.OutOfMemoryError):
-            self.end(f"train_fsdp.py: error: {base.first_line(error)} {self.memory_advice()}".rstrip(), 1)
-        lost_rank = self.watch.explain(error) if self.watch else ""
-        if lost_rank:
-            self.end(f"train_fsdp.py: error: {lost_rank}", 1, patience=0)
-        self.end("".join(traceback.format_exception(error)), 1)
+        """Ends this rank after a message, which one rank of all prints, with --json also as an object on stdout.
 
-    def end(self, message: str, exit_code: int, patience: float = 3) -> NoReturn:
-        """Ends this rank after its message, which one rank of all prints, with --json also as an object on stdout.
-
-        It is rank 0 that prints, if it fails within `patience` seconds too. The errors of other ranks are most often
-        echoes: collectives that broke as one rank had left.
+        It is rank 0 that prints, if it fails within 3 s too. The errors of other ranks are most often echoes:
+        collectives that broke as one rank had left.
         """
-        happened = time.time()
+        happened, exit_code, patience = time.time(), 1, 3
+        if isinstance(error, base.UserError):
+            message, exit_code = f"train_fsdp.py: error: {base.one_line(str(error))}", error.exit_code
+        elif isinstance(error, torch.OutOfMemoryError):
+            message = f"train_fsdp.py: error: {base.first_line(error)} {self.memory_advice()}".rstrip()
+        elif lost_rank := self.watch.explain(error) if self.watch else "":
+            message, patience = f"train_fsdp.py: error: {lost_rank}", 0
+        else:
+            message = "".join(traceback.format_exception(error))
         heartbeats.HERE.phase = "failure"
         if not terminal.is_first_rank():
             time.sleep(patience)  # if rank 0 has failed too, it prints meanwhile, and the launcher ends this rank
