@@ -176,8 +176,6 @@ class Heartbeats(threading.Thread):
             slept, now = min(time.monotonic() - now, 2 * self.interval), time.monotonic()
             if endings.ENDING or self.stop.leaving:  # what a rank still waits for has a timeout of its own
                 return
-            if terminal.lost_launcher() and not self.stop.name:
-                self.stop.request("the end of its launcher")
             if HERE.moves != moves:
                 moves, waited, before = HERE.moves, 0.0, None
             waited += slept

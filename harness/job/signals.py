@@ -1,15 +1,19 @@
 """Signals: Ctrl-C, SIGTERM and SIGUSR1, for which a thread waits, and the agreement of all ranks to stop. Imports
 nothing heavy: signals are read before torch is loaded."""
 
+import ctypes
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
 
 from harness import flags
 from harness.job import endings, heartbeats, terminal
+
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 class StopRequest:
@@ -22,7 +26,7 @@ class StopRequest:
 
     def __init__(self, settings: flags.Settings | None = None):
         self.settings = settings
-        self.name = ""  # of the signal, or what else asked for the end
+        self.name = ""  # of the signal that asked for the end
         self.can_save = False  # set by the loop, from when a step is done
         self.leaving = False  # set when the ranks have done all their work
         self.first_request = math.inf  # when, on the monotonic clock
@@ -36,6 +40,8 @@ class StopRequest:
         collective. Processes that are forked later get signals as usual."""
         numbers = {*self.SIGNALS, signal.SIGINT}
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)  # when torchrun or accelerate dies
         os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers))
         threading.Thread(target=self._wait, args=(numbers,), daemon=True).start()
 

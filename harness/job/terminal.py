@@ -19,7 +19,6 @@ from harness import flags as flag_rules
 PIPED = 120  # columns of a story where there is no terminal
 BAR_FORMAT = "{n_fmt}/{total_fmt}{postfix}, eta {remaining} {bar}"  # a narrow terminal loses the end of it
 CLEAR = "\r\x1b[K"  # erases the bar on this line
-LAUNCHER = os.getppid()  # pid of torchrun or accelerate; another process becomes the parent when it dies
 
 
 # ---- Lines -----------------------------------------------------------------------------------------------------------
@@ -112,11 +111,6 @@ def step_bar(num_steps: int, step: int, shown: bool) -> tqdm:
 
 
 # ---- Commands, and the ends of stopped runs --------------------------------------------------------------------------
-
-
-def lost_launcher() -> bool:
-    """Whether the torchrun or accelerate that started this rank is gone."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER
 
 
 def launcher() -> str:

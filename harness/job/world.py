@@ -152,10 +152,6 @@ def wait_for_store(address: str, port: int, timeout_minutes: float) -> None:
             return
         except OSError as error:
             waited, cause = time.monotonic() - began, error.strerror or str(error)
-            if terminal.lost_launcher():
-                raise base.UserError(
-                    f"{where}: the launcher is gone, and its store with it; start it again", 1
-                ) from None
             if waited > 60 * timeout_minutes or (waited > STORE_PATIENCE and isinstance(error, socket.gaierror)):
                 raise base.UserError(
                     f"{where}: rank 0's store does not answer ({cause}); name rank 0's host", 1
