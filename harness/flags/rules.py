@@ -38,7 +38,6 @@ def contradiction(s: Settings) -> str:
 
 def contradictions(s: Settings) -> Iterator[str]:
     """The table of what does not go together, and of flags without effect, each as an error; the first one counts."""
-    trains = not (s.plan or s.measure or s.show_samples) and s.num_steps > 0
     if s.given.keys() >= {*LENGTHS}:
         yield "--num-tokens: --num-steps is given too; leave out one of them"
     if s.resume == "auto" and s.num_steps == 0:
@@ -120,8 +119,8 @@ def contradictions(s: Settings) -> Iterator[str]:
 
     # Files that are not there, then what can have no effect
     if int(os.environ.get("RANK", 0)) == 0:  # the others' disks, which may differ, are looked at later
-        yield from missing_files(s, trains)
-    if trains:
+        yield from missing_files(s)
+    if s.trains():
         yield from without_effect(s)
 
 
@@ -212,11 +211,11 @@ def trained_eval_split(s: Settings) -> str:
     return ""
 
 
-def missing_files(s: Settings, trains: bool) -> Iterator[str]:
+def missing_files(s: Settings) -> Iterator[str]:
     """An error for each file and folder of the flags that is not there."""
     if s.resume not in ("none", "auto") and (problem := no_checkpoint(s.resume)):
         yield f"--resume {s.resume}: {problem}"
-    for source in s.sources() if trains else []:
+    for source in s.sources() if s.trains() else []:
         if not is_local(source.dataset) and not may_be_on_the_hub(source.dataset):
             yield f"--dataset {source.dataset}: no such file or folder"
 

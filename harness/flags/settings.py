@@ -202,6 +202,10 @@ class Settings:
         """--dataset as it was typed."""
         return base.one_or_more(self.dataset)
 
+    def trains(self) -> bool:
+        """Whether this process is to train, and does not plan, measure, print samples or only evaluate."""
+        return not (self.plan or self.measure or self.show_samples) and self.num_steps > 0
+
     def keeps_last(self) -> bool:
         """Whether the state after the last step is to be saved."""
         if self.final_checkpoint is not None:

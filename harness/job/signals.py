@@ -74,7 +74,7 @@ class StopRequest:
         if self.can_save:
             self.name = name
             return
-        trains = self.settings is None or terminal.trains(self.settings)
+        trains = self.settings is None or self.settings.trains()
         if terminal.is_first_rank() and trains and heartbeats.HERE.phase != "failure":
             terminal.print_error(terminal.describe_stop(name, heartbeats.HERE.folder))
         endings.end(self.EXIT_CODE, patience=3)

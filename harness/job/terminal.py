@@ -137,14 +137,9 @@ def command(settings: flag_rules.Settings, folder: pathlib.Path) -> str:
     return flag_rules.to_paste(launcher(), flags, resume=folder)
 
 
-def trains(settings: flag_rules.Settings) -> bool:
-    """Whether this process is to train, and neither plans nor only evaluates."""
-    return not (settings.plan or settings.measure) and settings.num_steps > 0
-
-
 def describe_interrupt(settings: flag_rules.Settings, step: int, phase: str, folder: pathlib.Path | None) -> str:
     """The last lines after Ctrl-C: where the run was, what is saved, and the command that goes on."""
-    if not trains(settings):
+    if not settings.trains():
         return "stopped    by Ctrl-C"
     length = f"{settings.num_tokens:,} tokens" if settings.num_tokens else f"{settings.num_steps:,}"
     where = f"in {phase} of step {step:,} of {length}" if step else "before the first step"
