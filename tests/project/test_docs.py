@@ -256,7 +256,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.file}: {command.launcher} {command.flags}")
 def test_a_command_is_one_that_launcher_and_program_take(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # its --export folder is not there yet
-    monkeypatch.setattr(rules, "missing_files", lambda settings, trains: iter(()))  # its data are nowhere here
+    monkeypatch.setattr(rules, "missing_files", lambda settings: iter(()))  # its data are nowhere here
     flags = shlex.split(command.flags, comments=True)
     for flag, value in itertools.pairwise(flags):  # what it goes on from is
         if flag == "--resume" and value != "auto":
