@@ -1,4 +1,5 @@
-"""The program with symmetric memory for FSDP2's all-gathers, which no flag turns on before a GPU has measured it:
+"""The program with symmetric memory for FSDP2's all-gathers, which NCCL's newer kernels read across GPUs. No flag
+turns it on before a GPU has measured it. Reductions are sums, as these kernels want them; that rounds losses otherwise:
 
 torchrun --nproc_per_node=4 benchmarks/symmetric_memory.py --model smollm3-3b --dataset synthetic --num-steps 30
 """
@@ -16,7 +17,9 @@ finish_sharding = models.finish_sharding
 
 
 def finish_with_symmetric_memory(model, mesh, accumulates: bool) -> None:
-    models.use_symmetric_memory(model)
+    for module in models.sharded_modules(model):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_symm_mem_for_comm()
     finish_sharding(model, mesh, accumulates)
 
 

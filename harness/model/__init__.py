@@ -20,7 +20,7 @@ __getattr__, __all__ = doors.open_door(
         "float8": "check_float8 compute_float8_scales fp8_converter",
         "routing": "describe_routing",
         "flops": "MENDED computes_every_score count_flops eager_on_meta known_flops",
-        "collectives": "finish_sharding fsdp_group sharded_modules use_symmetric_memory",
+        "collectives": "finish_sharding fsdp_group sharded_modules",
         "verify": "verify_sharding",
         "optimization": "build_optimizer clip_grad_norm find_optimizer local memory_saving_optimizers parameter_bytes",
         "skipping": "WINDOW RecentNorms decide_skip robust_z_score skips_on_device step_or_skip",

@@ -110,15 +110,6 @@ def alias_reduce_scatter_buffers(model: nn.Module, mesh: DeviceMesh, accumulates
                 parameter.__class__ = WholeParameter
 
 
-def use_symmetric_memory(model: nn.Module) -> None:
-    """Puts the buffers of all-gathers into symmetric memory, which NCCL's newer kernels read across GPUs, and lets
-    reductions be sums, as these kernels want them, so losses are rounded otherwise. Comes before anything wraps the
-    collectives. Nothing calls it: no GPU has measured it for this program yet."""
-    for module in sharded_modules(model):
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_symm_mem_for_comm()
-
-
 @torch.no_grad()
 def make_replicas_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     """Gives all replicas the parameters of the first one. They drew the same random numbers only if their GPUs are of
