@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from harness import base, flags, job
 from harness.model.weights import on_meta
@@ -31,23 +30,18 @@ class OptimizerKind:
     """What the rest of the program asks of an optimizer: the value `OPTIMIZER` of its file.
 
     `build` takes groups of parameters, each with its weight decay, and the settings. The optimizer it returns has made
-    its states already: a checkpoint is loaded into them. If it has an attribute `grad_scale`, its next step must divide
-    the gradients by it, unless it is None, and then set it to None.
+    its states already: a checkpoint is loaded into them. It may have two attributes for its next step, None or a scalar
+    on the device, which that step sets to None: by `grad_scale` it divides the gradients; where `skip` is 1 it changes
+    no weight, no state and no step count, whatever the gradients are. Without `skip` the host waits for the device.
     """
 
     build: Callable[[list[dict], flags.Settings], torch.optim.Optimizer]
     state_bytes: Callable[[int], int]  # of one parameter's states in memory, by the bytes of its weight
-    # whether the next step changes no weight, no state and no step count where the scalar `optimizer.skip` is 1,
-    # whatever the gradients are, and then sets it to None; else the host waits for the device in each step
-    skips_on_device: bool = False
     saved_state_bytes: Callable[[int], int] | None = None  # the same in a checkpoint, where it differs
     package: str | None = None  # what pip installs for it
     stands_in_for: tuple[str, ...] = ()  # optimizers that a plan may replace with it to save memory
     before_plan: Callable[[], None] | None = None  # what needs real tensors, which a plan's step has not
     groups: Callable[[nn.Module, flags.Settings], list[dict]] = decay_matrices  # of the parameters, for `build`
-    # of one parameter's states but for scalars, by name, those of a quantized state by NAME.PART; of the weight's dtype
-    # where this is None
-    state_dtypes: Callable[[flags.Settings, DTensor], dict[str, torch.dtype]] | None = None
     # bytes of the states of a whole model, where `state_bytes` does not hold for each parameter
     model_state_bytes: Callable[[nn.Module, flags.Settings], int] | None = None
     describe: Callable[[nn.Module], str] | None = None  # for the header: which parameters it updates how
@@ -85,15 +79,13 @@ def parameter_bytes(settings: flags.Settings, config: Any = None) -> job.Paramet
 
 
 def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters, its states made already; `skips_on_device` is what its file says."""
+    """The optimizer over the sharded parameters, its states made already."""
     kind = find_optimizer(settings.optimizer)
     if not kind.is_installed():
         needs = f"needs the package {kind.package} (pip install {kind.package})"
         raise base.UserError(f"--optimizer {settings.optimizer}: {needs}")
     groups = [group for group in kind.groups(model, settings) if group["params"]]
-    optimizer: Any = kind.build(groups, settings)
-    optimizer.skips_on_device = kind.skips_on_device
-    return optimizer
+    return kind.build(groups, settings)
 
 
 def local(tensor: Any) -> torch.Tensor:

@@ -35,17 +35,9 @@ class RecentNorms:
 def robust_z_score(norm: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """(norm - median) / (1.4826 x MAD), with the median absolute deviation MAD of WINDOW norms: a scalar. NaN where
     one of them is missing, and where more than half are equal, so that there is no spread to compare with."""
-    center = median(norms)
-    mad = median((norms - center).abs())
+    center = norms.quantile(0.5)  # `median` would give the lower of the two in the middle
+    mad = (norms - center).abs().quantile(0.5)
     return torch.where(mad > 0, (norm - center) / (MAD_TO_DEVIATION * mad), torch.nan)
-
-
-def median(values: torch.Tensor) -> torch.Tensor:
-    """Of an even number the mean of the two in the middle, as numpy has it; `torch.median` gives the lower one. NaN
-    where a value is NaN."""
-    middle = len(values) // 2
-    result = values.sort().values[middle - 1 : middle + 1].mean()
-    return torch.where(values.isnan().any(), torch.nan, result)
 
 
 def decide_skip(norm: torch.Tensor, recent: RecentNorms | None) -> torch.Tensor:
@@ -60,8 +52,8 @@ def decide_skip(norm: torch.Tensor, recent: RecentNorms | None) -> torch.Tensor:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves out a step by a tensor, as its file says; the host reads it otherwise."""
-    return getattr(optimizer, "skips_on_device", False)
+    """Whether an optimizer leaves out a step by a tensor; the host reads it otherwise."""
+    return hasattr(optimizer, "skip")
 
 
 def step_or_skip(optimizer: Any, skip: torch.Tensor) -> None:

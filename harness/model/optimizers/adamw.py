@@ -59,4 +59,4 @@ def build(groups: list[dict], settings: flags.Settings) -> AdamW:
     return AdamW(groups, lr=settings.lr, betas=settings.betas)
 
 
-OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 2 * weight, skips_on_device=True)
+OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 2 * weight)

@@ -8,7 +8,7 @@ import torch._dynamo.utils  # private: for the limit of recompiles, see below
 from torch.distributed.tensor import DTensor
 
 from harness import flags
-from harness.model.optimization import OptimizerKind, local, weight_dtype
+from harness.model.optimization import OptimizerKind, local
 
 
 def build(groups: list[dict], settings: flags.Settings) -> torch.optim.Optimizer:
@@ -56,18 +56,6 @@ def adamw8bit() -> Any:
     return AdamW8bit
 
 
-def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
-    """torchao quantizes in blocks of 256 numbers, and no parameter of fewer than 4,096, whose states are its zeros."""
-    size = local(parameter).numel()
-    dtypes: dict[str, torch.dtype] = {}
-    for name in ("exp_avg", "exp_avg_sq"):
-        if size >= 4096 and size % 256 == 0:
-            dtypes |= {f"{name}.codes": torch.uint8, f"{name}.scale": torch.float32, f"{name}.qmap": torch.float32}
-        else:
-            dtypes[name] = weight_dtype(settings)
-    return dtypes
-
-
 def compute_tables() -> None:
     """torchao computes its tables of codes from real tensors, once; a plan has none."""
     from torchao.optim import subclass_8bit
@@ -82,6 +70,5 @@ OPTIMIZER = OptimizerKind(
     saved_state_bytes=lambda weight: 10,  # as codes and in fp32, for other numbers of ranks
     package="torchao",
     stands_in_for=("adamw", "adamw-bf16"),
-    state_dtypes=state_dtypes,
     before_plan=compute_tables,
 )

@@ -51,9 +51,4 @@ def build(groups: list[dict], settings: flags.Settings) -> AdamWBf16:
     return AdamWBf16(groups, settings.compile, lr=settings.lr, betas=settings.betas)
 
 
-OPTIMIZER = OptimizerKind(
-    build,
-    state_bytes=lambda weight: 4,
-    skips_on_device=True,
-    state_dtypes=lambda settings, parameter: dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16),
-)
+OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: 4)

@@ -183,26 +183,13 @@ def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     return result
 
 
-def matrix_state_bytes(weight: MatrixWeight, settings: flags.Settings) -> int:
-    """The momentum of one parameter."""
-    return weight.shape.numel() * DTYPES[settings.momentum_dtype].itemsize
-
-
-def model_state_bytes(model: nn.Module, settings: flags.Settings, of_matrices=matrix_state_bytes) -> int:
-    """Bytes of all states: `of_matrices` of the parameters that are matrices, two moments of the others."""
+def model_state_bytes(model: nn.Module, settings: flags.Settings) -> int:
+    """Bytes of all states: the momentum of the parameters that are matrices, two moments of the others."""
     found, total = matrix_weights(model), 0
-    weight = weight_dtype(settings).itemsize
     for name, parameter in model.named_parameters():
-        if name in found:
-            total += of_matrices(found[name], settings)
-        else:
-            total += 2 * weight * parameter.numel()
+        of_each = DTYPES[settings.momentum_dtype].itemsize if name in found else 2 * weight_dtype(settings).itemsize
+        total += of_each * parameter.numel()
     return total
-
-
-def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
-    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight_dtype(settings))  # of what is no matrix
-    return moments | {"momentum": DTYPES[settings.momentum_dtype]}
 
 
 def describe(model: nn.Module) -> str:
@@ -223,9 +210,7 @@ def describe(model: nn.Module) -> str:
 OPTIMIZER = OptimizerKind(
     Muon,
     state_bytes=lambda weight: 4,  # of a matrix
-    skips_on_device=True,
     groups=groups,
-    state_dtypes=state_dtypes,
     model_state_bytes=model_state_bytes,
     describe=describe,
 )

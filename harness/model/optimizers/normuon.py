@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness import base, flags
-from harness.model.matrices import MatrixWeight
+from harness.model.matrices import MatrixWeight, matrix_weights
 from harness.model.optimization import OptimizerKind
 from harness.model.optimizers import muon
 from harness.model.whole_matrices import copy_each, rows_of_shard
@@ -108,25 +108,16 @@ def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     return result
 
 
-def state_dtypes(settings: flags.Settings, parameter: DTensor) -> dict[str, torch.dtype]:
-    return muon.state_dtypes(settings, parameter) | {"second_moment": torch.float32}
-
-
-def matrix_state_bytes(weight: MatrixWeight, settings: flags.Settings) -> int:
-    """The momentum of one parameter, and 4 bytes for each neuron."""
-    return muon.matrix_state_bytes(weight, settings) + 4 * weight.neurons.numel()
-
-
 def model_state_bytes(model: nn.Module, settings: flags.Settings) -> int:
-    return muon.model_state_bytes(model, settings, matrix_state_bytes)
+    """As Muon's, and 4 bytes for each neuron."""
+    neurons = sum(weight.neurons.numel() for weight in matrix_weights(model).values())
+    return muon.model_state_bytes(model, settings) + 4 * neurons
 
 
 OPTIMIZER = OptimizerKind(
     NorMuon,
     state_bytes=lambda weight: 4,  # of a matrix, but for its second moments
-    skips_on_device=True,
     groups=groups,
-    state_dtypes=state_dtypes,
     model_state_bytes=model_state_bytes,
     describe=muon.describe,
 )
