@@ -58,45 +58,27 @@ def computes_every_score(config) -> bool:
 def count_flops(model: nn.Module, tokens: int) -> int:
     """FLOPs of a forward and a backward of one sequence, of a model of `eager_on_meta`.
 
-    A model that takes operators for each token, as Mamba does without its kernels, is counted at 2 to 8 tokens, and the
-    parabola through three of these counts, which the fourth confirms, is continued.
-
     Raises:
-        ValueError: the model does not run without data, or its FLOPs do not grow as a parabola.
+        ValueError: the model does not run without data, or takes operators for each token, as Mamba does without its
+            kernels.
     """
-    try:
-        return run_counted(model, tokens)
-    except TooManyOperatorsError:
-        pass
-    except Exception as error:  # models and torch raise many kinds where data are missing
-        raise ValueError(f"torch cannot count it: {base.first_line(error).split('. ')[0]}") from error
-    one, two, three, four = (run_counted(model, 2 * length) for length in (1, 2, 3, 4))
-    first, second = two - one, three - 2 * two + one  # differences
-    if four != one + 3 * first + 3 * second:
-        raise ValueError("torch cannot count it: its FLOPs do not grow evenly with the sequence")
-    steps = tokens / 2 - 1
-    return round(one + steps * first + steps * (steps - 1) / 2 * second)
-
-
-def run_counted(model: nn.Module, tokens: int) -> int:
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     counter = FlopCounterMode(display=False, custom_mapping=MENDED)
-    with (
-        without_packing_detection(),
-        # private: no option tells transformers to read no tokens for a warning of padding
-        mock.patch.object(transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
-        # private: taking no kernel from the hub is an option of a whole process only
-        mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
-        torch.device("meta"),
-        OperatorLimit(),
-        counter,
-    ):
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    try:
+        with (
+            without_packing_detection(),
+            # private: no option tells transformers to read no tokens for a warning of padding
+            mock.patch.object(transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
+            # private: taking no kernel from the hub is an option of a whole process only
+            mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+            torch.device("meta"),
+            OperatorLimit(),
+            counter,
+        ):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    except Exception as error:  # models and torch raise many kinds where data are missing
+        raise ValueError(f"torch cannot count it: {base.first_line(error).split('. ')[0]}") from error
     return counter.get_total_flops()
-
-
-class TooManyOperatorsError(Exception):
-    """A count has passed MAX_OPERATORS."""
 
 
 class OperatorLimit(TorchDispatchMode):
@@ -105,7 +87,7 @@ class OperatorLimit(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.operators += 1
         if self.operators > MAX_OPERATORS:
-            raise TooManyOperatorsError
+            raise ValueError(f"it takes more than {MAX_OPERATORS:,} operators")
         return op(*args, **(kwargs or {}))
 
 
