@@ -51,40 +51,25 @@ class WeightAverage:
         share: Any = 1 - self.decay  # a number, or a tensor of one
         if skip is not None:
             share = share * (1 - skip.to(pairs[0][1]))
-        of_one_dtype = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
-        if of_one_dtype:
-            weights, averages = zip(*of_one_dtype, strict=True)
-            shares = [share] * len(weights) if isinstance(share, torch.Tensor) else share
-            torch._foreach_lerp_(averages, weights, shares)  # private: torch documents few operators on many tensors
         for weight, average in pairs:
-            if weight.dtype != average.dtype:  # one by one: a copy in fp32 of all would be as large as the average
-                average.lerp_(weight.to(average.dtype), share)
+            average.lerp_(weight.to(average.dtype), share)
 
     @contextlib.contextmanager
     def as_weights(self) -> Iterator[None]:
-        """Inside, the model has the average as its weights. No parameter may be gathered when it begins or ends.
-
-        Each shard is swapped with its average, so no second copy of the model is needed. Only bf16 weights, which get
-        the average rounded, are copied: they take the memory of gradients, which there are none of at that time.
-        """
-        copies: dict[int, torch.Tensor] = {}
+        """Inside, the model has the average as its weights, rounded to their dtype. No parameter may be gathered when
+        it begins or ends. The copies of the weights take the memory of gradients, which there are none of."""
         scales = self.take_scales()
         with torch.no_grad():
-            for number, (weight, average) in enumerate(self.pairs()):
-                if weight.dtype == average.dtype:
-                    swap(weight, average)
-                else:
-                    copies[number] = weight.clone()
-                    weight.copy_(average)
+            copies = []
+            for weight, average in self.pairs():
+                copies.append(weight.clone())
+                weight.copy_(average)
         try:
             yield
         finally:
             with torch.no_grad():
-                for number, (weight, average) in enumerate(self.pairs()):
-                    if number in copies:
-                        weight.copy_(copies[number])
-                    else:
-                        swap(weight, average)
+                for (weight, _), copy in zip(self.pairs(), copies, strict=True):
+                    weight.copy_(copy)
             for weight, scale in scales:
                 weight._precomputed_scale = scale  # private: as below
 
@@ -101,10 +86,3 @@ class WeightAverage:
         """For the header: `ema 0.999, fp32, 1.43 GiB a rank`."""
         size = sum(average.nbytes for _, average in self.pairs())
         return f"ema {self.decay:g}, fp32, {size / base.GIB:.3g} GiB a rank"
-
-
-def swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchanges the values of two tensors of one dtype."""
-    values = first.clone()
-    first.copy_(second)
-    second.copy_(values)

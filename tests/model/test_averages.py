@@ -126,7 +126,7 @@ def test_the_bytes_that_an_average_takes_are_those_that_are_told(built, precisio
     assert average.describe() == f"ema 0.99, fp32, {held / 2**30:.3g} GiB a rank"
 
 
-def test_an_update_writes_in_place_and_swaps_no_storage(built):
+def test_an_update_writes_in_place_and_replaces_no_storage(built):
     _, model, _, _ = built("--precision", "fp32")
     average = WeightAverage(model, 0.9)
     places = [tensor.to_local().data_ptr() for tensor in (*average.tensors.values(), *model.parameters())]
