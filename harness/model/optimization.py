@@ -107,12 +107,6 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
     `max_norm` is not 0, the next `step` updates with gradients scaled down to it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     mesh = parameters[0].device_mesh
-    if not hasattr(optimizer, "grad_scale"):
-        total: Any = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-        norm = total.full_tensor()
-        if max_norm:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return largest_of_replicas(norm, mesh)
     # private: one kernel, in fp32; `nn.utils.get_total_norm` would compute in the gradients' own dtype
     norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters], dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -122,8 +116,10 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.T
         dist.all_reduce(norm, group=shards)
         norm.sqrt_()
     norm = largest_of_replicas(norm, mesh)
-    if max_norm:
+    if max_norm and hasattr(optimizer, "grad_scale"):
         optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1)
+    elif max_norm:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
