@@ -321,9 +321,8 @@ def moves(folder: pathlib.Path, run: dict, out: pathlib.Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     with Moves(optimizer) as seen:
         optimizer.step()
-    batches = [batch for of_all in optimizer.batches.values() for batch in of_all]
-    owned = sum(len(batch.owned[dist.get_rank()]) for batch in batches)
-    mine = {"calls": seen.calls, "sent": seen.sent, "batches": len(batches), "owned": owned}
+    owned = sum(len(batch.owned[dist.get_rank()]) for batch in optimizer.batches)
+    mine = {"calls": seen.calls, "sent": seen.sent, "batches": len(optimizer.batches), "owned": owned}
     mine["states"] = sum(
         local(state).nbytes for of_one in optimizer.state.values() for state in of_one.values() if state.dim()
     )

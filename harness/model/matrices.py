@@ -16,17 +16,20 @@ FUSED_ATTENTION = ("qkv_proj", "Wqkv", "c_attn")
 MIXED_BY_HEAD = ("codegen", "gpt_bigcode", "minimax")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MatrixWeight:
     """A parameter of two dimensions, output by input as a linear stores it, or of three with experts first.
 
     `outputs` are the outputs of each of its matrices. Where it `is_transposed` it is stored input by output.
     """
 
-    index: int  # of the parameter in its list
-    shape: torch.Size
+    parameter: nn.Parameter
     outputs: tuple[range, ...]
     is_transposed: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.parameter.shape
 
     @property
     def is_of_experts(self) -> bool:
@@ -36,11 +39,6 @@ class MatrixWeight:
     def kind(self) -> tuple:
         """Weights of one kind can be computed as one batch."""
         return self.shape, self.outputs, self.is_transposed
-
-    @property
-    def neurons(self) -> torch.Size:
-        """The shape of what holds one number for each neuron."""
-        return torch.Size([*self.shape[:-2], self.shape[-1 if self.is_transposed else -2], 1])
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -65,8 +63,8 @@ class MatrixWeight:
 
 
 def matrix_weights(model: nn.Module) -> dict[str, MatrixWeight]:
-    """The weights of a model that are matrices, by their names, `index` being the place in this dict: weights of two
-    dimensions inside decoder layers, and stacks of experts. Embeddings, biases and convolutions are none."""
+    """The weights of a model that are matrices, by their names: weights of two dimensions inside decoder layers, and
+    stacks of experts. Embeddings, biases and convolutions are none."""
     config = text_config(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, MatrixWeight] = {}
@@ -78,7 +76,7 @@ def matrix_weights(model: nn.Module) -> dict[str, MatrixWeight]:
                 outputs = parameter.shape[-1 if is_transposed else -2]
                 projection = name.split(".")[-2] if own_name == "weight" else own_name
                 parts = outputs_of_matrices(config, module, projection, outputs)
-                found[name] = MatrixWeight(len(found), parameter.shape, parts, is_transposed)
+                found[name] = MatrixWeight(parameter, parts, is_transposed)
     return found
 
 

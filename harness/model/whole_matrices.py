@@ -7,13 +7,14 @@ Experts lie whole on a rank already: replicas divide them among themselves, and 
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.model.matrices import MatrixWeight
+from harness.model.optimization import local
 
 MAX_BATCH_BYTES = 2**26  # of the weights of a rank in one batch, in 2 bytes a number; one weight may be larger
 
@@ -36,12 +37,12 @@ class Batch:
 
 
 def deal(weights: Iterable[MatrixWeight], world: int) -> list[Batch]:
-    """Weights of two dimensions in batches, dealt out in turn to the ranks, those with the most products first."""
+    """Weights of two dimensions in batches, dealt out in turn to the ranks, the largest first."""
     kinds: dict[tuple, list[MatrixWeight]] = {}
     for weight in weights:
         kinds.setdefault(weight.kind, []).append(weight)
     batches, turn = [], 0
-    for of_kind in sorted(kinds.values(), key=lambda of_kind: products(of_kind[0]), reverse=True):
+    for of_kind in sorted(kinds.values(), key=lambda of_kind: of_kind[0].shape.numel(), reverse=True):
         size = world * max(1, MAX_BATCH_BYTES // (2 * of_kind[0].shape.numel()))
         for first in range(0, len(of_kind), size):
             batch = Batch([[] for _ in range(world)])
@@ -52,36 +53,15 @@ def deal(weights: Iterable[MatrixWeight], world: int) -> list[Batch]:
     return batches
 
 
-def products(weight: MatrixWeight) -> int:
-    """What orthogonalizing its matrices takes, in proportion."""
-    total = 0
-    for sides in weight.sizes:
-        small, large = sorted(sides)
-        total += small**2 * (2 * large + small)
-    return total
-
-
 def rows_of_shard(length: int, shard: int, shards: int) -> range:
     """The indices of dimension 0 that a shard has, as FSDP2 and torch.chunk divide it; the last ones may be empty."""
     size = -(-length // shards)
     return range(min(shard * size, length), min((shard + 1) * size, length))
 
 
-class Moved:
-    """A tensor on its way: `take` waits for it. What is sent lives until then."""
-
-    def __init__(self, tensor: torch.Tensor, work=None, sent: torch.Tensor | None = None):
-        self.tensor, self.work, self.sent = tensor, work, sent
-
-    def take(self) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-        self.sent = None
-        return self.tensor
-
-
 class Ranks:
-    """The ranks of a mesh of (shard,) or (replicate, shard), seen from one. Tensors travel on the mesh's device."""
+    """The ranks of a mesh of (shard,) or (replicate, shard), seen from one. Tensors travel on the mesh's device. What
+    begins a collective returns a function that waits for its result."""
 
     def __init__(self, mesh: DeviceMesh):
         self.device = torch.device(mesh.device_type)
@@ -96,71 +76,74 @@ class Ranks:
         """The rows of a weight of two dimensions that this rank has."""
         return rows_of_shard(weight.shape[0], self.shard, self.shards)
 
-    def own(self, batch: Batch) -> list[MatrixWeight]:
-        """The weights that this rank owns."""
-        return batch.owned[self.replica * self.shards + self.shard]
-
-    def slots(self, batch: Batch, replica: int) -> list[tuple[int, MatrixWeight]]:
-        """(slot, weight) of the weights that a replica's ranks own, among all slots of these ranks."""
-        slots: list[tuple[int, MatrixWeight]] = []
+    def places(self, batch: Batch, replica: int) -> list[tuple[int, int, MatrixWeight]]:
+        """(shard, slot, weight) of the weights that a replica's ranks own."""
+        found = []
         for shard, owned in enumerate(batch.owned[replica * self.shards :][: self.shards]):
-            slots += enumerate(owned, shard * batch.slots)
-        return slots
-
-    def gather(self, batch: Batch, tensors: list[torch.Tensor], dtype: torch.dtype) -> Moved:
-        """Begins to bring this rank's weights here, from shards of all parameters; `whole` puts them together."""
-        rows, slots = len(self.rows(batch.weight)), self.slots(batch, self.replica)
-        sent = self.empty(batch, dtype)
-        if rows and slots:
-            copy_each([sent[slot, :rows] for slot, _ in slots], [tensors[weight.index] for _, weight in slots])
-        return self.exchange(sent)
+            found += [(shard, slot, weight) for slot, weight in enumerate(owned)]
+        return found
 
     def empty(self, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
-        """For the rows that a shard has at most of each slot of its replica: (shards x slots, rows, columns)."""
+        """For the most rows that a shard has, of each slot of this replica: (shards, slots, rows, columns)."""
         length, columns = batch.weight.shape
         rows = len(rows_of_shard(length, 0, self.shards))
-        return torch.empty(self.shards * batch.slots, rows, columns, dtype=dtype, device=self.device)
+        return torch.empty(self.shards, batch.slots, rows, columns, dtype=dtype, device=self.device)
 
-    def exchange(self, sent: torch.Tensor) -> Moved:
-        """Begins an all-to-all among the shards of a replica, in equal parts."""
-        if self.shards == 1:
-            return Moved(sent)
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=self.shard_group, async_op=True)
-        return Moved(received, work, sent)
+    def gather(self, batch: Batch, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """Begins to bring the gradients of this rank's weights here; `whole` puts them together."""
+        sent, rows = self.empty(batch, dtype), len(self.rows(batch.weight))
+        places = self.places(batch, self.replica)
+        if places:
+            targets = [sent[shard, slot, :rows] for shard, slot, _ in places]
+            copy_each(targets, [local(weight.parameter.grad) for _, _, weight in places])
+        return self.exchange(sent)
 
     def whole(self, batch: Batch, received: torch.Tensor) -> torch.Tensor:
         """What came, as (weights that this rank owns, rows, columns)."""
-        _, rows, columns = received.shape
-        by_shard = received.view(self.shards, batch.slots, rows, columns)[:, : len(self.own(batch))]
-        return by_shard.transpose(0, 1).flatten(1, 2)[:, : batch.weight.shape[0]]
+        own = len(batch.owned[self.replica * self.shards + self.shard])
+        return received[:, :own].transpose(0, 1).flatten(1, 2)[:, : batch.weight.shape[0]]
 
-    def give_back(self, batch: Batch, whole: torch.Tensor) -> Moved:
+    def give_back(self, batch: Batch, whole: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begins to bring results, shaped as `whole` gave them, back to the ranks that have their rows."""
         sent = self.empty(batch, whole.dtype)
-        _, most, columns = sent.shape
-        by_shard = sent.view(self.shards, batch.slots, most, columns)
-        for shard, of_shard in enumerate(by_shard):
-            rows = whole[:, shard * most : (shard + 1) * most]
-            of_shard[: len(whole), : rows.shape[1]] = rows
+        for shard, of_shard in enumerate(sent):
+            rows = rows_of_shard(batch.weight.shape[0], shard, self.shards)
+            of_shard[: len(whole), : len(rows)] = whole[:, rows.start : rows.stop]
         return self.exchange(sent)
 
-    def share(self, results: torch.Tensor) -> Moved:
+    def exchange(self, sent: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins an all-to-all among the shards of a replica, in equal parts."""
+        if self.shards == 1:
+            return lambda: sent
+        received = torch.empty_like(sent)
+        return after(dist.all_to_all_single(received, sent, group=self.shard_group, async_op=True), received)
+
+    def share(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begins to bring the results of all replicas to this one, as (replicas, ...)."""
         if self.replicas == 1:
-            return Moved(results[None])
+            return lambda: results[None]
         of_all = results.new_empty(self.replicas, *results.shape)
         work = dist.all_gather_into_tensor(of_all.flatten(0, 1), results, group=self.replica_group, async_op=True)
-        return Moved(of_all, work, results)
+        return after(work, of_all)
 
     def results(self, batch: Batch, of_all: torch.Tensor) -> tuple[list[MatrixWeight], list[torch.Tensor]]:
         """(all weights of a batch, this rank's rows of each), of what `share` gave."""
         weights, updates, rows = [], [], len(self.rows(batch.weight))
         for replica in range(self.replicas):
-            for slot, weight in self.slots(batch, replica):
+            for shard, slot, weight in self.places(batch, replica):
                 weights.append(weight)
-                updates.append(of_all[replica, slot, :rows])
+                updates.append(of_all[replica, shard, slot, :rows])
         return weights, updates
+
+
+def after(work, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that waits for a collective and returns the tensor that it fills."""
+
+    def take() -> torch.Tensor:
+        work.wait()
+        return tensor
+
+    return take
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -168,17 +151,16 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)  # private: no public name copies many tensors at once
 
 
-def interleave(tasks: Iterable[Iterator]) -> None:
+def interleave(tasks: Iterable[Iterator[None]]) -> None:
     """Runs generators to their end. Each begins before those before it go on: what a task waits for is on its way while
     the task before it computes."""
-    running: list[Iterator] = []
+    running: list[Iterator[None]] = []
     for task in tasks:
         running = [other for other in [task, *running] if goes_on(other)]
     while running:
         running = [other for other in running if goes_on(other)]
 
 
-def goes_on(task: Iterator) -> bool:
+def goes_on(task: Iterator[None]) -> bool:
     """Runs a generator to its next yield; whether it has one."""
-    end = object()
-    return next(task, end) is not end
+    return next(task, "ended") is None

@@ -4,14 +4,12 @@ once in the world, however it is sharded; docs/OPTIMIZERS.md has the formulas, i
 Momentum, Nesterov and update are those of torch.optim.Muon (torch 2.13), step for step.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from harness import flags
 from harness.model import newton_schulz, whole_matrices
@@ -32,8 +30,8 @@ class Muon(AdamW):
     def __init__(self, groups: list[dict], settings: flags.Settings):
         self.iteration, self.scale_by = settings.muon_iteration, settings.muon_scale
         self.momentum_dtype = DTYPES[settings.momentum_dtype]
-        self.ranks: Ranks | None = None
-        self.batches: dict[tuple[bool, ...], list[Batch]] = {}  # by which parameters have gradients
+        self.ranks: Any = None
+        self.batches: list[Batch] = []  # of the last step
         super().__init__(groups, lr=settings.lr, betas=settings.betas)
 
     def add_states(self, group: dict) -> None:
@@ -47,70 +45,74 @@ class Muon(AdamW):
         if "matrices" not in group:
             super().update_group(group)
             return
-        has_grad = tuple(parameter.grad is not None for parameter in group["params"])
-        if not any(has_grad):
+        # all ranks have the same gradients, so they deal alike
+        weights = [weight for weight in group["matrices"] if weight.parameter.grad is not None]
+        if not weights:
             return
         if self.ranks is None:
             self.ranks = Ranks(group["params"][0].device_mesh)
-        weights = [weight for weight in group["matrices"] if has_grad[weight.index]]
-        if has_grad not in self.batches:  # all ranks have the same gradients, so they deal alike
-            divided = [weight for weight in weights if not weight.is_of_experts]
-            self.batches[has_grad] = whole_matrices.deal(divided, self.ranks.replicas * self.ranks.shards)
-        averages = self.average_gradients(group)
-        tasks = [self.update_batch(group, batch, averages) for batch in self.batches[has_grad]]
+        self.move_momenta(group, [weight.parameter for weight in weights])
+        divided = [weight for weight in weights if not weight.is_of_experts]
+        self.batches = whole_matrices.deal(divided, self.ranks.replicas * self.ranks.shards)
+        tasks = [self.update_batch(group, batch) for batch in self.batches]
         for weight in weights:
             if weight.is_of_experts:
-                tasks += self.expert_tasks(group, weight, averages[weight.index])
+                tasks += self.expert_tasks(group, weight)
         interleave(tasks)
 
-    def average_gradients(self, group: dict) -> list[torch.Tensor | None]:
-        """Moves the momenta, decays the weights, and gives what Nesterov takes in the place of each gradient."""
-        with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
-        gradients = [local(parameter.grad) for parameter in with_grad]
-        if self.grad_scale is not None:
-            torch._foreach_div_(gradients, self.grad_scale)  # private: torch documents few operators on many tensors
-        momenta = [local(self.state[parameter]["momentum"]) for parameter in with_grad]
+    def move_momenta(self, group: dict, parameters: list) -> None:
+        """Moves the momenta towards the gradients, then puts into the gradients what Nesterov takes, as they are not
+        needed any more and a step then takes no further memory of their size; and decays the weights. Where `skip` is 1
+        each momentum stands in for its gradient: towards itself it does not move, and what is computed of it is
+        finite."""
         shrinks_to = 1 - group["lr"] * group["weight_decay"]
         if self.skip is not None:
             shrinks_to = torch.where(self.skip > 0, 1.0, shrinks_to)
-        average_into(gradients, momenta, self.skip)
-        torch._foreach_mul_([local(parameter) for parameter in with_grad], shrinks_to)  # private: as above
-        return [None if parameter.grad is None else local(parameter.grad) for parameter in group["params"]]
+        gradients = [local(parameter.grad) for parameter in parameters]
+        if self.grad_scale is not None:
+            torch._foreach_div_(gradients, self.grad_scale)  # private: torch documents few operators on many tensors
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            momentum = local(self.state[parameter]["momentum"])
+            exact, average = gradient.float(), momentum.float()  # these tensors themselves where they are in fp32
+            if self.skip is not None:
+                torch.where(self.skip > 0, average, exact, out=exact)
+            average.lerp_(exact, 1 - MOMENTUM)
+            momentum.copy_(average)
+            gradient.copy_(exact.lerp_(average, MOMENTUM))
+        torch._foreach_mul_([local(parameter) for parameter in parameters], shrinks_to)  # private: as above
 
-    def update_batch(self, group: dict, batch: Batch, averages: list[torch.Tensor | None]) -> Iterator[None]:
+    def update_batch(self, group: dict, batch: Batch) -> Iterator[None]:
         """Updates the weights of a batch; each yield is a place to wait, at which another batch may go on."""
         ranks = self.ranks
-        coming = ranks.gather(batch, averages, newton_schulz.DTYPE)
+        coming = ranks.gather(batch, newton_schulz.DTYPE)
         yield
-        whole = ranks.whole(batch, coming.take())
+        whole = ranks.whole(batch, coming())
         self.orthogonalize(batch.weight, whole)
         coming = ranks.give_back(batch, whole)
         yield
-        coming = ranks.share(coming.take())
+        coming = ranks.share(coming())
         yield
-        weights, updates = ranks.results(batch, self.unless_skipped(coming.take()))
-        places = [(weight.index, ...) for weight in weights]
-        self.receive(group, batch.weight, places, updates, ranks.rows(batch.weight).start)
+        weights, updates = ranks.results(batch, self.unless_skipped(coming()))
+        self.receive(group, [(weight, ...) for weight in weights], updates, ranks.rows(batch.weight).start)
 
-    def expert_tasks(self, group: dict, weight: MatrixWeight, average: torch.Tensor) -> Iterator[Iterator[None]]:
+    def expert_tasks(self, group: dict, weight: MatrixWeight) -> Iterator[Iterator[None]]:
         """The tasks that update the experts that this rank holds, some at a time, divided among replicas."""
         size = max(1, whole_matrices.MAX_BATCH_BYTES // (2 * weight.shape[1:].numel())) * self.ranks.replicas
-        for first in range(0, len(average), size):
-            yield self.update_experts(group, weight, average, range(first, min(first + size, len(average))))
+        experts = range(len(local(weight.parameter)))
+        for first in experts[::size]:
+            yield self.update_experts(group, weight, experts[first : first + size])
 
-    def update_experts(
-        self, group: dict, weight: MatrixWeight, average: torch.Tensor, experts: range
-    ) -> Iterator[None]:
+    def update_experts(self, group: dict, weight: MatrixWeight, experts: range) -> Iterator[None]:
         ranks = self.ranks
         share = -(-len(experts) // ranks.replicas)
-        own = average[experts.start : experts.stop][ranks.replica * share :][:share]
+        own = local(weight.parameter.grad)[experts.start : experts.stop][ranks.replica * share :][:share]
         whole = torch.zeros(share, *weight.shape[1:], dtype=newton_schulz.DTYPE, device=ranks.device)
         whole[: len(own)] = own
         self.orthogonalize(weight, whole)
         coming = ranks.share(whole)
         yield
-        updates = self.unless_skipped(coming.take()).flatten(0, 1)[: len(experts)]
-        self.receive(group, weight, [(weight.index, expert) for expert in experts], list(updates))
+        updates = self.unless_skipped(coming()).flatten(0, 1)[: len(experts)]
+        self.receive(group, [(weight, expert) for expert in experts], list(updates))
 
     def unless_skipped(self, updates: torch.Tensor) -> torch.Tensor:
         """The updates, or zeros in their place in a step that is skipped."""
@@ -121,23 +123,16 @@ class Muon(AdamW):
         for matrices in weight.split(whole) if len(whole) else ():
             matrices.copy_(newton_schulz.orthogonalize(matrices, self.iteration))
 
-    def receive(
-        self, group: dict, weight: MatrixWeight, places: list[tuple], updates: list[torch.Tensor], first_row: int = 0
-    ) -> None:
-        """Adds updates to weights of the kind of `weight`: of each this rank's rows, those from `first_row` on.
-        `places` are the index of a parameter and which of its experts, or `...`."""
-        if not updates or not updates[0].numel():
-            return
-        targets = [weight.split(target, first_row) for target in self.at(places, group["params"])]
+    def receive(self, group: dict, places: list[tuple], updates: list[torch.Tensor], first_row: int = 0) -> None:
+        """Adds updates to weights of one kind: of each this rank's rows, those from `first_row` on. `places` are a
+        weight and which of its experts, or `...`."""
+        weight, _ = places[0]
+        targets = [weight.split(local(one.parameter)[expert], first_row) for one, expert in places]
         sources = [weight.split(update.to(targets[0][0].device), first_row) for update in updates]
         for number, size in enumerate(weight.sizes):
             of_weights, of_updates = ([parts[number] for parts in tensors] for tensors in (targets, sources))
             rate = -group["lr"] * self.scale(size)
             torch._foreach_add_(of_weights, of_updates, alpha=rate)  # private: as above
-
-    def at(self, places: list[tuple], tensors: list[DTensor]) -> list[torch.Tensor]:
-        """This rank's part of the tensors of parameters, as views of those at `places`."""
-        return [local(tensors[index])[expert] for index, expert in places]
 
     def scale(self, size: tuple[int, int]) -> float:
         """What the learning rate is multiplied by, for a matrix of (outputs, inputs) (torch.optim.Muon's adjust_lr_fn;
@@ -148,35 +143,12 @@ class Muon(AdamW):
         return max(1, outputs / inputs) ** 0.5
 
 
-def average_into(gradients: list[torch.Tensor], momenta: list[torch.Tensor], skip: torch.Tensor | None = None) -> None:
-    """Moves the momenta towards the gradients, and then puts into the gradients what Nesterov takes: they are not
-    needed any more, and a step needs no further memory of their size. Where `skip` is 1 each momentum stands in for its
-    gradient: towards itself it does not move, and what is computed of it is finite."""
-    if all(tensor.dtype == torch.float32 for tensor in (*gradients, *momenta)):
-        if skip is not None:
-            for gradient, momentum in zip(gradients, momenta, strict=True):
-                torch.where(skip > 0, momentum, gradient, out=gradient)
-        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)  # private: as above
-        torch._foreach_lerp_(gradients, momenta, MOMENTUM)  # private: as above
-        return
-    for gradient, momentum in zip(gradients, momenta, strict=True):
-        exact, average = gradient.float(), momentum.float()
-        if skip is not None:
-            exact = torch.where(skip > 0, average, exact)
-        average.lerp_(exact, 1 - MOMENTUM)
-        momentum.copy_(average)
-        gradient.copy_(exact.lerp(average, MOMENTUM))
-
-
 def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
     """The parameters that are matrices in a first group, with `matrices`; the others as AdamW groups them."""
-    parameters = dict(model.named_parameters())
-    found = {name: weight for name, weight in matrix_weights(model).items() if parameters[name].requires_grad}
-    weights = [dataclasses.replace(weight, index=index) for index, weight in enumerate(found.values())]
-    first: dict[str, Any] = {"params": [parameters[name] for name in found], "matrices": weights}
-    first |= {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    of_muon = {id(parameter) for parameter in first["params"]}
-    result = [first]
+    weights = [weight for weight in matrix_weights(model).values() if weight.parameter.requires_grad]
+    first = {"params": [weight.parameter for weight in weights], "matrices": weights}
+    result = [first | {"lr": settings.lr, "weight_decay": settings.weight_decay}]
+    of_muon = {id(weight.parameter) for weight in weights}
     for group in decay_matrices(model, settings):
         others = [parameter for parameter in group["params"] if id(parameter) not in of_muon]
         result.append(group | {"params": others, "lr": settings.adamw_lr or settings.lr})
@@ -195,16 +167,16 @@ def model_state_bytes(model: nn.Module, settings: flags.Settings) -> int:
 def describe(model: nn.Module) -> str:
     """How many parameters each of the two updates, and which."""
     found = matrix_weights(model)
-    kinds: dict[bool, Counter] = {True: Counter(), False: Counter()}
+    matrices: Counter[str] = Counter()  # by the last word of the parameters' names, as are the others
+    others: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            short = "biases" if name.endswith("bias") else name.removesuffix(".weight").split(".")[-1]
-            kinds[name in found][short] += found[name].count() if name in found else 1
-    of_muon, of_adamw = (
-        f"{sum(kind.values()):,} {what} ({', '.join(kind)})"
-        for kind, what in ((kinds[True], "matrices"), (kinds[False], "other parameters"))
-    )
-    return f"{of_muon}; adamw on {of_adamw}"
+        short = "biases" if name.endswith("bias") else name.removesuffix(".weight").split(".")[-1]
+        if parameter.requires_grad and name in found:
+            matrices[short] += found[name].count()
+        elif parameter.requires_grad:
+            others[short] += 1
+    of_muon = f"{matrices.total():,} matrices ({', '.join(matrices)})"
+    return f"{of_muon}; adamw on {others.total():,} other parameters ({', '.join(others)})"
 
 
 OPTIMIZER = OptimizerKind(
