@@ -13,8 +13,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 
 from harness import base, flags
 
-MAX_TOKENS = 2**27  # of a microbatch: the labels of so many alone are 1 GiB, on the host before anything else
-
 
 def find_source(model: str) -> tuple[str, str]:
     """(where the config is, where weights and tokenizer are) of a preset, a local folder or a hub id."""
@@ -80,11 +78,6 @@ def choose_sequence_length(settings: flags.Settings, config) -> int:
     if positions and length > positions and settings.num_steps:
         advice = f"give --sequence-length {positions} or less"
         raise base.UserError(f"--sequence-length {length}: {settings.model} has {positions} positions; {advice}")
-    if settings.batch_size != "auto" and settings.batch_size * length > MAX_TOKENS:
-        problem = f"{settings.batch_size * length:,} tokens in one microbatch are more than any device holds"
-        raise base.UserError(
-            f"--batch-size {settings.batch_size}: {problem}; give fewer than {MAX_TOKENS // length + 1:,}"
-        )
     return length
 
 
