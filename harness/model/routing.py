@@ -116,6 +116,4 @@ def describe_routing(model: Any) -> str:
     coefficient = model.routing.coefficient
     if coefficient:
         return f"{coefficient:g} x the router loss is trained on beside the loss (router_aux_loss_coef)"
-    if getattr(model, "router_aux_loss_coef", 0):
-        return "balanced by nothing: the weights' config.json has output_router_logits false"
-    return "balanced by nothing: router_aux_loss_coef is 0"
+    return "balanced by nothing: router_aux_loss_coef is 0 or output_router_logits is false in config.json"

@@ -30,23 +30,20 @@ def load_tokenizer(settings: flags.Settings, config, needed: bool = True):
     if not needed:
         return None
     source = settings.tokenizer or find_source(settings.model)[1]
-    can_be_hub_id = source.count("/") <= 1 and not source.startswith(("/", ".", "~"))
     base.answer_from_cache_without_network(source)
     tokenization_auto.tokenizer_class_from_name = tokenizer_class_from_name  # private: as above
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         refuse_foreign_code(f"--tokenizer {source}", error)
-        without = "use --dataset synthetic, which needs none"
-        if settings.dataset == "synthetic":
-            without = "leave out the prompts"
-        advice = f"give --tokenizer a folder ({flags.ASSETS / 'demo'} has one), or {without}"
+        demo = flags.ASSETS / "demo"
+        advice = f"give --tokenizer a folder ({demo} has one), or use --dataset synthetic without prompts"
         if os.path.isdir(source):
             problem = "the folder has no usable tokenizer"
-        elif not can_be_hub_id:
+        elif source.count("/") > 1 or source.startswith(("/", ".", "~")):
             raise base.UserError(f"--tokenizer {source}: no such folder; {advice}") from error
         else:
-            problem = "not a folder, and not to be had from the hub"
+            problem = "no folder, and not to be had from the hub"
             advice = f"`hf auth login` where {source} is gated, or a network; else {advice}"
         if settings.tokenizer is None and settings.model in flags.PRESETS:
             problem += f"; the preset {settings.model} has its config alone here"
