@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch._dynamo.utils  # private: for the limit of recompiles, see below
-from torch.distributed.tensor import DTensor
 
 from harness import flags
 from harness.model.optimization import OptimizerKind, local
@@ -42,16 +41,15 @@ def adamw8bit() -> Any:
             # private: it is compiled for each shape, and the limit of that has no public name
             with torch._dynamo.utils.disable_cache_limit():
                 for group in self.param_groups:
+                    options = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
                     for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            self.update_one(parameter, self.state[parameter], group)
-
-        def update_one(self, parameter: DTensor, state: dict, group: dict) -> None:
-            state["step"] += 1
-            tensors = local(parameter), local(parameter.grad), state["step"]
-            moments = local(state["exp_avg"]), local(state["exp_avg_sq"]), None
-            options = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
-            self.update(*tensors, *moments, *options, self.is_adamw, self.bf16_stochastic_round)
+                        if parameter.grad is None:
+                            continue
+                        state = self.state[parameter]
+                        state["step"] += 1
+                        tensors = local(parameter), local(parameter.grad), state["step"]
+                        moments = local(state["exp_avg"]), local(state["exp_avg_sq"]), None
+                        self.update(*tensors, *moments, *options, self.is_adamw, self.bf16_stochastic_round)
 
     return AdamW8bit
 
