@@ -1,8 +1,8 @@
 """Search: configurations planned one after the other in the order of a list, until the time is over, and which of them
 to take. Called by `planning`. Independent of how a prediction is made."""
 
+import bisect
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,8 @@ from harness.plan.predict import TIGHT
 MIN_GAIN = 0.01  # share of the speed; what gains less is not called faster
 MAX_BATCH_SIZE = 4096  # sequences; no larger batch is planned
 MORE_GPUS = (2, 4, 8)  # times as many, planned where nothing fits
+SELECTIVE = {"activation_checkpointing": "selective"}
 SHOWN = ("zero_stage", "dp_replicate_size", "activation_checkpointing", "batch_size", "gradient_accumulation_steps")
-COMPARED = (
-    *("gpus", "fits", "verdict", "communication_gib_per_step", "exposed_communication_percent", "step_time_ms"),
-    *("tokens_per_sec", "mfu_percent", "cost_per_billion_tokens"),
-)  # of a prediction
 
 
 class OutOfTimeError(Exception):
@@ -42,24 +39,28 @@ class Search:
         self.is_complete = True
         self.rows: dict[tuple, dict] = {}  # by world and changes, in the order in which they were planned
 
-    def run(self, only_asked: bool = False) -> None:
-        """Plans the run as it was asked for, then what may fit or be faster, and that on the other numbers of GPUs."""
+    def run(self) -> None:
+        """Plans the run as it was asked for; then, unless --plan-seconds is 0, what may fit or be faster, and the
+        fastest on the other numbers of GPUs."""
         try:
             self.plan_asked()
-            if only_asked:
+            if not self.settings.plan_seconds:
                 return
             if self.row()["verdict"] != "fits":
                 self.make_it_fit()
-            self.make_it_faster()
             best = self.fastest()
+            if not best or best["gpus"] != self.world:
+                return
+            self.make_it_faster()
             for world in self.worlds[1:]:
-                if best and best["gpus"] == self.world:
-                    self.row(world, **best["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size})
+                changes = self.fastest()["changes"] | {"dp_replicate_size": self.settings.dp_replicate_size}
+                self.row(world, **changes)
         except OutOfTimeError:
             self.is_complete = False
 
     def row(self, world: int | None = None, **changes) -> dict:
-        """The row of the asked run with these changes, planned if they are new.
+        """The row of the asked run with these changes, planned if they are new: the single figures of its plan, and
+        what makes it.
 
         Raises:
             OutOfTimeError: it was not planned in time.
@@ -73,7 +74,7 @@ class Search:
             configured = dataclasses.replace(self.settings, **changes)
             plan = self.plan(configured, world)
             row = {name: getattr(configured, name) for name in SHOWN}
-            row |= {name: plan[name] for name in COMPARED if name in plan}
+            row |= {name: figure for name, figure in plan.items() if not isinstance(figure, dict | list)}
             self.rows[key] = row | {
                 "changes": changes,
                 "flags": flags.as_flags(changes),
@@ -93,9 +94,9 @@ class Search:
             self.asked = {"batch_size": self.largest_batch({}) or self.settings.batch_step()}
         for world in self.worlds:
             self.row(world)
-        for world in self.worlds if len(self.worlds) > 1 else ():
-            for layout in self.replicas(world):
-                self.row(world, **layout)
+            if len(self.worlds) > 1:
+                for layout in self.replicas(world):
+                    self.row(world, **layout)
 
     def make_it_fit(self) -> None:
         """Adds one saver of memory after the other, the one that costs least speed first, until it fits; then GPUs."""
@@ -117,10 +118,8 @@ class Search:
         layouts: list[dict] = []
         if self.world > 1:  # a rank that shards with nobody has one stage
             layouts = [{"zero_stage": 2}, {"zero_stage": 3}, *self.replicas(self.world)]
-        for layout in layouts:
-            self.try_beside(layout)
-        for level in ("selective", "none"):  # some where there is none, for its room
-            self.try_beside({"activation_checkpointing": level})
+        for change in (*layouts, SELECTIVE, {"activation_checkpointing": "none"}):
+            self.try_beside(change)
         if self.is_auto:
             self.try_beside({"activation_checkpointing": "full"})
         else:
@@ -128,32 +127,25 @@ class Search:
         if layouts and self.settings.gradient_accumulation_steps > 1:
             self.try_beside({"zero_stage": 1})
         for layout in layouts:  # that do not fit without any
-            self.try_beside(layout | {"activation_checkpointing": "selective"})
+            self.try_beside(layout | SELECTIVE)
 
     def try_beside(self, change: dict) -> None:
         """Plans the fastest so far with this change too; with --batch-size auto at the largest batch that fits."""
         best = self.fastest()
-        if not best or best["gpus"] != self.world or not self.allowed(best["changes"] | change):
-            return
         changes = best["changes"] | change
+        if not self.allowed(changes):
+            return
         if self.is_auto:
             changes["batch_size"] = self.largest_batch(changes) or best["batch_size"]
         self.row(**changes)
 
     def enlarge_microbatch(self) -> None:
-        """Plans the fastest so far in fewer, larger microbatches: the most that should fit, by the activations."""
+        """Plans the fastest so far in fewer, larger microbatches."""
         best = self.fastest()
-        if not best or best["gpus"] != self.world:
-            return
-        batch_size, room = best["batch_size"], TIGHT * self.capacity - best["reserved_gib"]
-        samples = batch_size * best["gradient_accumulation_steps"]
-        for size in range(samples, batch_size, -1):
-            grows = best["activations_gib"] * (size / batch_size - 1)
-            if samples % size or size % self.settings.batch_step() or grows > room:
-                continue
-            changes = {"batch_size": size, "gradient_accumulation_steps": samples // size}
-            if self.row(**best["changes"] | changes)["verdict"] == "fits":
-                return
+        least, samples = best["batch_size"], best["batch_size"] * best["gradient_accumulation_steps"]
+        sizes = [size for size in range(least, samples + 1, self.settings.batch_step()) if samples % size == 0]
+        options = [{"batch_size": size, "gradient_accumulation_steps": samples // size} for size in sizes]
+        self.largest(best["changes"], options, TIGHT * self.capacity)
 
     def allowed(self, changes: dict) -> bool:
         return not flags.contradiction(dataclasses.replace(self.settings, **changes))
@@ -166,29 +158,47 @@ class Search:
     def largest_batch(self, changes: dict) -> int:
         """The largest --batch-size with these changes that fits and is not tight, or that fits where all are tight; 0
         where none does."""
-
-        def reserved(size: int) -> float:
-            return self.row(**changes | {"batch_size": size})["reserved_gib"]
-
         step = self.settings.batch_step()
-        return largest_size(reserved, TIGHT * self.capacity, step) or largest_size(reserved, self.capacity, step)
+        options = [{"batch_size": size} for size in range(step, MAX_BATCH_SIZE + 1, step)]
+        row = self.largest(changes, options, TIGHT * self.capacity) or self.largest(changes, options, self.capacity)
+        return row["batch_size"] if row else 0
+
+    def largest(self, changes: dict, options: list[dict], limit: float) -> dict | None:
+        """The row with `changes` and the last of `options`, from the smallest batch to the largest, that takes no more
+        than `limit` GiB; None where none does. The line through the nearest rows says which option to plan next; where
+        all fit or none does, the activations of the last one."""
+        fitting, too_large = None, None
+        least, most, index = 0, len(options), 0  # options before `least` fit, those from `most` on do not
+        while least < most:
+            row = self.row(**changes | options[index])
+            if row["reserved_gib"] <= limit:
+                fitting, least = row, index + 1
+            else:
+                too_large, most = row, index
+            gib, sequences = row["activations_gib"], row["batch_size"]
+            if fitting and too_large:
+                gib = too_large["reserved_gib"] - fitting["reserved_gib"]
+                sequences = too_large["batch_size"] - fitting["batch_size"]
+            size = row["batch_size"] + (limit - row["reserved_gib"]) / max(gib / sequences, 1e-9)
+            index = bisect.bisect(options, size, key=lambda option: option["batch_size"]) - 1
+            index = min(max(index, least), most - 1)
+        return fitting
 
     # ---- Which to take -----------------------------------------------------------------------------------------------
 
-    def fastest(self, world: int | None = None) -> dict | None:
-        """The row to advise for `world` GPUs, None where nothing that was planned fits. For the first number it is one
-        of the fewest GPUs that will do where nothing fits on these.
+    def fastest(self) -> Any:
+        """The row to advise, None where nothing that was planned fits.
 
-        One with another optimizer only where no other fits, and a tight one only where nothing else does. Of those that
-        are slower than the fastest by no more than MIN_GAIN the one with the smallest step, and of these the one that
-        leaves most room.
+        One of more GPUs only where nothing fits on these, then of the fewest; one with another optimizer only where no
+        other fits, and a tight one only where nothing else does. Of those that are slower than the fastest by no more
+        than MIN_GAIN the one with the smallest step, and of these the one that leaves most room.
         """
 
         def reluctance(row: dict) -> tuple:
             more_gpus = 0 if row["gpus"] == self.world else row["gpus"]
             return more_gpus, "optimizer" in row["changes"], row["verdict"] == "tight"
 
-        rows = [row for row in self.rows.values() if row["fits"] and world in (None, row["gpus"])]
+        rows = [row for row in self.rows.values() if row["fits"]]
         least = min(map(reluctance, rows), default=None)
         rows = [row for row in rows if reluctance(row) == least]
         best = max((row["tokens_per_sec"] for row in rows), default=0)
@@ -208,69 +218,36 @@ class Search:
         }
         if self.is_auto:
             result["largest_batch_size"] = asked["batch_size"] if asked["fits"] else 0
-        if len(self.worlds) > 1:  # as asked, with one shard group a node, and the fastest
-            result["scaling"] = []
-            for world in self.worlds:
-                layouts = [self.asked, *(self.asked | layout for layout in self.replicas(world))]
-                for row in self.rows.values():
-                    if row["gpus"] == world and (row["changes"] in layouts or row is self.fastest(world)):
-                        result["scaling"].append(row)
         return result
 
 
 def memory_savers(settings: flags.Settings) -> list[dict]:
     """Changes of settings that lower memory, the one that costs least speed first; without those that are made
     already. The tokens of a step stay."""
-    least, batch = settings.batch_step(), settings.batch_size
-    savers: list[dict[str, Any]] = []
-    if settings.fused_loss is False:
-        savers.append({"fused_loss": True})
-    if settings.zero_stage < 3:
-        savers.append({"zero_stage": 3})
-    if settings.dp_replicate_size > 1:
-        savers.append({"dp_replicate_size": 1})
-    if settings.activation_checkpointing == "none":
-        savers.append({"activation_checkpointing": "selective"})
+    level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_step()
+    fewer_sequences = {}
     if batch not in ("auto", least):
-        samples = settings.gradient_accumulation_steps * batch
-        savers.append({"batch_size": least, "gradient_accumulation_steps": samples // least})
-    if settings.activation_checkpointing != "full":
-        savers.append({"activation_checkpointing": "full"})
-    savers += [{"optimizer": name} for name in models.memory_saving_optimizers(settings.optimizer)]
-    if not settings.cpu_offload:
-        savers.append({"cpu_offload": True})
-    return savers
-
-
-def largest_size(reserved: Callable[[int], float], limit: float, step: int = 1) -> int:
-    """The largest multiple of `step` up to MAX_BATCH_SIZE for which `reserved` is at most `limit`; 0 if there is none.
-
-    Memory over the batch is nearly a straight line: the line through two known sizes gives the next one to ask for.
-    """
-    reserved = functools.cache(reserved)
-    if reserved(step) > limit:
-        return 0
-    fits, too_large = step, MAX_BATCH_SIZE + step
-    other, size = step, 2 * step  # another known size; the next to ask for
-    while too_large - fits > step:
-        size = min(max(size, fits + step), too_large - step)
-        if reserved(size) <= limit:
-            other = fits if too_large > MAX_BATCH_SIZE else too_large
-            fits = size
-        else:
-            other = too_large = size
-        slope = (reserved(other) - reserved(fits)) / (other - fits)
-        size = fits + int((limit - reserved(fits)) / slope) // step * step if slope > 0 else too_large
-    return fits
+        fewer_sequences = {
+            "batch_size": least,
+            "gradient_accumulation_steps": settings.gradient_accumulation_steps * batch // least,
+        }
+    savers = [
+        (settings.fused_loss is False, {"fused_loss": True}),
+        (settings.zero_stage < 3, {"zero_stage": 3}),
+        (settings.dp_replicate_size > 1, {"dp_replicate_size": 1}),
+        (level == "none", SELECTIVE),
+        (bool(fewer_sequences), fewer_sequences),
+        (level != "full", {"activation_checkpointing": "full"}),
+        *((True, {"optimizer": name}) for name in models.memory_saving_optimizers(settings.optimizer)),
+        (not settings.cpu_offload, {"cpu_offload": True}),
+    ]
+    return [saver for saves, saver in savers if saves]
 
 
 def command(settings: flags.Settings, world: int, changes: dict) -> str:
     """What trains `settings` with `changes` on `world` GPUs: the command line as given, less what is about plans."""
-    plan_flags, group = set(), None
-    for name, field in flags.FLAGS.items():
-        group = field.metadata["group"] or group  # of several flags the first names it
-        if group == "planning" and name != "own_plan":
-            plan_flags.add(name)
+    names = list(flags.FLAGS)
+    plan_flags = names[names.index("plan") : names.index("own_plan")]
     given = {name: value for name, value in settings.given.items() if name not in plan_flags}
     if world == 1:
         launcher = "python"

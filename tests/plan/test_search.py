@@ -139,28 +139,34 @@ def test_a_search_that_is_out_of_time_has_the_best_of_what_it_planned(plans):
 
 def test_other_numbers_of_gpus_have_what_was_asked_one_shard_group_a_node_and_the_fastest():
     found = searched("--batch-size 1 --activation-checkpointing full", 60, worlds=(8, 32))
-    scaling = found.result()["scaling"]
-    assert [(row["gpus"], row["dp_replicate_size"]) for row in scaling] == [(8, 1), (8, 1), (32, 1), (32, 4), (32, 1)]
-    assert scaling[1]["fastest"] and scaling[-1]["changes"] == scaling[1]["changes"]
+    rows = [row for row in found.result()["configurations"] if row["gpus"] == 32]
+    assert [row["dp_replicate_size"] for row in rows] == [1, 4, 1]
+    assert rows[-1]["changes"] == found.fastest()["changes"] and found.fastest()["gpus"] == 8
 
 
 @pytest.mark.parametrize("kink, slope, limit", [(0, 1.0, 20.5), (10, 3.0, 47.0), (3, 0.01, 12.0), (0, 9.0, 8.0)])
 def test_the_largest_batch_that_fits_is_found_with_few_plans(kink, slope, limit):
-    planned = []
+    def activations(size):
+        return 0.1 * size + slope * max(size - kink, 0)
 
-    def reserved(size):
-        planned.append(size)
-        return 10 + 0.1 * size + slope * max(size - kink, 0)
+    def plan(settings, world):
+        found = activations(settings.batch_size)
+        return by_formula(settings, world, limit) | {
+            "memory_gib": {"reserved": 10 + found, "host": 0.0},
+            "at_peak_gib": {"activations": found},
+        }
 
-    size = search.largest_size(reserved, limit)
-    assert len(planned) <= 9
-    fitting = [size for size in range(1, search.MAX_BATCH_SIZE + 1) if reserved(size) <= limit]
-    assert size == max(fitting, default=0)
+    settings = parse(words("--plan --batch-size auto --sequence-length 8192"))
+    search_of_sizes = search.Search(settings, None, (1,), plan, limit, float("inf"))
+    options = [{"batch_size": size} for size in range(1, search.MAX_BATCH_SIZE + 1)]
+    row = search_of_sizes.largest({}, options, limit)
+    assert len(search_of_sizes.rows) <= 9
+    fitting = [option["batch_size"] for option in options if 10 + activations(option["batch_size"]) <= limit]
+    assert (row["batch_size"] if row else 0) == max(fitting, default=0)
 
 
 def test_batches_that_float8_does_not_take_are_not_planned():
     """8,196 is a multiple of 4, batch x sequence has to be one of 16."""
-    assert search.largest_size(float, 24.5, 4) == 24
     flags = "--precision fp8 --sequence-length 8196 --gradient-accumulation-steps 3 --batch-size"
     for size in ("4", "auto"):
         settings = parse(["--plan", *words(flags), size])
