@@ -48,7 +48,7 @@ def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings,
     plan = functools.cache(lambda settings, world: predict(settings, recipe, config, world, rates, flops))
 
     search = Search(settings, config, worlds, plan, rates.memory_gib, ends)
-    search.run(only_asked=not settings.plan_seconds)
+    search.run()
     settings = dataclasses.replace(settings, **search.asked)
     result = {"model": settings.model, "gpu": rates.device, "flops": counted}
     result |= plan(settings, worlds[0]) | search.result()
@@ -57,7 +57,7 @@ def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings,
         result["run"] = price_of_run(settings, result)
     result["rates"] = {name: {"value": value, "source": rates.sources[name]} for name, value in rates.values.items()}
     result["published_share"] = published_share(rates, config)
-    result["assumptions"] = assumptions(settings, config, rates)
+    result["assumptions"] = assumptions(rates)
     return settings, result
 
 
