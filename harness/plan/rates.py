@@ -107,30 +107,26 @@ def price_step(counts: dict[tuple, float], rates: Rates) -> dict[str, float]:
     compute = dict.fromkeys(PHASES, 0.0)
     beside = dict.fromkeys(PHASES, 0.0)  # collectives that may run beside the computation of their phase
     exposed = communication = host = 0.0
-    for (name, phase, *rest), count in counts.items():
-        phase = "optimizer" if phase == "update" else phase
+    for (name, part, *key), count in counts.items():
+        phase = "optimizer" if part == "update" else part
         if name == "seconds":
             compute[phase] += count
-            (unit,) = rest
+            (unit,) = key
             unit = "matmul" if unit in ("fp8", "grouped") else unit
             units["optimizer" if phase == "optimizer" else unit] += count
         elif name == "dispatches":
             host += count * rates.values["host_us"] / 1e6
-    for name, phase, *group in counts:
-        if name != "calls":
-            continue
-        key = (phase, *group)
-        kind, ranks, nodes, of_node = group
-        seconds = rates.seconds_of_collective(
-            kind, ranks, nodes, of_node, counts["calls", *key], counts["sent_bytes", *key]
-        )
-        end_calls, end_bytes = counts.get(("end_calls", *key), 0), counts.get(("end_bytes", *key), 0)
-        at_the_ends = rates.seconds_of_collective(kind, ranks, nodes, of_node, end_calls, end_bytes)
-        communication += seconds
-        if phase in ("optimizer", "update") and kind not in DIVIDES_WORK:
-            at_the_ends = seconds
-        exposed += at_the_ends
-        beside["optimizer" if phase == "update" else phase] += seconds - at_the_ends
+        elif name == "calls":
+            kind, ranks, nodes, of_node = key
+            sent = counts["sent_bytes", part, *key]
+            seconds = rates.seconds_of_collective(kind, ranks, nodes, of_node, count, sent)
+            calls, sent = counts.get(("end_calls", part, *key), 0), counts.get(("end_bytes", part, *key), 0)
+            at_the_ends = rates.seconds_of_collective(kind, ranks, nodes, of_node, calls, sent)
+            if phase == "optimizer" and kind not in DIVIDES_WORK:
+                at_the_ends = seconds
+            communication += seconds
+            exposed += at_the_ends
+            beside[phase] += seconds - at_the_ends
     in_all = sum(compute.values())
     if rates.on_gpu:
         exposed += sum(max(0.0, beside[phase] - compute[phase]) for phase in PHASES)
@@ -156,6 +152,7 @@ def assumed_rates(kind: base.Gpu, flash: bool) -> dict[str, float]:
     if kind.hopper:
         attention_share = HOPPER_FLASH_SHARE if flash else HOPPER_ATTENTION_SHARE
     return {
+        "memory_gib": kind.memory_gib,
         "matmul_tflops": MODEL_MATMUL_EFFICIENCY * (kind.matmul_share or MATMUL_SHARE) * kind.peak_tflops,
         "fp8_tflops": MODEL_MATMUL_EFFICIENCY * (kind.fp8_share or FP8_MATMUL_SHARE) * kind.peak_tflops * kind.fp8,
         "attention_tflops": attention_share * kind.peak_tflops,
@@ -182,37 +179,36 @@ def choose_rates(settings: flags.Settings) -> Rates:
     Raises:
         UserError: the kind of GPU is not in the table and not described, or the processor was not measured.
     """
-    typed = settings.plan_gpu or ""
-    if not typed and torch.cuda.is_available():
-        typed = torch.cuda.get_device_name()
-    kind_of_name, others = base.choose_kind(typed or "H100 SXM")
-    gpu = kind_of_name or typed
-    file = pathlib.Path(settings.plan_rates).expanduser() if settings.plan_rates else file_of(gpu, settings.cache_dir)
-    if settings.plan_rates == "none" or not (settings.plan_rates or file.exists()):
+    typed = settings.plan_gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+    name, others = base.choose_kind(typed or "H100 SXM")
+    gpu = name or typed
+    is_cpu, kind = gpu.lower() == "cpu", base.find_gpu(gpu)
+
+    file: pathlib.Path | None = file_of(gpu, settings.cache_dir)
+    if settings.plan_rates:
+        file = None if settings.plan_rates == "none" else pathlib.Path(settings.plan_rates).expanduser()
+    elif not file.exists():
         file = None
     contents = base.read_rates(file) if file else {}
-    is_cpu, kind = gpu.lower() == "cpu", base.find_gpu(gpu)
     if is_cpu and not file:
         advice = "measure this one first, with --measure and otherwise the same flags"
         raise base.UserError(f"--plan-gpu cpu: of a processor nothing is assumed; {advice}")
+
     values: dict[str, float] = {}
     if kind and kind.memory_gib:
-        flash = settings.attention in ("flash", "flash_attention_2")
-        values = {"memory_gib": kind.memory_gib} | assumed_rates(kind, flash)
+        values = assumed_rates(kind, flash=settings.attention in ("flash", "flash_attention_2"))
     elif not is_cpu:
         if problem := base.unlisted(gpu, contents):
             raise base.UserError(problem)
         values = {"host_us": HOST_US, "kernel_us": KERNEL_US}
-    sources = dict.fromkeys(values, "assumed")
     found = {name: value for name, value in contents.items() if name in base.RATES}
+    sources = dict.fromkeys(values, "assumed") | dict.fromkeys(found, "measured" if "device" in contents else "given")
     values |= found
-    sources |= dict.fromkeys(found, "measured" if "device" in contents else "given")
     peak = settings.peak_tflops or values.pop("peak_tflops", None) or (kind.peak_tflops if kind else None)
     device = contents.get("device", gpu) if is_cpu else gpu
     rates = Rates(device, values.pop("memory_gib"), peak, values, sources, not is_cpu, file)
     if not typed:
         rates.taken = f"{gpu}, as there is none here and no --plan-gpu"
     elif others:
-        taken = gpu if typed == gpu else f"{typed} is taken for {gpu}"
-        rates.taken = f"{taken}; --plan-gpu {' or '.join(map(repr, others))} names another"
+        rates.taken = f"{gpu}; --plan-gpu {' or '.join(map(repr, others))} names another"
     return rates
