@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -38,13 +39,8 @@ def measure_device(settings: flags.Settings, recipe, world: job.World) -> None:
     settings = resolve(settings, config)
     device = world.meet()
     torch.manual_seed(0)
-    model = models.on_meta(config)
-    calls = (
-        products(settings, model, device),
-        attentions(settings, config, device),
-        memory_bound(settings, config, device),
-        small_step(recipe, device),
-    )
+    layer = models.decoder_layers(models.on_meta(config))[0]
+    calls = [*kinds_of_work(settings, config, layer, device), small_step(recipe, device)]
     seconds, works = zip(*(median_and_work(call) for call in calls), strict=True)
     of_ranks = base.of_all_ranks(seconds)
     matmul_s, attention_s, memory_s, host_s = (statistics.median(of_call) for of_call in zip(*of_ranks, strict=True))
@@ -63,10 +59,10 @@ def measure_device(settings: flags.Settings, recipe, world: job.World) -> None:
     }
     slow = slow_ranks([sum(of_rank[:3]) for of_rank in of_ranks])
     if dist.get_world_size() > 1:
-        layer = sum(parameter.numel() for parameter in models.decoder_layers(model)[0].parameters())
-        rates |= link_rates(device, local, layer)
+        rates |= link_rates(device, local, sum(parameter.numel() for parameter in layer.parameters()))
         slow += slow_links(time_links(device))
-    write(settings, rates, device)
+    if dist.get_rank() == 0:
+        write(settings, rates, torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
     for name, rate in rates.items():
         job.say(job.columns({"measured": f"{name} {rate:,.4g}"}))
     for line in slow:
@@ -74,19 +70,17 @@ def measure_device(settings: flags.Settings, recipe, world: job.World) -> None:
     job.say(job.columns({"done": f"{time.monotonic() - began:.0f} s"}))
 
 
-def write(settings: flags.Settings, rates: dict[str, float], device: torch.device) -> None:
-    """Writes the file of this kind of device, on rank 0."""
-    if dist.get_rank():
-        return
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+def write(settings: flags.Settings, rates: dict[str, float], device: str) -> None:
+    """Writes the file of this kind of device."""
+    path = file_of(device, settings.cache_dir)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    path = file_of(name, settings.cache_dir)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        job.replace_file(path, json.dumps({"device": name, "date": date, "torch": torch.__version__} | rates, indent=1))
+        contents = {"device": device, "date": date, "torch": torch.__version__} | rates
+        job.replace_file(path, json.dumps(contents, indent=1))
     except OSError as error:
         raise base.UserError(f"--cache-dir: {path} cannot be written ({error.strerror})", 1) from error
-    job.say(job.columns({"written": f"{path}, which --plan{' --plan-gpu cpu' if name == 'cpu' else ''} reads"}))
+    job.say(job.columns({"written": f"{path}, which --plan --plan-gpu {shlex.quote(device)} reads"}))
 
 
 # ---- What is timed ---------------------------------------------------------------------------------------------------
@@ -112,68 +106,58 @@ def median_and_work(call: Callable[[], None]) -> tuple[float, dict[str, float]]:
     return statistics.median(seconds[1:]), work
 
 
-def dtype_of(settings: flags.Settings) -> torch.dtype:
-    return torch.float32 if settings.precision == "fp32" else torch.bfloat16
+def kinds_of_work(settings: flags.Settings, config, layer: nn.Module, device: torch.device) -> list[Callable[[], None]]:
+    """Three calls, each of a forward and backward, of fewer tokens on a processor: one linear of each shape in a
+    decoder layer; one causal attention; a norm, a gate and a residual, eager, and AdamW's step."""
+    text, on_gpu, batch_size = config.get_text_config(), device.type == "cuda", int(settings.batch_size)
+    dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
+    tokens = batch_size * settings.sequence_length
+    both_passes = functools.partial(forward_and_backward, dtype=dtype, device=device)
 
+    linears = []
+    for shape in sorted({module.weight.shape for module in layer.modules() if isinstance(module, nn.Linear)}):
+        rows = int((MAX_GPU_FLOPS if on_gpu else MAX_CPU_FLOPS) / 6 / shape.numel())
+        linears.append(both_passes(F.linear, (max(16, min(tokens, rows)), shape[1]), shape))
 
-def products(settings: flags.Settings, model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of one linear of each shape in the first decoder layer."""
-    shapes = {
-        module.weight.shape for module in models.decoder_layers(model)[0].modules() if isinstance(module, nn.Linear)
-    }
-    tokens = int(settings.batch_size) * settings.sequence_length
-    most = MAX_GPU_FLOPS if device.type == "cuda" else MAX_CPU_FLOPS
-    cases = []
-    for shape in sorted(shapes):
-        rows = max(16, min(tokens, int(most / 6 / shape.numel())))
-        weight, given = (
-            torch.randn(size, dtype=dtype_of(settings), device=device) for size in (shape, (rows, shape[1]))
-        )
-        cases.append((weight.requires_grad_(), given.requires_grad_(), torch.randn_like(given @ weight.T)))
-
-    def call() -> None:
-        for weight, given, gradient in cases:
-            torch.autograd.grad(F.linear(given, weight), (weight, given), gradient)
-
-    return call
-
-
-def attentions(settings: flags.Settings, config, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of one causal attention, of fewer tokens on a processor."""
-    text = config.get_text_config()
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    length = min(settings.sequence_length, 16384 if device.type == "cuda" else 1024)
-    inputs = []
-    for count in (heads, key_heads, key_heads):
-        shape = int(settings.batch_size), count, length, head_dim
-        inputs.append(torch.randn(shape, dtype=dtype_of(settings), device=device, requires_grad=True))
-    query, key, value = inputs
-    gradient = torch.randn_like(query)
+    length = min(settings.sequence_length, 16384 if on_gpu else 1024)
 
-    def call() -> None:
+    def attend(query, key, value):
         with models.any_attention_kernel():
-            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
-        torch.autograd.grad(output, inputs, gradient)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
 
-    return call
+    attention = both_passes(attend, *((batch_size, count, length, head_dim) for count in (heads, key_heads, key_heads)))
 
+    def gate_and_add(gate, up):
+        normed = gate.float() * torch.rsqrt(gate.float().square().mean(-1, keepdim=True) + 1e-6)
+        return F.silu(normed.to(dtype)) * up + gate
 
-def memory_bound(settings: flags.Settings, config, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of a norm, a gate and a residual, eager, and AdamW's step."""
-    width, dtype = 4 * config.get_text_config().hidden_size, dtype_of(settings)
-    rows = min(int(settings.batch_size) * settings.sequence_length, 8192 if device.type == "cuda" else 1024)
-    gate, up = (torch.randn(rows, width, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
-    weights = nn.Parameter(torch.randn(rows, width, device=device))
+    shape = min(tokens, 8192 if on_gpu else 1024), 4 * text.hidden_size
+    gate = both_passes(gate_and_add, shape, shape)
+    weights = nn.Parameter(torch.randn(shape, device=device))
     weights.grad = torch.randn_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
 
-    def call() -> None:
-        normed = gate.float() * torch.rsqrt(gate.float().square().mean(-1, keepdim=True) + 1e-6)
-        output = F.silu(normed.to(dtype)) * up + gate
-        torch.autograd.grad(output, (gate, up), output.detach())
+    def products() -> None:
+        for linear in linears:
+            linear()
+
+    def memory_bound() -> None:
+        gate()
         optimizer.step()
+
+    return [products, attention, memory_bound]
+
+
+def forward_and_backward(function: Callable[..., torch.Tensor], *shapes, dtype, device) -> Callable[[], None]:
+    """A call of a function of random tensors of these shapes, and its backward."""
+    inputs = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+
+    def call() -> None:
+        output = function(*inputs)
+        torch.autograd.grad(output, inputs, output.detach())
 
     return call
 
@@ -262,13 +246,16 @@ def slow_ranks(seconds: list[float]) -> list[str]:
 def slow_links(speeds: list[float]) -> list[str]:
     """A line for each link, from a rank to the next one, far under the median of those of its kind: within a node, or
     between nodes."""
-    hosts = [host for host, _ in job.RANKS]
-    kinds = ["in a node" if hosts[rank - 1] == host else "between nodes" for rank, host in enumerate(hosts)]
-    kinds.append(kinds.pop(0))  # of the link that leaves a rank, not of that which reaches it
     lines = []
-    for rank, (speed, kind) in enumerate(zip(speeds, kinds, strict=True)):
-        median = statistics.median_high(other for other, its in zip(speeds, kinds, strict=True) if its == kind)
-        if speed < MIN_LINK_SHARE * median:
-            ends = f"{job.rank_name(rank)} to {job.rank_name((rank + 1) % len(hosts))}"
-            lines.append(f"link from {ends}: {speed:.3g} GB/s, {median:.3g} is the median of those {kind}")
+    for kind in ("in a node", "between nodes"):
+        links = {}
+        for rank, speed in enumerate(speeds):
+            receiver = (rank + 1) % len(speeds)
+            is_in_node = job.RANKS[rank][0] == job.RANKS[receiver][0]
+            if is_in_node == (kind == "in a node"):
+                links[f"{job.rank_name(rank)} to {job.rank_name(receiver)}"] = speed
+        for ends, speed in links.items():
+            median = statistics.median_high(links.values())
+            if speed < MIN_LINK_SHARE * median:
+                lines.append(f"link from {ends}: {speed:.3g} GB/s, {median:.3g} is the median of those {kind}")
     return lines
