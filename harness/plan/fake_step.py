@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition  # private: see `recording_backend`
 from torch._subclasses.fake_tensor import FakeTensorMode  # private: DTensor and the compiler do not run on `meta`
-from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: see `Chunks`
-from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: see `dtensor_shapes_unrecorded`
-from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
+from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: see `first_chunk`
+from torch.utils import _python_dispatch  # private: no public name gives the active modes
 
 from harness import flags
 from harness import model as models
@@ -26,11 +25,8 @@ from harness.plan.recorder import StepRecorder
 MAX_MICROBATCHES = 3  # that are recorded: the first, one for all in the middle, the last
 
 
-def record_step(
-    settings: flags.Settings, recipe, config, world: int, depth: int, edge: int, rates: Rates
-) -> StepRecorder:
-    """One optimizer step of the model's first `depth` layers. The peaks of the first and the last `edge` layers are
-    kept apart. `recipe` is a `predict.Recipe`.
+def record_step(settings: flags.Settings, recipe, config, world: int, depth: int, rates: Rates) -> StepRecorder:
+    """One optimizer step of the model's first `depth` layers. `recipe` is a `predict.Recipe`.
 
     Raises:
         RuntimeError: layers are to be compiled and none was.
@@ -44,13 +40,8 @@ def record_step(
             average = models.WeightAverage(model, settings.ema)
             recorder.kind = "activations"
         for index, layer in enumerate(models.decoder_layers(model)):
-            key = None
-            if index < edge:
-                key = index
-            elif index >= depth - edge:
-                key = index - depth
-            watch(recorder, layer, key)
-        models.decoder_layers(model)[-1].register_forward_hook(lambda *_: recorder.mark("head"))
+            watch(recorder, layer, index if index < depth / 2 else index - depth)
+        models.decoder_layers(model)[-1].register_forward_hook(lambda *_: recorder.mark("head", "head"))
         if settings.fp8_recipe == "tensorwise":  # as every step but the first finds it
             models.compute_float8_scales(model)
         batches = token_batches(settings, recorder, microbatches)
@@ -108,6 +99,7 @@ def built(
             optimizer.register_step_post_hook(lambda *_: recorder.end_update())
             recorder.kind = "activations"
             yield recorder, model, optimizer
+            recorder.count_ends()
     finally:
         dist.destroy_process_group()
 
@@ -133,8 +125,8 @@ def token_batches(
         yield {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
 
 
-def watch(recorder: StepRecorder, layer: nn.Module, key: int | None) -> None:
-    """Marks the passes of a layer. Those of all layers without a key count as nobody's."""
+def watch(recorder: StepRecorder, layer: nn.Module, key: int) -> None:
+    """Marks the passes of a layer, which is counted from the nearer end."""
 
     def after(module, inputs, output):
         hidden = output if torch.is_tensor(output) else output[0]
@@ -166,10 +158,9 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
-        dtensor_shapes_unrecorded(),
         models.without_data(three_chunks, on_gpu),
-        # private: there is no option for it, see `Chunks`
-        mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
+        # private: there is no option for it
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=recording_backend())),
         # private: a GPU's attention without dropout draws no random numbers, that of fake tensors counts as if it did
         mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", lambda graph: False),
@@ -187,34 +178,10 @@ def new_group_of_rank_0(ranks, **options) -> dist.ProcessGroup | None:
     return dist.new_group(ranks, **options) if 0 in ranks else None
 
 
-class Chunks:
-    """The shards that FSDP2 cuts a tensor into, each made when it is asked for. FSDP2 makes a list of all ranks', of
-    which a plan needs one or two: minutes from 4,096 ranks on, and there is no option for it."""
-
-    def __init__(self, tensor: torch.Tensor, count: int, dim: int):
-        self.tensor, self.count, self.dim = tensor, count, dim
-
-    def __getitem__(self, rank: int) -> torch.Tensor:
-        length = self.tensor.size(self.dim)
-        size = -(-length // self.count)
-        if rank * size >= length:
-            return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, rank * size, min(size, length - rank * size))
-
-
-@contextlib.contextmanager
-def dtensor_shapes_unrecorded() -> Iterator[None]:
-    """Inside, no recorder sees the fake tensors by which DTensor learns the shape of a whole result."""
-    name = "_propagate_tensor_meta_non_cached"  # private: there is no option for it
-    propagate = getattr(ShardingPropagator, name)
-
-    def propagate_unrecorded(*args):
-        # private: no public context leaves all modes
-        with _python_dispatch._disable_current_modes():
-            return propagate(*args)
-
-    with mock.patch.object(ShardingPropagator, name, propagate_unrecorded):
-        yield
+def first_chunk(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """The shard of rank 0 of those that FSDP2 cuts a tensor into, of which a plan needs no other: a list of all ranks'
+    takes minutes from 4,096 ranks on."""
+    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // count))]
 
 
 @functools.cache

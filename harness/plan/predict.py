@@ -2,7 +2,6 @@
 `planning`. Independent of how a step is recorded (`fake_step`) and where the rates are from (`rates`)."""
 
 import collections
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch._subclasses import fake_tensor  # private: what fake tensors raise ha
 
 from harness import base, flags
 from harness import model as models
-from harness.plan.rates import HOST_LINK, HOST_MEMORY, PHASES, Rates, price_step
+from harness.plan.rates import HOST_LINK, HOST_MEMORY, Rates, price_step
 from harness.plan.recorder import KINDS
 
 # What fake tensors raise where a model reads its data.
@@ -22,19 +21,12 @@ FRAGMENTATION = 0.04  # of the tensors' peak, with expandable segments
 PUBLISHED_MEMORY_RUNS, PUBLISHED_MEMORY_SHARE = "14 published runs", (0.97, 1.06, 1.19)
 TIGHT = 1 / PUBLISHED_MEMORY_SHARE[-1]  # of what the card gives a process; a plan above it may take more than there is
 
-Peaks = dict[tuple, np.ndarray]  # (microbatch, phase, and in a pass the layer): bytes by kind, in the order of KINDS
+# Of a step: {(stream, phase, and in a pass microbatch and layer): bytes by kind}, as `StepRecorder.peaks` has them, and
+# `StepRecorder.counts`.
+Peaks, Counts = dict[tuple, np.ndarray], dict[tuple, float]
 
 # The pair's own functions, which a plan drives.
 Recipe = collections.namedtuple("Recipe", "build_mesh build_model train_step make_tracker estimate_mfu flops_per_token")
-
-
-@dataclasses.dataclass
-class Step:
-    """One optimizer step of the model at its full depth, as rank 0 takes it."""
-
-    peaks: Peaks
-    stream_peaks: list[Peaks]  # of what was allocated in each CUDA stream, the default one first
-    counts: dict[tuple, float]  # of a StepRecorder
 
 
 def predict(settings: flags.Settings, recipe: Recipe, config, world: int, rates: Rates, flops: int) -> dict[str, Any]:
@@ -45,29 +37,28 @@ def predict(settings: flags.Settings, recipe: Recipe, config, world: int, rates:
         UserError: the model reads its data to decide what it computes, or a link was not measured.
     """
     model, period = models.layer_period(config)
-    step = record_whole_step(settings, recipe, config, world, period, rates)
-    host = move_states_to_host(step, settings) if settings.cpu_offload else np.zeros(len(KINDS))
-    collectives = list_collectives(step.counts)
-    seconds = price_step(step.counts, rates)
+    peaks, counts = record_whole_step(settings, recipe, config, world, period, rates)
+    host = move_states_to_host(peaks, counts, settings) if settings.cpu_offload else np.zeros(len(KINDS))
+    collectives = list_collectives(counts)
+    seconds = price_step(counts, rates)
     speed = recipe.estimate_mfu(flops, settings.tokens_per_step(world), seconds["step"], world, rates.peak_tflops or 0)
-    hours = 1e9 / speed["tokens_per_sec"] / 3600
     prediction = {
         "gpus": world,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops or None,
-        **find_memory(step, collectives, host, rates.memory_gib),
+        **find_memory(peaks, collectives, host, rates.memory_gib),
         "communication_gib_per_step": sum(entry["gib"] for entry in collectives),
         "collectives": collectives,
-        "flops_executed": sum(count for (name, *_), count in step.counts.items() if name == "flops"),
+        "flops_executed": sum(count for (name, *_), count in counts.items() if name == "flops"),
         "step_time_ms": 1000 * seconds["step"],
         "time_ms": {name: 1000 * value for name, value in seconds.items() if name != "step"},
         "exposed_communication_percent": 100 * seconds["exposed"] / seconds["step"],
         "tokens_per_sec": speed["tokens_per_sec"],
         "tokens_per_sec_per_gpu": speed["tokens_per_sec"] / world,
         "mfu_percent": speed.get("mfu_percent") if flops else None,
-        "hours_per_billion_tokens": hours,
     }
     if settings.gpu_hour_usd:
+        hours = 1e9 / speed["tokens_per_sec"] / 3600
         prediction["cost_per_billion_tokens"] = hours * world * settings.gpu_hour_usd
     return prediction
 
@@ -79,34 +70,35 @@ def verdict_of(reserved: float, capacity: float) -> str:
     return "tight" if reserved > TIGHT * capacity else "fits"
 
 
-def record_whole_step(settings: flags.Settings, recipe: Recipe, config, world: int, period: int, rates: Rates) -> Step:
-    """A step at the full depth. Two shallow models, one `period` of layers apart, are recorded and extrapolated, which
-    is exact where layers are alike: memory and counts are linear in depth, and a maximum over layers lies at the first
-    or the last of a kind. A model that is not deeper than these is recorded as it is. The step of an optimizer that
-    multiplies matrices, which ranks divide among them, is recorded of the whole model."""
+def record_whole_step(
+    settings: flags.Settings, recipe: Recipe, config, world: int, period: int, rates: Rates
+) -> tuple[Peaks, Counts]:
+    """One optimizer step of the model at its full depth, as rank 0 takes it.
+
+    Two shallow models, one `period` of layers apart, are recorded and extrapolated, which is exact where layers are
+    alike: memory and counts are linear in depth, and a maximum over layers lies at the first or the last of a kind. A
+    model that is not deeper than these is recorded as it is. The step of an optimizer that multiplies matrices, which
+    ranks divide among them, is recorded of the whole model."""
     from harness.plan import fake_step  # loads what only a plan needs
 
     layers = config.get_text_config().num_hidden_layers
-    edge = max(period, 2)  # layers at each end whose peaks are kept apart
-    shallow = 2 * edge + (layers - 2 * edge) % period
+    ends = 2 * max(period, 2)  # layers whose peaks are extrapolated, half of them at each end
+    shallow = ends + (layers - ends) % period
     depths = [shallow, shallow + period] if shallow + period < layers else [layers]
     try:
-        records = [fake_step.record_step(settings, recipe, config, world, depth, edge, rates) for depth in depths]
+        records = [fake_step.record_step(settings, recipe, config, world, depth, rates) for depth in depths]
     except ERRORS_WITHOUT_DATA as error:
         why = f"{config.model_type} reads its data to decide what it computes, and a plan has none"
         raise base.UserError(f"--plan: {why} ({base.first_line(error)})") from error
     few, many = records[0], records[-1]
-    periods = (layers - depths[-1]) / period if len(depths) == 2 else 0
-    step = Step(
-        peaks=extrapolate(few.peaks(), many.peaks(), periods),
-        stream_peaks=[
-            extrapolate(few.peaks(stream), many.peaks(stream), periods) for stream in range(max(many.pools) + 1)
-        ],
-        counts=extrapolate(few.counts, many.counts, periods),
-    )
+    periods = (layers - depths[-1]) / period
+    peaks, counts = extrapolate(few.peaks(), many.peaks(), periods), extrapolate(few.counts, many.counts, periods)
     if periods and many.counts["flops", "update", "matmul"]:
-        replace_update(step, fake_step.record_update(settings, recipe, config, world, rates))
-    return step
+        whole = fake_step.record_update(settings, recipe, config, world, rates)
+        counts = {key: count for key, count in counts.items() if key[1] != "update"}
+        counts |= {key: count for key, count in whole.counts.items() if key[1] == "update"}
+        peaks |= {key: peak for key, peak in whole.peaks().items() if key[1] == "optimizer"}
+    return peaks, counts
 
 
 def extrapolate(few: dict, many: dict, periods: float) -> dict:
@@ -114,26 +106,13 @@ def extrapolate(few: dict, many: dict, periods: float) -> dict:
     return {key: value + periods * (value - few[key]) for key, value in many.items() if key in few}
 
 
-def replace_update(step: Step, whole) -> None:
-    """Puts the record of a whole model's update in the place of the extrapolated one."""
-    step.counts = {key: count for key, count in step.counts.items() if key[1] != "update"}
-    step.counts |= {key: count for key, count in whole.counts.items() if key[1] == "update"}
-    (key,) = (key for key in step.peaks if key[1] == "optimizer")
-    (key_of_whole,) = (key for key in whole.peaks() if key[1] == "optimizer")
-    step.peaks[key] = whole.peaks()[key_of_whole]
-    for stream, peaks in enumerate(step.stream_peaks):
-        peaks[key] = whole.peaks(stream)[key_of_whole]
-
-
-def move_states_to_host(step: Step, settings: flags.Settings) -> np.ndarray:
-    """--cpu-offload: parameters, gradients and states leave the GPU's peaks of `step`, the optimizer runs in the host's
-    memory, and copies cross the link between both. Returns the most bytes that the host holds, by kind."""
+def move_states_to_host(peaks: Peaks, counts: Counts, settings: flags.Settings) -> np.ndarray:
+    """--cpu-offload: parameters, gradients and states leave the GPU's peaks, the optimizer runs in the host's memory,
+    and copies cross the link between both. Returns the most bytes that the host holds, by kind."""
     is_on_gpu = np.array([kind in ("activations", "communication") for kind in KINDS])
-    host = max((peak * ~is_on_gpu for peak in step.peaks.values()), key=np.sum)
-    for peaks in (step.peaks, *step.stream_peaks):
-        for key in peaks:
-            peaks[key] = peaks[key] * is_on_gpu
-    counts = step.counts
+    host = max((peak * ~is_on_gpu for (stream, *_), peak in peaks.items() if stream is None), key=np.sum)
+    for key in peaks:
+        peaks[key] = peaks[key] * is_on_gpu
     shards = float(host[KINDS.index("parameters")])
     copies = 3 if settings.zero_stage == 3 else 2  # the gathers of a microbatch's passes, and its gradients back
     copied = shards * copies * settings.gradient_accumulation_steps
@@ -149,31 +128,34 @@ def move_states_to_host(step: Step, settings: flags.Settings) -> np.ndarray:
     return host
 
 
-def find_memory(step: Step, collectives: list[dict], host: np.ndarray, capacity: float) -> dict[str, Any]:
+def find_memory(peaks: Peaks, collectives: list[dict], host: np.ndarray, capacity: float) -> dict[str, Any]:
     """The keys of a plan that say GiB of the fullest GPU, and whether they fit into the capacity that a process has. A
     stream's memory serves no other stream, so each keeps what it held at its own peak."""
-    key, peak = max(step.peaks.items(), key=lambda item: item[1].sum())
-    total = float(peak.sum()) / base.GIB
-    streams = [float(largest(peaks.values()).sum()) / base.GIB for peaks in step.stream_peaks]
+    by_stream: dict[int | None, list[np.ndarray]] = {}
+    by_phase: dict[str, list[np.ndarray]] = {}
+    for (stream, phase, *_), peak in peaks.items():
+        by_stream.setdefault(stream, []).append(peak)
+        if stream is None:
+            by_phase.setdefault(phase, []).append(peak)
+    together = by_stream.pop(None)
+    worst = largest(together)
+    total = float(worst.sum()) / base.GIB
+    streams = [float(largest(of_stream).sum()) / base.GIB for of_stream in by_stream.values()]
     communicators = len({(entry["ranks"], entry["nodes"]) for entry in collectives})
     beside_tensors = {
         "other streams": sum(streams) - total,
         "fragmentation": sum(streams) * FRAGMENTATION,
         "CUDA and NCCL": base.CONTEXT_GIB + communicators * base.NCCL_GIB,
     }
-    by_phase: dict[str, list[np.ndarray]] = {}
-    for (_, phase, *_), of_phase in step.peaks.items():
-        by_phase.setdefault(phase, []).append(of_phase)
-    after_build = [of_phase for phase, peaks in by_phase.items() if phase != "build" for of_phase in peaks]
     reserved = total + sum(beside_tensors.values())
     in_all = {"total": total, "reserved": reserved, "host": float(host.sum()) / base.GIB}
     return {
-        "memory_gib": by_kind(np.max(after_build, axis=0)) | in_all,  # each kind at its own worst moment of a step
+        "memory_gib": by_kind(np.max(together, axis=0)) | in_all,  # each kind at its own worst moment of a step
         "held_by_streams_gib": streams,
         "beside_tensors_gib": beside_tensors,
-        "at_peak_gib": by_kind(peak),  # at the moment that holds most
-        "peak_at": key[1],
-        "peaks_gib": {phase: by_kind(largest(peaks)) for phase, peaks in by_phase.items()},
+        "at_peak_gib": by_kind(worst),  # at the moment that holds most
+        "peak_at": next(phase for phase, of_phase in by_phase.items() if any(peak is worst for peak in of_phase)),
+        "peaks_gib": {phase: by_kind(largest(of_phase)) for phase, of_phase in by_phase.items()},
         "capacity_gib": capacity,
         "fits": reserved <= capacity,
         "verdict": verdict_of(reserved, capacity),
@@ -193,18 +175,20 @@ def by_kind(peak: np.ndarray) -> dict[str, float]:
     return gib
 
 
-def list_collectives(counts: dict[tuple, float]) -> list[dict]:
+def list_collectives(counts: Counts) -> list[dict]:
     """Of each kind of collective among so many ranks and nodes: how often it runs in a step, and the GiB that a GPU
     sends, in all and between nodes."""
+    totals: dict[tuple, float] = collections.Counter()
+    for (name, _, *group), count in counts.items():
+        if name in ("calls", "sent_bytes"):
+            totals[name, *group] += count
     collectives = []
-    groups = {tuple(group) for name, _, *group in counts if name == "calls"}  # (kind, ranks, nodes, of_node)
-    for kind, ranks, nodes, of_node in sorted(groups):
-        if ranks == 1:
-            continue
-        key = kind, ranks, nodes, of_node
-        calls = sum(counts.get(("calls", phase, *key), 0) for phase in (*PHASES, "update"))
-        sent = sum(counts.get(("sent_bytes", phase, *key), 0) for phase in (*PHASES, "update")) / base.GIB
-        between_nodes = sent * nodes / ranks if nodes > 1 else 0.0  # of a ring's hops one for each node leaves it
-        entry = {"collective": kind, "ranks": ranks, "nodes": nodes, "calls": round(calls), "gib": sent}
-        collectives.append(entry | {"gib_between_nodes": between_nodes})
+    for name, kind, ranks, nodes, of_node in sorted(totals):
+        if name == "calls" and ranks > 1:
+            sent = totals["sent_bytes", kind, ranks, nodes, of_node] / base.GIB
+            entry = {"collective": kind, "ranks": ranks, "nodes": nodes, "gib": sent}
+            entry["calls"] = round(totals[name, kind, ranks, nodes, of_node])
+            # of a ring's hops one for each node leaves it
+            entry["gib_between_nodes"] = sent * nodes / ranks if nodes > 1 else 0.0
+            collectives.append(entry)
     return collectives

@@ -2,7 +2,7 @@
 `fake_step`. Independent of models, flags and of how a step on fake tensors is made."""
 
 import collections
-import re
+import itertools
 import weakref
 from typing import Any
 
@@ -28,6 +28,7 @@ from harness.plan.rates import DIVIDES_WORK, Rates
 
 # Of what a step holds in memory.
 KINDS = ("parameters", "gradients", "optimizer", "average", "activations", "communication")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 
 class StepRecorder(TorchDispatchMode):
@@ -47,24 +48,24 @@ class StepRecorder(TorchDispatchMode):
     def __init__(self, gpus_per_node: int, rates: Rates):
         super().__init__()
         self.gpus_per_node, self.rates = gpus_per_node, rates
-        self.events: list[tuple[int, int]] = []  # (number of the storage, bytes), negative for a release
+        self.kind = "activations"  # of a new storage of which nothing else is known
         self.kinds: list[str] = []  # of each storage
-        self.kind = "activations"  # of a storage of which nothing else is known
-        self.pools: list[int] = []  # of each storage: the stream that it was allocated in, 0 for the default one
-        self.marks: list[tuple] = [(0, (None, "build"))]  # (first event, its key: see `mark`)
+        self.streams: list[int] = []  # of each storage: the CUDA stream that it was allocated in, by number
+        self.sizes: list[int] = []  # of each storage, as it is now
+        self.events: list[tuple[int, int]] = []  # (number of the storage, bytes more or less)
+        self.marks: list[tuple[int, tuple | None]] = [(0, None)]  # (first event, its key: see `mark`)
         self.counts: dict[tuple, Any] = collections.Counter()  # of seconds and bytes too, so not of int alone
         self.collectives: list[tuple] = []  # (phase, kind, ranks, nodes, of_node, bytes sent), in their order
         self.weight = 1  # of the microbatch at work; more than 1 for one that stands for several
-        self.microbatch: int | None = None
+        self.microbatch: int | None = None  # None while the model is built, of which nothing is counted
         self.last_microbatch = False
         self.after_backward = False  # in this microbatch
         self.updating = False  # in the optimizer's own step
+        self.in_region = False  # in a compiled region, which is counted as a whole
         self.compiled_regions = 0
-        self._streams: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._number: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._alive: dict[int, tuple[weakref.ref, int]] = {}
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the storages that exist
+        self._stream_numbers: dict[Any, int] = {}
         self._groups: dict[Any, tuple[int, int, int]] = {}
-        self._fused: set[int] | None = None  # storages made in the compiled region that runs; None outside of one
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -72,9 +73,9 @@ class StepRecorder(TorchDispatchMode):
 
     # ---- What a step tells it ----------------------------------------------------------------------------------------
 
-    def mark(self, *key) -> None:
-        """What is allocated from here on belongs to (microbatch, *key): the phase, and in a pass the layer."""
-        self.marks.append((len(self.events), (self.microbatch, *key)))
+    def mark(self, phase: str, layer: int | str) -> None:
+        """What is allocated from here on belongs to (phase, microbatch, layer)."""
+        self.marks.append((len(self.events), (phase, self.microbatch, layer)))
 
     def start_microbatch(self, index: int, recorded: int, real: int) -> None:
         """Where fewer microbatches are recorded than there are, the second stands for all between first and last."""
@@ -87,25 +88,21 @@ class StepRecorder(TorchDispatchMode):
     def start_update(self, parameters) -> None:
         with torch.no_grad():  # so that `to_local` is no operator
             self.label([p.grad.to_local() for p in parameters if p.grad is not None], "gradients")
-        self.mark("optimizer")
-        # The ends of a step have no computation beside them: the first two gathers, the last reduction of each kind.
-        gathers = [entry for entry in self.collectives if entry[1] == "all_gather"]
-        last_reductions = {}
-        for entry in self.collectives:
-            if entry[0] == "backward" and entry[1] != "all_gather":
-                last_reductions[entry[1]] = entry
-        self._count_ends([*gathers[:2], *last_reductions.values()])
+        self.marks.append((len(self.events), ("optimizer",)))
         self.updating = True
 
     def end_update(self) -> None:
-        """The first collective of an optimizer that divides its work, and the last, have no computation beside them."""
-        moves = [entry for entry in self.collectives if entry[0] == "update" and entry[1] in DIVIDES_WORK]
-        if moves:
-            self._count_ends([moves[0], moves[-1]])
         self.updating = False
 
-    def _count_ends(self, entries: list[tuple]) -> None:
-        for *key, sent in entries:
+    def count_ends(self) -> None:
+        """Counts the collectives that have no computation beside them: the first two gathers of the step, the last
+        reduction of each kind, and the first and the last move of an optimizer that divides its work."""
+        in_passes = [entry for entry in self.collectives if entry[0] != "update"]
+        gathers = [entry for entry in in_passes if entry[1] == "all_gather"]
+        reductions = {kind: (phase, kind, *rest) for phase, kind, *rest in in_passes if phase == "backward"}
+        reductions.pop("all_gather", None)
+        moves = [entry for entry in self.collectives if entry[0] == "update" and entry[1] in DIVIDES_WORK]
+        for *key, sent in (*gathers[:2], *reductions.values(), *moves[:1], *moves[-1:]):
             self.counts["end_calls", *key] += 1
             self.counts["end_bytes", *key] += sent
 
@@ -114,15 +111,15 @@ class StepRecorder(TorchDispatchMode):
             self.kinds[self.see(tensor.untyped_storage())] = kind
 
     def run_compiled(self, graph: torch.fx.GraphModule, memory: RegionMemory, *args):
-        """Runs a compiled region's graph. Of its intermediate tensors none is recorded, but `memory.peak` bytes that
-        exist while it runs."""
+        """Runs a compiled region's graph. Of its tensors those that it returns are recorded, and `memory.peak` bytes
+        that exist while it runs."""
         self.compiled_regions += 1
         self._scratch(memory.peak)
-        self._fused = set()
+        self.in_region = True
         result = graph(*args)
-        kept, self._fused = self._fused, None
-        for number in kept:
-            self.events.append((number, self._alive[number][1]))
+        self.in_region = False
+        for tensor in tensors_in(result):
+            self.see(tensor.untyped_storage())
         if self.microbatch is not None:
             self.counts["dispatches", self.phase] += self.weight
             self._count("memory", 0, memory.moved)
@@ -144,24 +141,27 @@ class StepRecorder(TorchDispatchMode):
         if not all(issubclass(t, FakeTensor) or t in (torch.Tensor, nn.Parameter) for t in types):
             return NotImplemented  # counted when a DTensor or a float8 tensor has become its parts
         result = op(*args, **kwargs)
-        inputs = tensors_in((args, kwargs))
         for tensor in tensors_in(result):
-            if tensor.device.type != "meta":
+            if not self.in_region and tensor.device.type != "meta":
                 self.see(tensor.untyped_storage())
-        if self.microbatch is None:
-            return result
-        if self._fused is None and op.namespace != "prim":  # prim::device: only a fake tensor's device is an operator
+        if self.microbatch is not None:
+            self._count_operator(op, args, kwargs, result)
+        return result
+
+    def _count_operator(self, op, args, kwargs, result) -> None:
+        inputs = tensors_in((args, kwargs))
+        if not self.in_region and op.namespace != "prim":  # prim::device: only a fake tensor's device is an operator
             self.counts["dispatches", self.phase] += self.weight
         if op.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(op.name(), args, inputs)
-        else:
-            flops = operator_flops(op, args, kwargs, result)
-            if flops or self._fused is None:  # the other operators of a compiled region are counted as a whole
-                self._count(unit_of(op, flops), flops, moved_bytes(op, args, kwargs, tensors_in(result)))
+            return
+        flops = operator_flops(op, args, kwargs, result)
+        if flops or not self.in_region:  # the other operators of a compiled region are counted as a whole
+            self._count(unit_of(op, flops), flops, moved_bytes(op, args, kwargs, tensors_in(result)))
+        if not self.in_region:
             self._scratch(attention_workspace(op, inputs))
         if op.namespace == "fsdp" and "chunk_cat" in op.name():
             self.label(args[0], "gradients")
-        return result
 
     def _count(self, unit: str, flops: int, moved: int) -> None:
         if flops or moved:
@@ -173,11 +173,10 @@ class StepRecorder(TorchDispatchMode):
     def _count_collective(self, name: str, args, inputs: list[torch.Tensor]) -> None:
         """Its kind, how many ranks take part, on how many nodes, the fewest that are on one of them, and the bytes that
         this rank sends to others."""
-        match = re.search("all_?gather|reduce_scatter|all_?reduce|broadcast|all_?to_?all", name)
-        if not match:
+        kinds = [kind for kind in COLLECTIVES if kind.replace("_", "") in name.replace("_", "")]
+        if not kinds:
             return
-        names = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
-        kind, group = names.get(match[0], match[0]), group_of(args)
+        (kind,), group = kinds, group_of(args)
         ranks, nodes, of_node = self._sizes_of(group)
         sent = max(map(nbytes, inputs)) * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
         key = (self.phase, kind, ranks, nodes, of_node)
@@ -200,65 +199,52 @@ class StepRecorder(TorchDispatchMode):
     # ---- Memory ------------------------------------------------------------------------------------------------------
 
     def see(self, storage: torch.UntypedStorage) -> int:
-        """The number of a storage; it is recorded when it is new or has another size than before."""
-        number, size = self._number.get(storage), allocated_bytes(storage.nbytes())
-        if number is None:
-            number = self._number[storage] = self._add()
-            self._alive[number] = (weakref.ref(storage, lambda _: self._free(number)), size)
-            if self._fused is None:
-                self.events.append((number, size))
-            else:
-                self._fused.add(number)
-            return number
-        reference, before = self._alive[number]
-        is_fused = self._fused is not None and number in self._fused
-        if size != before and not is_fused:
-            self._alive[number] = reference, size
-            self.events.append((number, size - before))
+        """The number of a storage; an event is recorded when it is new or has another size than before."""
+        if storage not in self._numbers:
+            self._numbers[storage] = self._add()
+            weakref.finalize(storage, self._resize, self._numbers[storage], 0)
+        number = self._numbers[storage]
+        self._resize(number, allocated_bytes(storage.nbytes()))
         return number
 
-    def _free(self, number: int) -> None:
-        _, size = self._alive.pop(number)
-        if self._fused is not None and number in self._fused:
-            self._fused.remove(number)
-        else:
-            self.events.append((number, -size))
+    def _resize(self, number: int, size: int) -> None:
+        if size != self.sizes[number]:
+            self.events.append((number, size - self.sizes[number]))
+            self.sizes[number] = size
 
     def _scratch(self, size: int) -> None:
         """A kernel's own workspace: there while it runs."""
-        if self._fused is None:
-            number = self._add()
-            self.events += [(number, size), (number, -size)]
+        number = self._add()
+        self._resize(number, size)
+        self._resize(number, 0)
 
     def _add(self) -> int:
         """The number of a new storage. FSDP2 enters its streams on a CPU too, where they are names only."""
         stream = torch.cpu.current_stream()
-        # private: of CUDA only, torch gives the default stream in public
-        if stream is torch.cpu._default_cpu_stream:
-            self.pools.append(0)
-        else:
-            self.pools.append(self._streams.setdefault(stream, len(self._streams) + 1))
+        self.streams.append(self._stream_numbers.setdefault(stream, len(self._stream_numbers)))
         self.kinds.append(self.kind)
-        return len(self.kinds) - 1
+        self.sizes.append(0)
+        return len(self.sizes) - 1
 
-    def peaks(self, pool: int | None = None) -> dict[Any, np.ndarray]:
-        """For each key of `mark` the bytes by kind (in the order of KINDS) at the moment that held most of them; those
-        of one pool alone if it is given."""
-        owners, sizes = np.array(self.events).T
-        if pool is not None:
-            sizes = sizes * (np.array(self.pools)[owners] == pool)
+    def peaks(self) -> dict[tuple, np.ndarray]:
+        """{(stream, *key of `mark`): bytes by kind, in the order of KINDS, at the moment that held most of them}. The
+        stream is None for all of them together."""
+        owners, all_sizes = np.array(self.events).T
         kinds = np.array([KINDS.index(kind) for kind in self.kinds])[owners]
-        live = np.cumsum(sizes)
-        peaks: dict[Any, np.ndarray] = {}
-        ends = [start for start, _ in self.marks[1:]] + [len(sizes)]
-        for (start, key), end in zip(self.marks, ends, strict=True):
-            if key[-1] is None:
-                continue
-            begin = max(start - 1, 0)  # what was there when it began counts too
-            at = begin + int(live[begin:end].argmax()) + 1
-            peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
-            if key not in peaks or peak.sum() > peaks[key].sum():
-                peaks[key] = peak
+        streams = np.array(self.streams)[owners]
+        peaks: dict[tuple, np.ndarray] = {}
+        for stream in (None, *range(max(self.streams) + 1)):
+            sizes = all_sizes if stream is None else all_sizes * (streams == stream)
+            live = np.cumsum(sizes)
+            for (start, mark), (end, _) in itertools.pairwise([*self.marks, (len(sizes), None)]):
+                if mark is None:
+                    continue
+                begin = max(start - 1, 0)  # what was there when it began counts too
+                at = begin + int(live[begin:end].argmax()) + 1
+                peak = np.bincount(kinds[:at], sizes[:at], len(KINDS))
+                key = stream, *mark
+                if key not in peaks or peak.sum() > peaks[key].sum():
+                    peaks[key] = peak
         return peaks
 
 
