@@ -134,9 +134,9 @@ def kinds_of_work(settings: flags.Settings, config, layer: nn.Module, device: to
         normed = gate.float() * torch.rsqrt(gate.float().square().mean(-1, keepdim=True) + 1e-6)
         return F.silu(normed.to(dtype)) * up + gate
 
-    shape = min(tokens, 8192 if on_gpu else 1024), 4 * text.hidden_size
-    gate = both_passes(gate_and_add, shape, shape)
-    weights = nn.Parameter(torch.randn(shape, device=device))
+    size = min(tokens, 8192 if on_gpu else 1024), 4 * text.hidden_size
+    gate = both_passes(gate_and_add, size, size)
+    weights = nn.Parameter(torch.randn(size, device=device))
     weights.grad = torch.randn_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
 

@@ -23,7 +23,8 @@ TIGHT = 1 / PUBLISHED_MEMORY_SHARE[-1]  # of what the card gives a process; a pl
 
 # Of a step: {(stream, phase, and in a pass microbatch and layer): bytes by kind}, as `StepRecorder.peaks` has them, and
 # `StepRecorder.counts`.
-Peaks, Counts = dict[tuple, np.ndarray], dict[tuple, float]
+Peaks = dict[tuple, np.ndarray]
+Counts = dict[tuple, float]
 
 # The pair's own functions, which a plan drives.
 Recipe = collections.namedtuple("Recipe", "build_mesh build_model train_step make_tracker estimate_mfu flops_per_token")
@@ -178,7 +179,7 @@ def by_kind(peak: np.ndarray) -> dict[str, float]:
 def list_collectives(counts: Counts) -> list[dict]:
     """Of each kind of collective among so many ranks and nodes: how often it runs in a step, and the GiB that a GPU
     sends, in all and between nodes."""
-    totals: dict[tuple, float] = collections.Counter()
+    totals: dict[tuple, float] = collections.defaultdict(float)
     for (name, _, *group), count in counts.items():
         if name in ("calls", "sent_bytes"):
             totals[name, *group] += count

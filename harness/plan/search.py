@@ -225,13 +225,13 @@ def memory_savers(settings: flags.Settings) -> list[dict]:
     """Changes of settings that lower memory, the one that costs least speed first; without those that are made
     already. The tokens of a step stay."""
     level, batch, least = settings.activation_checkpointing, settings.batch_size, settings.batch_step()
-    fewer_sequences = {}
+    fewer_sequences: dict[str, Any] = {}
     if batch not in ("auto", least):
         fewer_sequences = {
             "batch_size": least,
             "gradient_accumulation_steps": settings.gradient_accumulation_steps * batch // least,
         }
-    savers = [
+    savers: list[tuple[bool, dict[str, Any]]] = [
         (settings.fused_loss is False, {"fused_loss": True}),
         (settings.zero_stage < 3, {"zero_stage": 3}),
         (settings.dp_replicate_size > 1, {"dp_replicate_size": 1}),
