@@ -14,7 +14,8 @@ from torch import nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition  # private: see `recording_backend`
 from torch._subclasses.fake_tensor import FakeTensorMode  # private: DTensor and the compiler do not run on `meta`
 from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: see `first_chunk`
-from torch.utils import _python_dispatch  # private: no public name gives the active modes
+from torch.distributed.tensor._sharding_prop import ShardingPropagator  # private: see `dtensor_shapes_unrecorded`
+from torch.utils import _python_dispatch  # private: no public name gives the active modes, or a context without them
 
 from harness import flags
 from harness import model as models
@@ -158,6 +159,7 @@ def on_fake_tensors(recorder: StepRecorder, on_gpu: bool = True) -> Iterator[Non
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        dtensor_shapes_unrecorded(),
         models.without_data(three_chunks, on_gpu),
         # private: there is no option for it
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
@@ -182,6 +184,21 @@ def first_chunk(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor
     """The shard of rank 0 of those that FSDP2 cuts a tensor into, of which a plan needs no other: a list of all ranks'
     takes minutes from 4,096 ranks on."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // count))]
+
+
+@contextlib.contextmanager
+def dtensor_shapes_unrecorded() -> Iterator[None]:
+    """Inside, no recorder sees the fake tensors by which DTensor learns the shape of a whole result."""
+    name = "_propagate_tensor_meta_non_cached"  # private: there is no option for it
+    propagate = getattr(ShardingPropagator, name)
+
+    def propagate_unrecorded(*args):
+        # private: no public context leaves all modes
+        with _python_dispatch._disable_current_modes():
+            return propagate(*args)
+
+    with mock.patch.object(ShardingPropagator, name, propagate_unrecorded):
+        yield
 
 
 @functools.cache
