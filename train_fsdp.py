@@ -317,9 +317,8 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     if found:
         train_state.load(found, manifest, base.on_main_rank(lambda: state.branch_of(folder, found, manifest)))
     state.refuse_broken(settings, train_state, found)
-    header = (settings, model, optimizer, mesh, train_set, flops_in_words, peak, verified, average, manifest)
+    header = (settings, train_state, mesh, train_set, flops_in_words, peak, verified, found, changed)
     job.say(report.describe_setup(*header))
-    job.say(report.describe_start(train_state, found, changed))
     return Run(
         settings=settings,
         device=device,

@@ -161,7 +161,7 @@ class Settings:
 
     timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", least=0.001, below=1e7, group="failures")
 
-    max_skipped: int = flag(5, "a step whose gradient norm is NaN or infinite is skipped: it changes no weight; more of them in a row end the run, and so does more than 1 %% of the last 1,000 steps, 10 at least [5]", least=0)
+    max_skipped: int = flag(5, "a step whose gradient norm is NaN or infinite is skipped: it changes no weight; more of them in a row end the run [5]", least=0)
     skip_spikes: float = flag(0.0, "skip a step too whose gradient norm is a spike: its robust z-score over the last 128 steps is above this, such as 6; 0 never [0]", least=0)
 
     output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path, also="out-dir output")

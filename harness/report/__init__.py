@@ -16,7 +16,7 @@ __getattr__, __all__ = doors.open_door(
         "figures": "FIGURES check_gates check_measurable memory_figures",
         "log": "Log open_trackers",
         "health": "StepResult Remembered check_pass first_not_finite give_up",
-        "header": "describe_setup describe_start",
+        "header": "describe_setup",
         "profiling": "record_memory",
     },
 )

@@ -40,31 +40,34 @@ class MetricsFile:
     """metrics.jsonl, open for appending. What a full disk refuses waits in memory, about half a KB a line."""
 
     def __init__(self, path: pathlib.Path, step: int):
-        """Opens it without what an earlier start wrote after `step`; `lines` and `final` are what that leaves.
+        """Opens it without what an earlier start wrote after `step`. Of what that leaves, `last` is the last line, and
+        `final` the one with the averages of a run that had ended here.
 
         Raises:
             OSError: it cannot be read or written.
         """
         kept = [line for line in read_metrics(path) if line["step"] <= step]
-        self.lines = [line for line in kept if "final" not in line]
+        lines = [line for line in kept if "final" not in line]
+        self.last = lines[-1] if lines else {}
         self.final = next((line for line in kept if "final" in line and line["step"] == step), {})
-        job.replace_file(path, "".join(as_json(line) + "\n" for line in self.lines))
+        job.replace_file(path, "".join(as_json(line) + "\n" for line in lines))
         self.path = path
         self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
         self.waiting = b""
         self.lock = threading.Lock()  # a checkpoint's thread makes the lines durable while the loop adds more
 
-    def write(self, line: dict | None = None) -> None:
-        """Writes a line behind those that wait.
-
-        Raises:
-            OSError: it waits, or a part of it; the next call tries again.
-        """
+    def write(self, line: dict) -> None:
+        """Writes a line behind those that wait. Where the disk refuses it, it waits too, and the console says so once;
+        the next call tries again."""
         with self.lock:
-            if line is not None:
-                self.waiting += as_json(line).encode() + b"\n"
-            while self.waiting:
-                self.waiting = self.waiting[self.file.write(self.waiting) :]
+            were_waiting = bool(self.waiting)
+            self.waiting += as_json(line).encode() + b"\n"
+            try:
+                self._write_waiting()
+            except OSError as error:
+                if not were_waiting:
+                    problem = f"metrics.jsonl, from step {line['step']} on: {error.strerror}"
+                    job.say(f"failed     {problem}; its lines wait in memory, the run goes on")
 
     def sync(self) -> None:
         """Makes all lines so far durable.
@@ -73,11 +76,16 @@ class MetricsFile:
             OSError: they are not.
         """
         try:
-            self.write()
+            with self.lock:
+                self._write_waiting()
             os.fsync(self.file.fileno())
             base.sync_to_disk(self.path.parent)  # the file took its name when this start began
         except OSError as error:
-            raise OSError(f"metrics.jsonl: {error.strerror}") from error
+            raise OSError(f"metrics.jsonl could not be written ({error.strerror})") from error
+
+    def _write_waiting(self) -> None:
+        while self.waiting:
+            self.waiting = self.waiting[self.file.write(self.waiting) :]
 
 
 def describe_run(

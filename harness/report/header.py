@@ -11,16 +11,15 @@ from harness import state as states
 
 
 def describe_setup(
-    settings,
-    model,
-    optimizer,
+    settings: flags.Settings,
+    state: states.TrainState,
     mesh,
     train_set,
     flops: str,
     peak: float | None,
     verified: str,
-    average=None,
-    manifest: dict | None = None,
+    checkpoint: pathlib.Path | None = None,
+    changed: str = "",
 ) -> str:
     """The header's lines.
 
@@ -28,10 +27,10 @@ def describe_setup(
         flops: the FLOPs of a token and how they were counted, in words.
         peak: TFLOPS of the device, None where it is not known.
         verified: what was verified of the sharding, in words.
-        average: the `WeightAverage` of --ema, None without.
-        manifest: that of the checkpoint that the run goes on from, if there is one.
+        checkpoint: that the run goes on from, if there is one; `changed` the flags that are not those of it, in words.
     """
     world_size, shards, device_type = dist.get_world_size(), mesh["shard"].size(), mesh.device_type
+    model = state.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     sharding = f"ZeRO-{settings.zero_stage} on {world_size} x {device_name(device_type)}, "
     sharding += f"replicas x shards {world_size // shards} x {shards}"
@@ -47,7 +46,7 @@ def describe_setup(
     )
     lines["sharding"] = sharding
     lines["verified"] = verified
-    lines["precision"] = describe_precision(settings, device_type, manifest)
+    lines["precision"] = describe_precision(settings, device_type, checkpoint)
     lines["technique"] = describe_techniques(settings, model, device_type)
     kind = models.find_optimizer(settings.optimizer)
     if kind.describe:
@@ -55,13 +54,20 @@ def describe_setup(
     routing = models.describe_routing(model)
     if routing:
         lines["experts"] = routing
-    if average:
-        lines["average"] = average.describe()
-    if not models.skips_on_device(optimizer):
+    if state.average:
+        lines["average"] = state.average.describe()
+    if not models.skips_on_device(state.optimizer):
         lines["skipping"] = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     padded = " with padding" if train_set.has_padding else ""
     lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
-    return job.columns(lines | train_set.header, wrap=True)
+    lines |= train_set.header
+    if checkpoint:
+        lines["resumed"] = f"{checkpoint} at step {state.step:,}"
+    if changed:
+        lines["changed"] = changed
+    if state.branched_from:
+        lines["branched"] = f"from {state.branched_from['folder']} at step {state.branched_from['step']:,}"
+    return job.columns(lines, wrap=True)
 
 
 def device_name(device_type: str) -> str:
@@ -73,13 +79,13 @@ def device_name(device_type: str) -> str:
 def describe_peak(peak: float | None, device_type: str) -> str:
     """The peak that MFU is measured against, in TFLOPS, or why there is no MFU."""
     if peak:
-        return f"{significant(peak)} TFLOPS peak a {'GPU' if device_type == 'cuda' else 'rank'}"
+        return f"{peak:,.4g} TFLOPS peak a {'GPU' if device_type == 'cuda' else 'rank'}"
     if device_type == "cuda":
         return f"no MFU: {device_name(device_type)} is not in the table; give its dense bf16 peak with --peak-tflops"
     return "no MFU on a CPU"
 
 
-def describe_precision(settings: flags.Settings, device_type: str, manifest: dict | None) -> str:
+def describe_precision(settings: flags.Settings, device_type: str, checkpoint: pathlib.Path | None) -> str:
     """What is computed in which precision, and why in that one."""
     words = {
         "bf16": "bf16 compute and all-gather, fp32 master weights and gradient reduction",
@@ -91,7 +97,7 @@ def describe_precision(settings: flags.Settings, device_type: str, manifest: dic
         words = f"emulated {words}"
     if "precision" in settings.given:
         return f"{words}; by --precision"
-    if manifest:
+    if checkpoint:
         return f"{words}; as in the checkpoint"
     return f"{words}; the default on a {'GPU' if device_type == 'cuda' else 'CPU'}"
 
@@ -106,20 +112,3 @@ def describe_techniques(settings: flags.Settings, model, device_type: str) -> st
     if settings.activation_memory_budget is not None:
         activations = f"activation memory budget {settings.activation_memory_budget:g}"
     return f"{attention}, {mode} layers, {loss}, {activations}, {settings.optimizer}"
-
-
-def significant(figure: float) -> str:
-    """A positive figure to three digits, from 100 on to whole ones."""
-    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
-
-
-def describe_start(state: states.TrainState, checkpoint: pathlib.Path | None, changed: str) -> str:
-    """Where a run goes on from, and which flags are not those of its checkpoint; empty for a fresh one."""
-    lines = {}
-    if checkpoint:
-        lines["resumed"] = f"{checkpoint} at step {state.step:,}"
-    if changed:
-        lines["changed"] = changed
-    if state.branched_from:
-        lines["branched"] = f"from {state.branched_from['folder']} at step {state.branched_from['step']:,}"
-    return job.columns(lines)

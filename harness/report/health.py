@@ -1,5 +1,9 @@
 """Health: the numbers of the steps so far, which of them were skipped and why, and how a run ends whose loss or weights
-are NaN or infinite, or that skipped too many steps. Independent of how a step is skipped."""
+are NaN or infinite, or that skipped too many steps. Independent of how a step is skipped.
+
+What ends a run is found here as words that name the step, such as "the loss became nan at step 7"; empty words mean
+that nothing is wrong.
+"""
 
 import math
 import pathlib
@@ -12,10 +16,6 @@ import torch.distributed as dist
 from harness import base
 from harness import model as models
 from harness import state as states
-
-RECENT = 1000  # steps of which at most MAX_SHARE may be skipped, once MIN_SKIPPED were
-MAX_SHARE = 0.01
-MIN_SKIPPED = 10
 
 
 class StepResult(NamedTuple):
@@ -34,19 +34,6 @@ class StepNumbers(NamedTuple):
     loss: float
     grad_norm: float
     skipped: float
-
-
-class Skipped(NamedTuple):
-    step: int
-    reason: str  # such as "gradient norm is nan"
-
-
-class NotFinite(NamedTuple):
-    """The first thing of a run that is NaN or infinite, or the first of the steps that were skipped for it."""
-
-    step: int  # of the optimizer
-    words: str  # such as "loss became nan"
-    consequence: str = ""  # what followed, such as "6 steps in a row were skipped"
 
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
@@ -75,26 +62,25 @@ def read_routing(result: StepResult) -> dict[str, float]:
     return {"router_loss": router_loss, "expert_load_max": expert_load_max}
 
 
-# ---- Skipped steps ---------------------------------------------------------------------------------------------------
-
-
-def count_skipped(
-    state: states.TrainState, steps: list[StepNumbers], max_skipped: int
-) -> tuple[list[Skipped], NotFinite | None]:
-    """(those of `steps`, the last ones of the run, that were skipped; why they end the run, None where they do not).
-    Moves the counts and the norms of `state`."""
-    skipped, problem = [], None
+def count_skipped(state: states.TrainState, steps: list[StepNumbers], max_skipped: int) -> tuple[dict[int, str], str]:
+    """({step: why it was skipped} of `steps`, the last ones of the run; what ends the run: more than `max_skipped` in a
+    row). Moves the counts and the norms of `state`."""
+    reasons: dict[int, str] = {}
+    problem = ""
     for step, result in enumerate(steps, state.step - len(steps) + 1):
         if not result.skipped:
-            norms = [*state.recent_norms, result.grad_norm]  # new lists: a save beside the training may write the old
+            state.skipped_in_a_row = 0
+            norms = [*state.recent_norms, result.grad_norm]  # a new list: a save beside the training may write the old
             state.recent_norms = norms[-models.WINDOW :]
             continue
-        skipped.append(Skipped(step, reason_of(result.grad_norm, state.recent_norms)))
+        reasons[step] = reason_of(result.grad_norm, state.recent_norms)
         state.skipped_steps += 1
-        recent = [other for other in state.recent_skipped if other > step - RECENT]
-        state.recent_skipped = [*recent, step]
-        problem = problem or too_many(state.recent_skipped, max_skipped, skipped[-1].reason)
-    return skipped, problem
+        state.skipped_in_a_row += 1
+        if state.skipped_in_a_row > max_skipped and not problem:
+            first, in_a_row = step - state.skipped_in_a_row + 1, base.counted(state.skipped_in_a_row, "step")
+            problem = f"the {reasons[step]} at step {first}; {in_a_row} in a row skipped"
+            problem += f", more than --max-skipped {max_skipped}"
+    return reasons, problem
 
 
 def reason_of(norm: float, norms: list[float]) -> str:
@@ -105,76 +91,51 @@ def reason_of(norm: float, norms: list[float]) -> str:
     return f"gradient norm is {norm:.4g}, z-score {z_score:.1f}"
 
 
-def last_update(step: int, skipped: list[int]) -> int:
-    """The last step up to this one that was not skipped."""
-    while step in skipped:
-        step -= 1
-    return step
-
-
-def too_many(skipped: list[int], max_skipped: int, reason: str) -> NotFinite | None:
-    """Why a run ends whose last step was skipped; None where it goes on. `skipped` are the steps among the last RECENT
-    that were, that one included."""
-    last = skipped[-1]
-    in_a_row = last - last_update(last, skipped)
-    if in_a_row > max_skipped:
-        words = f"{base.counted(in_a_row, 'step')} in a row skipped, more than --max-skipped {max_skipped}"
-        return NotFinite(last - in_a_row + 1, reason, words)
-    steps = min(last, RECENT)
-    if len(skipped) >= MIN_SKIPPED and len(skipped) > MAX_SHARE * steps:
-        words = f"{len(skipped)} of the last {steps:,} steps skipped, more than {100 * MAX_SHARE:g} %"
-        return NotFinite(last, reason, words)
-    return None
-
-
 # ---- Not finite ------------------------------------------------------------------------------------------------------
 
 
-def first_not_finite(metrics: dict, losses: list[float | None]) -> NotFinite | None:
-    """The first figure that is NaN or infinite; None where all are finite. `losses` are those of the steps up to that
-    of `metrics`, None for a step that was skipped."""
+def first_not_finite(metrics: dict, steps: list[StepNumbers]) -> str:
+    """The first figure that is NaN or infinite, of `metrics` and of the losses of `steps`, the last of which they are
+    of; a step that was skipped has none."""
     step = metrics["step"]
-    figures = [(of_step, "loss", loss) for of_step, loss in enumerate(losses, step - len(losses) + 1)]
-    figures.append((step, "grad norm", metrics.get("grad_norm")))
-    figures += [(step, key.replace("_", " "), metrics.get(key)) for key in ("eval_loss", "eval_loss_ema")]
-    for of_step, name, value in figures:
-        if value is not None and not math.isfinite(value):
-            return NotFinite(of_step, f"{name} became {value}")
-    return None
+    figures = [(number, "loss", one.loss) for number, one in enumerate(steps, step - len(steps) + 1) if not one.skipped]
+    keys = ("grad_norm", "eval_loss", "eval_loss_ema")
+    figures += [(step, key.replace("_", " "), metrics[key]) for key in keys if key in metrics]
+    for number, name, value in figures:
+        if not math.isfinite(value):
+            return f"the {name} became {value} at step {number}"
+    return ""
 
 
-def broken_update(state: states.TrainState) -> NotFinite | None:
-    """The last update, where weights or optimizer states are NaN or infinite after it; every rank calls this."""
+def broken_update(state: states.TrainState) -> str:
+    """Names the last update where weights or optimizer states are NaN or infinite after it; every rank calls this."""
     if state.finite():
-        return None
-    words = "update made weights or optimizer states infinite or NaN"
-    return NotFinite(last_update(state.step, state.recent_skipped), words)
+        return ""
+    return f"the update made weights or optimizer states infinite or NaN at step {state.step - state.skipped_in_a_row}"
 
 
-def check_pass(run: Any, batch: dict, first_step: int) -> NotFinite | None:
-    """Why the state of `run` must not be saved or called done, None where nothing is wrong: weights and optimizer
-    states are finite, and so are the loss and the gradient norm of `batch`, and a loss of the weights' average. Every
-    rank calls this; it is outside the measured time. `first_step` is the first one since this start."""
+def check_pass(run: Any, batch: dict, first_step: int) -> str:
+    """Why the state of `run` must not be saved or called done: weights and optimizer states are finite, and so are the
+    loss and the gradient norm of `batch`, and a loss of the weights' average. Every rank calls this; it is outside the
+    measured time. `first_step` is the first one since this start."""
     state = run.state
-    step = last_update(state.step, state.recent_skipped)
     with state.tracker.excluded():
         problem = broken_update(state)
         if problem:
             return problem
         loss, norm = models.loss_and_norm(state.model, state.optimizer, batch)
-        found = [("weights", "loss", loss), ("weights", "gradient norm", norm)]
+        found = {"loss of the weights": loss, "gradient norm of the weights": norm}
         if state.average:
             with state.average.as_weights():
-                found.append(("weights' average", "loss", models.loss_without_data(state.model)))
-    for whose, name, value in found:
-        if not math.isfinite(value) and step < first_step:
-            return NotFinite(first_step, f"{name} of the {whose} was {value} from the start")
+                found["loss of the weights' average"] = models.loss_without_data(state.model)
+    for name, value in found.items():
         if not math.isfinite(value):
-            return NotFinite(step, f"update left the {whose} with a {name} of {value}")
-    return None
+            when = max(first_step, state.step - state.skipped_in_a_row)  # the weights may be broken since the start
+            return f"the {name} became {value} at step {when}"
+    return ""
 
 
-def give_up(folder: pathlib.Path, problem: NotFinite, resumed: pathlib.Path | None) -> None:
+def give_up(folder: pathlib.Path, problem: str, resumed: pathlib.Path | None) -> None:
     """Ends the run in `folder` because of `problem`; what was saved before stays. `resumed` is the checkpoint that it
     went on from. Each checkpoint has given a finite loss before it was saved."""
     newest = base.newest_checkpoint(folder)
@@ -183,9 +144,8 @@ def give_up(folder: pathlib.Path, problem: NotFinite, resumed: pathlib.Path | No
         kept = f"the last good checkpoint is {newest.name}"
     elif resumed:
         kept = f"the last good checkpoint is {resumed}"
-    parts = [f"the {problem.words} at step {problem.step}", problem.consequence, kept]
-    parts.append("a lower --lr, more --warmup-steps or --max-grad-norm 1 may help")
-    raise base.UserError("; ".join(part for part in parts if part), exit_code=1)
+    advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
+    raise base.UserError(f"{problem}; {kept}; {advice}", exit_code=1)
 
 
 class Remembered:

@@ -29,19 +29,10 @@ from harness import base, flags, job
 from harness.report import page
 from harness.report.figures import NOTES, of_all_ranks
 from harness.report.files import MetricsFile, describe_run, write_config
-from harness.report.health import (
-    NotFinite,
-    Skipped,
-    StepResult,
-    broken_update,
-    count_skipped,
-    first_not_finite,
-    read_results,
-    read_routing,
-)
+from harness.report.health import StepResult, broken_update, count_skipped, first_not_finite, read_results, read_routing
 from harness.report.profiling import dump_memory, profiling
 from harness.report.prometheus import Prometheus
-from harness.report.summary import describe_held_out, describe_skipped, describe_stories, summarize
+from harness.report.summary import describe_held_out, describe_skipped, say_stories, summarize
 from harness.report.trackers import Tracker
 from harness.report.waits import Waits
 
@@ -82,9 +73,8 @@ class Log(contextlib.AbstractContextManager):
         self.settings, self.state, self.data, self.device = run.settings, run.state, run.data, run.device
         self.folder, self.trackers, self.flops_per_token = run.folder, run.trackers, run.flops_per_token
         self.first_step = self.state.step + 1
-        self.first_loss: float | None = None  # of the run
         self.results: list[StepResult] = []  # of the steps since the last `metrics`
-        self.skipped: list[Skipped] = []  # since the last line
+        self.skipped: dict[int, str] = {}  # why, by step, since the last line
         self.speed: dict[str, float] = {}  # of the window that this step closed
         self.worked_ms: list[float] = []  # of a step outside collectives, in each window
         self.slow = ""  # about a rank for which the others wait
@@ -92,13 +82,10 @@ class Log(contextlib.AbstractContextManager):
         self.last: dict = {}  # the figures of the last line
         self.waits, self.profile = Waits(self.state.model), contextlib.ExitStack()
         self.file: MetricsFile | None = None  # on rank 0
-        self.refused = ""  # why lines of metrics.jsonl wait for the disk
-        self.page_tried = False
         if dist.get_rank() == 0:
             self._open(run.changed)
         shown = self.file is not None and job.is_terminal(sys.stderr)
         self.bar = job.step_bar(self.settings.num_steps, self.state.step, shown=shown)
-        self.began = time.monotonic()
 
     def _open(self, changed: str) -> None:
         """Opens the run's files and its trackers, on rank 0."""
@@ -108,9 +95,7 @@ class Log(contextlib.AbstractContextManager):
             write_config(self.folder, self.described)
         except OSError as error:
             raise base.UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
-        if self.file.lines:
-            self.last = self.file.lines[-1]
-            self.first_loss = self.file.lines[0].get("loss")
+        self.last = self.file.last
         places = {"run": str(self.folder)}
         for tracker in self.trackers:
             try:
@@ -135,7 +120,6 @@ class Log(contextlib.AbstractContextManager):
         if error is None:  # else another rank may be gone, for which a profile would wait
             self.profile.close()  # of a run that was stopped within it
         self.bar.close()
-        self._write_page()
 
     # ---- A step ------------------------------------------------------------------------------------------------------
 
@@ -160,10 +144,8 @@ class Log(contextlib.AbstractContextManager):
         if not due.profiled:
             tokens = self.state.tokens - tokens
             self.speed = self.state.tracker.step(tokens, self.flops_per_token, synchronize=due.log)
-        if due.log:
-            waited_ms = self.waits.take()
-            if "step_time_ms" in self.speed:
-                self.worked_ms.append(self.speed["step_time_ms"] - waited_ms)
+        if "step_time_ms" in self.speed:
+            self.worked_ms.append(self.speed["step_time_ms"] - self.waits.milliseconds())
 
     def count(self, result: StepResult) -> None:
         """Takes what a step gave; its numbers stay on the device until `metrics` reads them."""
@@ -171,14 +153,14 @@ class Log(contextlib.AbstractContextManager):
 
     # ---- A line ------------------------------------------------------------------------------------------------------
 
-    def metrics(self) -> tuple[dict, NotFinite | None]:
+    def metrics(self) -> tuple[dict, str]:
         """(the figures of a log line after the step that was just taken, what ends the run: NaN or infinity in a loss
         since the last call or in this step's gradient norm or update, too many skipped steps). A skipped step has no
         loss and no gradient norm."""
         state, routing, steps = self.state, read_routing(self.results[-1]), read_results(self.results)
         self.results.clear()
         skipped, too_many = count_skipped(state, steps, self.settings.max_skipped)
-        self.skipped += skipped
+        self.skipped |= skipped
         if skipped:
             job.say(describe_skipped(skipped, self.data.record, self.folder))
         metrics: dict[str, Any] = {"step": state.step}
@@ -186,7 +168,7 @@ class Log(contextlib.AbstractContextManager):
             metrics |= {"loss": steps[-1].loss, "grad_norm": steps[-1].grad_norm} | routing  # of this step alone
         metrics |= {"learning_rate": self.learning_rate, "tokens_seen": state.tokens}
         metrics["skipped_steps"] = state.skipped_steps
-        problem = first_not_finite(metrics, [None if step.skipped else step.loss for step in steps])
+        problem = first_not_finite(metrics, steps)
         if too_many and not problem:
             problem = broken_update(state) or too_many
         worked_ms = self.worked_ms[-1] if "step_time_ms" in self.speed else None
@@ -196,9 +178,7 @@ class Log(contextlib.AbstractContextManager):
     def write(self, metrics: dict, stories: list[dict[str, str]] | None = None) -> None:
         """A log line: metrics.jsonl, the trackers, the console. `stories` are what the model wrote now."""
         job.enter_phase("log")
-        stories, self.last = stories or [], metrics
-        if self.first_loss is None:
-            self.first_loss = metrics.get("loss")
+        self.last = metrics
         if "eval_loss" in metrics:
             with self.state.tracker.excluded():
                 keep_objects()  # the compiler may have run again, for passes without gradients
@@ -206,39 +186,32 @@ class Log(contextlib.AbstractContextManager):
             gc.collect()
         if self.file is None:
             return
-        self._write_line(metrics, stories)
-        self._tell(lambda tracker: tracker.log(metrics, stories), f", from step {metrics['step']} on")
+        self._write_line(self.file, metrics, stories)
+        self._tell(lambda tracker: tracker.log(metrics))
         self._say_line(metrics)
-        if stories:
-            job.say_story(describe_stories(stories))
+        say_stories(stories or [])
 
-    def _write_line(self, metrics: dict, stories: list[dict[str, str]], **notes: Any) -> None:
-        """A line of metrics.jsonl with its notes. Says once that this fails."""
+    def _write_line(self, file: MetricsFile, metrics: dict, stories: list | None, **notes: Any) -> None:
+        """A line of metrics.jsonl with its notes."""
         if stories:
             notes["samples"] = stories
         if self.skipped:
             notes["skipped"] = []
-            for step, reason in self.skipped:
+            for step, reason in self.skipped.items():
                 samples = self.data.record.samples_of_step(step)
                 notes["skipped"].append({"step": step, "reason": reason, "samples": [samples.start, samples.stop - 1]})
-            self.skipped = []
-        try:
-            self.file.write(metrics | notes)
-            self.refused = ""
-        except OSError as error:
-            if not self.refused:
-                reason = f"metrics.jsonl, from step {metrics['step']} on: {error.strerror}"
-                job.say(f"failed     {reason}; its lines wait in memory, the run goes on")
-            self.refused = error.strerror or str(error)
+            self.skipped = {}
+        file.write(metrics | notes)
 
-    def _tell(self, call: Callable[[Tracker], None], where: str = "") -> None:
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
         """Calls each tracker; one that fails is left out from now on."""
         for tracker in list(self.trackers):
             try:
                 call(tracker)
             except Exception as error:  # whatever it is, the run has its own files
                 self.trackers.remove(tracker)
-                job.say(f"failed     {tracker.name}{where}: {reason_of(error)}; the run goes on without it")
+                where = f"{tracker.name}, from step {self.state.step} on"
+                job.say(f"failed     {where}: {reason_of(error)}; the run goes on without it")
 
     def _say_line(self, metrics: dict) -> None:
         """The line of the console, and the figures in the bar."""
@@ -289,22 +262,23 @@ class Log(contextlib.AbstractContextManager):
         if not self.file:
             return metrics
         if metrics:
-            self._write_line(metrics, stories, final=True)
-            self._tell(lambda tracker: tracker.finish(metrics, stories))
+            self._write_line(self.file, metrics, stories, final=True)
+            self._tell(lambda tracker: tracker.finish(metrics))
         self.bar.close()
         if took_steps:
-            job.say(summarize(metrics, self.folder, self.state, time.monotonic() - self.began, self.first_loss))
+            job.say(summarize(metrics, self.folder, self.state))
         else:
             job.say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
-        if stories:
-            job.say_story("\n" + describe_stories(stories))
+        say_stories(stories)
         return metrics
 
     def check_written(self) -> None:
         """Raises UserError where metrics.jsonl lacks lines at the end of the run."""
-        if self.refused:
-            problem = f"{self.folder / 'metrics.jsonl'} could not be written ({self.refused})"
-            raise base.UserError(f"--output-dir: {problem}; its last lines are lost", 1)
+        try:
+            if self.file:
+                self.file.sync()
+        except OSError as error:
+            raise base.UserError(f"--output-dir: {self.folder}: {error}; its last lines are lost", 1) from error
 
     def end(self, exit_code: int) -> None:
         """What is left to do where the process ends, however that came; in a thread of its own on rank 0."""
@@ -312,20 +286,13 @@ class Log(contextlib.AbstractContextManager):
             self.file.sync()
         with contextlib.suppress(OSError):
             write_config(self.folder, self.described, exit_code=exit_code)
-        self._write_page()
+        try:
+            page.write_report(self.folder)
+        except Exception as error:  # the run has its result
+            job.say(f"report     not written: {reason_of(error)}")
         for tracker in self.trackers:
             with contextlib.suppress(Exception):
                 tracker.close(exit_code)
-
-    def _write_page(self) -> None:
-        """Makes report.html of the run's files, on rank 0. Where that fails a line says so: the run has its result."""
-        if not self.file or self.page_tried:
-            return
-        self.page_tried = True
-        try:
-            page.write_report(self.folder)
-        except Exception as error:
-            job.say(f"report     not written: {reason_of(error)}")
 
 
 def keep_objects() -> None:

@@ -3,7 +3,6 @@
 import pathlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import psutil
 import torch
@@ -53,17 +52,13 @@ class Prometheus(Tracker):
     def start(self, run: dict, state: states.TrainState) -> str:
         self.state, self.first_step = state, state.step
         num_steps, starts = run["flags"]["num_steps"], len(run["starts"])
-        self.show({"num_steps": num_steps, "starts": starts, "world_size": run["world_size"]})
+        self.log({"num_steps": num_steps, "starts": starts, "world_size": run["world_size"]})
         return f"http://{self.settings.metrics_host}:{self.settings.metrics_port}/metrics"
 
-    def show(self, metrics: dict[str, float]) -> None:
+    def log(self, metrics: dict) -> None:
         self.figures = self.figures | metrics  # a new dictionary: a scrape may be reading the old one
 
-    def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
-        self.show(metrics)
-
-    def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
-        self.show(metrics)
+    finish = log
 
     def close(self, exit_code: int) -> None:
         self.running = job.state_of(exit_code)

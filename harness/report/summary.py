@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from harness import base, flags, job
 from harness import state as states
-from harness.report.files import as_json
-from harness.report.header import significant
-from harness.report.health import Skipped, first_not_finite
+from harness.report.files import as_json, read_metrics
+
+ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
 
 # ---- Losses and stories ----------------------------------------------------------------------------------------------
 
@@ -44,8 +44,9 @@ def describe_held_out(metrics: dict) -> str:
     return words
 
 
-def describe_stories(stories: list[dict[str, str]]) -> str:
-    return "\n\n".join(story["text"] for story in stories)
+def say_stories(stories: list[dict[str, str]]) -> None:
+    if stories:
+        job.say_story("\n" + "\n\n".join(story["text"] for story in stories))
 
 
 class Answer(contextlib.ExitStack):
@@ -63,59 +64,55 @@ class Answer(contextlib.ExitStack):
         Raises:
             UserError: a loss is NaN or infinite.
         """
-        settings = run.settings
+        settings, data = run.settings, run.settings.describe_dataset()
         step = run.manifest["step"] if run.manifest else None
-        problem = first_not_finite({"step": step or 0} | losses, [])
-        if problem:
-            whose = run.checkpoint or settings.model
-            raise base.UserError(f"--eval-interval: the {problem.words} by {whose}", exit_code=1)
         weights = f"step {step:,} of {settings.resume}" if step is not None else settings.model
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
         size = f"{tokens:,} tokens"
         if settings.chat_loss == "assistant" and any(windows.is_chat for windows in run.data.held_out.values()):
             size += ", of conversations the assistant's alone"
-        said = f"{weights} on {settings.describe_dataset()}: {describe_held_out(losses)}, {size}"
-        job.say(job.columns({"evaluated": said}))
+        job.say(job.columns({"evaluated": f"{weights} on {data}: {describe_held_out(losses)}, {size}"}))
         if settings.json and dist.get_rank() == 0:
-            figures = {"model": settings.model, "step": step, "dataset": settings.describe_dataset(), "tokens": tokens}
-            figures |= losses | {"perplexity": perplexity(losses["eval_loss"])}
+            figures = {"model": settings.model, "step": step, "dataset": data, "tokens": tokens} | losses
+            figures["perplexity"] = perplexity(losses["eval_loss"])
             print(as_json(figures), file=self.stdout, flush=True)
 
     def finish(self, stories: list[dict[str, str]], predicted: dict[str, float]) -> dict:
         """Prints the stories; there are no figures."""
-        if stories:
-            job.say_story("\n" + describe_stories(stories))
+        say_stories(stories)
         return {}
 
 
 # ---- Skipped steps ---------------------------------------------------------------------------------------------------
 
 
-def describe_skipped(skipped: list[Skipped], data, folder: pathlib.Path) -> str:
+def describe_skipped(reasons: dict[int, str], data, folder: pathlib.Path) -> str:
     """Which steps were skipped and why, with the command that shows what the first one trained on. `data` is the record
     of the run's data."""
-    first = skipped[0].step
-    steps = base.shortened([f"{step:,}" for step, _ in skipped])
-    reasons = base.shortened(list(dict.fromkeys(reason for _, reason in skipped)), 3)
+    first = next(iter(reasons))
+    steps = base.shortened([f"{step:,}" for step in reasons])
+    words = base.shortened(list(dict.fromkeys(reasons.values())), 3)
     samples = data.samples_of_step(first)
     command = flags.to_paste(job.launcher(), config=folder / "config.json", show_samples=first)
     where = f"step {first:,} had samples {samples.start:,} to {samples.stop - 1:,}"
-    return job.columns({"skipped": f"step {steps}: {reasons}; {where}, shown by: {command}"})
+    return job.columns({"skipped": f"step {steps}: {words}; {where}, shown by: {command}"})
 
 
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
 
-def summarize(
-    metrics: dict, folder: pathlib.Path, state: states.TrainState, seconds: float, first_loss: float | None
-) -> str:
-    """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them. `seconds`
-    is how long this start trained, `first_loss` the run's first."""
-    lines = {"done": describe_training(metrics, state, seconds)}
-    loss = metrics.get("loss")
-    if loss is not None and first_loss is not None and loss > first_loss:
-        words = f"the loss ended at {loss:,.4f}, above its first, {first_loss:,.4f}"
-        lines["worse"] = f"{words}: a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
-    lines["speed"] = describe_speed(metrics)
+def summarize(metrics: dict, folder: pathlib.Path, state: states.TrainState) -> str:
+    """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them."""
+    lines = {"done": describe_training(metrics, state)}
+    first_loss = next((line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line.get("loss")), math.inf)
+    if metrics.get("loss", 0.0) > first_loss:
+        lines["worse"] = f"the loss ended at {metrics['loss']:,.4f}, above its first, {first_loss:,.4f}: {ADVICE}"
+    lines["speed"] = "not measured: no step after the --perf-warmup-steps"
+    if "step_time_ms" in metrics:
+        of_a_step = f"{metrics['step_time_ms']:,.1f} ms a step  goodput {metrics['goodput_percent']:.1f} %"
+        lines["speed"] = f"{state.tracker.get_print_message(metrics)}  {of_a_step}"
     kinds = [kind for kind in ("alloc", "reserved") if f"peak_memory_{kind}" in metrics]
     if kinds:
         lines["memory"] = ", ".join(f"{kind} {metrics[f'peak_memory_{kind}']:.2f} GiB" for kind in kinds)
@@ -127,38 +124,21 @@ def summarize(
     return "\n" + job.columns(lines, wrap=True)
 
 
-def describe_training(metrics: dict, state: states.TrainState, seconds: float) -> str:
+def describe_training(metrics: dict, state: states.TrainState) -> str:
     """Steps, tokens, time and losses; of a run that branched from another without the other's steps and tokens."""
     origin = state.branched_from or {"step": 0, "tokens": 0}
     words = base.counted(metrics["step"] - origin["step"], "step")
     if metrics["skipped_steps"]:
         words += f" ({metrics['skipped_steps']:,} skipped)"
-    which = ""
-    if state.elapsed_before:  # of the starts before, only the time of their steps is known
-        which, seconds = "first ", metrics.get("trained_seconds", seconds)
-    words += f", {metrics['tokens_seen'] - origin['tokens']:,} tokens in {tqdm.format_interval(seconds)} of training, "
-    words += f"{tqdm.format_interval(state.elapsed)} since the {which}start"
+    since = "the first start" if state.elapsed_before else "the start"
+    words += f", {metrics['tokens_seen'] - origin['tokens']:,} tokens"
+    words += f" in {tqdm.format_interval(state.elapsed)} since {since}"
     if state.branched_from:
         words += f" after step {origin['step']:,} of {pathlib.Path(origin['folder']).name}"
     if "loss" in metrics:  # the last step was not skipped
         words += f", loss {metrics['loss']:.4f}"
     held_out = describe_held_out(metrics)
     return f"{words}, {held_out}" if held_out else words
-
-
-def describe_speed(metrics: dict) -> str:
-    """The averages after warmup, as far as they were measured."""
-    if "tokens_per_sec" not in metrics:
-        return "not measured: no step after the --perf-warmup-steps"
-    words = f"{metrics['tokens_per_sec']:,.0f} tok/s, {metrics['tokens_per_sec_per_gpu']:,.0f} a rank"
-    words += f", {metrics['step_time_ms']:,.1f} ms a step"
-    if "actual_tflops_per_sec" in metrics:
-        words += f", {significant(metrics['actual_tflops_per_sec'])} TFLOPS"
-    if "mfu_percent" in metrics:
-        words += f" of {significant(metrics['theoretical_tflops_total'])}, MFU {metrics['mfu_percent']:.2f} %"
-    if "goodput_percent" in metrics:
-        words += f", goodput {metrics['goodput_percent']:.1f} %"
-    return words
 
 
 def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, step: int) -> str:
@@ -198,4 +178,5 @@ def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:
         lines["go on"] = job.command(run.settings, run.folder)
     lines["report"] = str(run.folder / "report.html")
     job.say(job.columns(lines))
-    return 1 if checkpoints.failures or log.refused else job.STOPPED
+    lost_lines = log.file and log.file.waiting
+    return 1 if checkpoints.failures or lost_lines else job.STOPPED

@@ -15,19 +15,15 @@ from harness.report.profiling import covered
 
 class Waits:
     """A clock around every all-gather, reduce-scatter and all-reduce of a model's `fully_shard` groups, which work as
-    before.
-
-    On a CPU it runs in every step. On a GPU it is a pair of events on the collective's stream, which takes no time
-    there, and it runs in the last step before a log line only.
-    """
+    before. It runs in steps with a log line only. On a GPU it is a pair of events on the collective's stream, which
+    takes no time there."""
 
     def __init__(self, model: nn.Module):
         mesh = next(model.parameters()).device_mesh  # type: ignore[attr-defined]  # they are DTensors
         self.cuda = mesh.device_type == "cuda"
         self.runs = False  # whether the current step is timed
-        self.steps = 0  # that were timed
-        self.spans: list[tuple] = []  # of time inside collectives: (start, end)
-        self.begun: Any = None  # when the first step of `spans` began
+        self.began: Any = None  # when the last such step began
+        self.spans: list[tuple] = []  # of that step inside collectives: (start, end)
         self.reduced: Any = None  # when the last reduce-scatter ended or, where there is none, its buffer was made
         for module in models.sharded_modules(model):
             group = models.fsdp_group(module)
@@ -41,12 +37,9 @@ class Waits:
     @contextlib.contextmanager
     def step(self, logs: bool) -> Iterator[None]:
         """A training step, with or without a log line after it."""
-        self.runs = logs or not self.cuda
-        if self.runs and self.begun is None:
-            self.begun = self.now()
+        if logs:
+            self.runs, self.began, self.spans = True, self.now(), []
         yield
-        if self.runs:
-            self.steps += 1
         self.runs = False
 
     def now(self):
@@ -61,17 +54,14 @@ class Waits:
         if self.runs:
             self.spans.append((start, self.now()))
 
-    def take(self) -> float:
-        """Milliseconds of a step that this rank was in a collective, the mean since the last call. The device must be
-        synchronized. Time in which several collectives run counts once."""
-        spans = [(self.since_begun(start), self.since_begun(end)) for start, end in self.spans]
-        spent = covered(spans) / max(self.steps, 1)
-        self.begun, self.steps, self.spans = None, 0, []
-        return spent
+    def milliseconds(self) -> float:
+        """How long this rank was in a collective in the last step that was timed. The device must be synchronized. Time
+        in which several collectives run counts once."""
+        return covered([(self.since_began(start), self.since_began(end)) for start, end in self.spans])
 
-    def since_begun(self, moment) -> float:
-        """Milliseconds from the first timed step to a moment."""
-        return self.begun.elapsed_time(moment) if self.cuda else 1000 * (moment - self.begun)
+    def since_began(self, moment) -> float:
+        """Milliseconds from the beginning of the step to a moment."""
+        return self.began.elapsed_time(moment) if self.cuda else 1000 * (moment - self.began)
 
 
 class Timed:

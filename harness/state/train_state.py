@@ -49,7 +49,7 @@ class Counters:
     # of streams, by source and stream, the last place before `samples` where reading can begin
     positions: dict[str, dict[int, tuple]] = dataclasses.field(default_factory=dict)
     skipped_steps: int = 0
-    recent_skipped: list[int] = dataclasses.field(default_factory=list)  # steps, of the last 1,000
+    skipped_in_a_row: int = 0  # the last steps
     recent_norms: list[float] = dataclasses.field(default_factory=list)  # of the last steps that were not skipped
     run_id: str = of_the_run(default_factory=new_run_id)  # of the trackers
     branched_from: dict | None = of_the_run(default=None)  # noqa: RUF009 - a field; as `branch_of` returns it

@@ -22,6 +22,7 @@ from harness.model.optimization import build_optimizer, clip_grad_norm, find_opt
 from harness.model.weights import on_meta
 from harness.model.whole_matrices import deal
 from harness.report.header import describe_setup
+from harness.state import TrainState
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -393,7 +394,7 @@ def test_the_header_says_how_many_of_each_and_which(built):
     model, optimizer, settings = built("--optimizer", "muon", model="fused")
     data = types.SimpleNamespace(header={}, has_padding=False)
     mesh = next(model.parameters()).device_mesh
-    header = " ".join(describe_setup(settings, model, optimizer, mesh, data, "", None, "").split())
+    header = " ".join(describe_setup(settings, TrainState(model, optimizer), mesh, data, "", None, "").split())
     assert "muon on 14 matrices (o_proj, qkv_proj, gate_up_proj, down_proj)" in header
     assert "adamw on 7 other parameters (embed_tokens," in header
     assert find_optimizer("adamw").describe is None

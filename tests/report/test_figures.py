@@ -66,8 +66,8 @@ def served(monkeypatch, tmp_path):
 
 
 def test_prometheus_tells_what_a_figure_is_and_has_that_of_a_source_behind_a_label(served):
-    served.show({"mfu_percent": 40.0, "new": 3.0, "eval_loss": 2.0, "loss": 1.5, "share/web": 0.5})
-    served.show({"eval_loss": 1.0, "eval_loss/web": 2.5, 'eval_loss/a"b\\c\nd': 4.0})
+    served.log({"mfu_percent": 40.0, "new": 3.0, "eval_loss": 2.0, "loss": 1.5, "share/web": 0.5})
+    served.log({"eval_loss": 1.0, "eval_loss/web": 2.5, 'eval_loss/a"b\\c\nd': 4.0})
     registry = CollectorRegistry()
     registry.register(served)
     text = generate_latest(registry).decode()

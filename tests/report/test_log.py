@@ -51,7 +51,7 @@ def test_the_same_command_after_the_end_keeps_the_last_line_and_ends_well(run, c
     assert metrics_of(folder) == lines
     said = capsys.readouterr().out
     assert "done       nothing to train: step 3 of 3" in said and "report  " in said
-    assert re.search(r"done +3 steps, 192 tokens in \d\d:\d\d of training, \d\d:\d\d since the start, loss", first)
+    assert re.search(r"done +3 steps, 192 tokens in \d\d:\d\d since the start, loss", first)
 
 
 def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_it_trained(run, capsys):
@@ -64,7 +64,7 @@ def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_
     assert (first["step"], second["step"]) == (0, 3) and "changed" not in first
     assert "num steps 3 -> 6" in second["changed"] and "-> 0.01" in second["changed"]
     assert 0 < lines[-1]["trained_seconds"] < lines[-1]["elapsed_seconds"]
-    assert re.search(r"tokens in [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
+    assert re.search(r"tokens in [\d:]+ since the first start", capsys.readouterr().out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -210,12 +210,11 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room_again(dis
     ]
 
 
-def test_lines_that_are_refused_to_the_end_make_the_run_fail_and_the_page_says_why_not(disturbed, capsys):
+def test_lines_that_are_refused_to_the_end_make_the_run_fail(disturbed, capsys):
     with pytest.raises(UserError, match=r"metrics.jsonl could not be written \(File too large\)") as failed:
         disturbed({3: lambda: limit_files(disturbed.metrics.stat().st_size)})
     assert failed.value.exit_code == 1
-    said = capsys.readouterr().out
-    assert said.count("failed     metrics.jsonl") == 1 and "report     not written: File too large" in said
+    assert capsys.readouterr().out.count("failed     metrics.jsonl") == 1
     assert steps_in(disturbed.folder) == [1, 2, 3]
 
 

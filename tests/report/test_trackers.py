@@ -16,7 +16,6 @@ from harness.base.errors import UserError
 from harness.job import endings
 from harness.report.log import open_trackers
 from harness.report.trackers import Tracker
-from harness.report.trackers.tensorboard import as_it_is
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2 --log-interval 1"
 
@@ -34,7 +33,7 @@ def opened(offline, device, tmp_path):
 
     def start_each(log_with: str, step: int = 0) -> list[Tracker]:
         state = types.SimpleNamespace(step=step, tokens=64 * step)
-        run = {"flags": vars(parse([])), "world_size": 1, "run_id": "abc", "starts": []}
+        run = {"given": {"lr": 1e-3}, "run_id": "abc"}
         trackers = open_trackers(parse(["--log-with", log_with]), tmp_path)
         for tracker in trackers:
             tracker.start(run, state)
@@ -54,8 +53,8 @@ def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(
     for tracker in trackers:
         for step in (1, 2):
             more = {f"eval_loss/{source}": step + number for number, source in enumerate(sources)}
-            tracker.log(line(step, grad_norm=float("nan"), **more, **{"share/web": 0.7}), [])
-        tracker.finish(line(2, step_time_ms=7.0, **more), [])
+            tracker.log(line(step, grad_norm=float("nan"), **more, **{"share/web": 0.7}))
+        tracker.finish(line(2, step_time_ms=7.0, **more))
         tracker.close(0)
     events, tokens = (read_events(tmp_path / "train_fsdp" / name) for name in ("", "by_tokens"))
     rows = wandb_rows(tmp_path)
@@ -79,7 +78,7 @@ def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened
     for step, factor in ((0, 1.0), (2, 10.0)):
         (tensorboard,) = opened("tensorboard", step)
         for number in (1, 2, 3):
-            tensorboard.log(line(step + number, loss=factor * (step + number)), [])
+            tensorboard.log(line(step + number, loss=factor * (step + number)))
         tensorboard.close(143)
         time.sleep(1.1)  # its files are named by the second
     events = read_events(tmp_path / "train_fsdp").Scalars("train/loss")
@@ -131,14 +130,6 @@ def test_a_package_that_is_missing_is_named(mistake, monkeypatch):
     assert mistake("--log-with", "tensorboard").startswith(
         "--log-with tensorboard: needs the package tensorboard; pip install tensorboard, or leave the flag out"
     )
-
-
-def test_a_story_is_shown_as_it_was_written():
-    from tensorboard.plugin_util import markdown_to_safe_html
-
-    text = "a <b>bold</b> *fox* said: [x](http://y)\n\n# _two_\n- `three` | ~4~ &lt; 5"
-    shown = markdown_to_safe_html(as_it_is(text)).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    assert shown.removeprefix("<pre><code>").removesuffix("\n</code></pre>") == text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

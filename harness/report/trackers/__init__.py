@@ -4,7 +4,6 @@ interface below; the libraries that it needs are imported in its methods.
 """
 
 import pathlib
-from typing import Any
 
 from harness import flags
 from harness import state as states
@@ -30,12 +29,11 @@ class Tracker:
         holds, `run["run_id"]` stays the same over restarts. Returns where to look, an address or a command."""
         return ""
 
-    def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
-        """A line of metrics.jsonl, by its keys (`figures.named` gives the names to show), and the stories of this step,
-        each {"prompt": ..., "text": ...}."""
+    def log(self, metrics: dict) -> None:
+        """A line of metrics.jsonl, by its keys; `figures.named` gives the names to show."""
 
-    def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
-        """The last line, with the averages after warmup, and the last stories; of a run that took all its steps."""
+    def finish(self, metrics: dict) -> None:
+        """The last line, with the averages after warmup, of a run that took all its steps."""
 
     def close(self, exit_code: int) -> None:
         """The process is about to end with this exit code."""

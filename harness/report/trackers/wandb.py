@@ -1,15 +1,12 @@
 """Weights & Biases, by its own client: `wandb login`, or WANDB_MODE=offline."""
 
-import os
 import pathlib
-from typing import Any
 
-from harness import base, flags
+from harness import base, flags, job
 from harness import state as states
 from harness.report.trackers import Tracker, named, over_tokens
 
 FINISH_SECONDS = 60  # that the end of a run waits for what is not uploaded
-STOPPED = 143  # exit code of a run that a scheduler ended, after saving
 
 
 class Wandb(Tracker):
@@ -34,7 +31,6 @@ class Wandb(Tracker):
     def start(self, run: dict, state: states.TrainState) -> str:
         import wandb
 
-        os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.resolve() / "wandb"))  # tables that are to be uploaded
         self.run = wandb.init(
             project=self.settings.project_name,
             name=self.folder.name,
@@ -47,27 +43,19 @@ class Wandb(Tracker):
         self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
         return self.run.url or f"offline; later: wandb sync {pathlib.Path(self.run.dir).parent}"
 
-    def log(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
-        self.run.log(named(metrics) | over_tokens(metrics) | table_of(stories), step=metrics["step"], commit=True)
+    def log(self, metrics: dict) -> None:
+        self.run.log(named(metrics) | over_tokens(metrics), step=metrics["step"], commit=True)
 
-    def finish(self, metrics: dict[str, Any], stories: list[dict[str, str]]) -> None:
-        self.run.summary.update(named(metrics) | table_of(stories))
+    def finish(self, metrics: dict) -> None:
+        self.run.summary.update(named(metrics))
 
     def close(self, exit_code: int) -> None:
         import wandb
 
-        if exit_code == STOPPED:
+        if exit_code == job.STOPPED:
             self.run.mark_preempting()  # wandb then calls it preempted, else failed
         self.run.finish(exit_code=exit_code)
         wandb.teardown(exit_code)  # until its process has written the last record: it ends with this one
-
-
-def table_of(stories: list[dict[str, str]]) -> dict[str, Any]:
-    """The stories as a table, by its name in a row; empty without any."""
-    import wandb
-
-    rows = [[story["prompt"], story["text"]] for story in stories]
-    return {"stories": wandb.Table(columns=["prompt", "text"], data=rows)} if rows else {}
 
 
 TRACKER = Wandb
