@@ -112,8 +112,5 @@ def describe_run(
     return run | {"starts": [*starts, start], "data": data.record()}
 
 
-def write_config(folder: pathlib.Path, run: dict, **ending: int) -> None:
-    """Writes config.json, with `ending` in the entry of the latest start: the exit code, which torchrun does not pass
-    on."""
-    *earlier, start = run["starts"]
-    job.replace_file(folder / "config.json", json.dumps(run | {"starts": [*earlier, start | ending]}, indent=2) + "\n")
+def write_config(folder: pathlib.Path, run: dict) -> None:
+    job.replace_file(folder / "config.json", json.dumps(run, indent=2) + "\n")

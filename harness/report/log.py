@@ -18,7 +18,6 @@ import importlib
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,7 +125,7 @@ class Log(contextlib.AbstractContextManager):
     @contextlib.contextmanager
     def step(self, due: job.Due) -> Iterator[None]:
         """An optimizer step with the counting of it: it is timed, and profiled where that is due."""
-        began, tokens = time.perf_counter(), self.state.tokens
+        tokens = self.state.tokens
         self.learning_rate = float(self.state.scheduler.get_last_lr()[0])
         if due.profile_begins:
             self.profile.enter_context(profiling(self.folder, self.state))
@@ -138,8 +137,6 @@ class Log(contextlib.AbstractContextManager):
         if due.first:
             with self.state.tracker.excluded():
                 keep_objects()  # the compiler has made more than there was before
-            if self.settings.compile:
-                job.say(f"compiled   in {time.perf_counter() - began:,.0f} s, the first step included")
         self.speed = {}
         if not due.profiled:
             tokens = self.state.tokens - tokens
@@ -219,16 +216,11 @@ class Log(contextlib.AbstractContextManager):
         parts = ["skipped"]
         if "loss" in metrics:
             parts = [f"loss {metrics['loss']:.4f}", f"grad {metrics['grad_norm']:.2f}"]
-        shown = parts[:1]
+        speed = self.state.tracker.get_print_message(metrics)
+        self.bar.set_postfix_str(f"{parts[0]}  {speed}", refresh=False)
         parts.append(f"lr {metrics['learning_rate']:.1e}")
         if "step_time_ms" in metrics:
-            parts.append(self.state.tracker.get_print_message(metrics))
-            parts.append(f"eta {tqdm.format_interval((num_steps - step) * metrics['step_time_ms'] / 1000)}")
-            speed = f"{metrics['tokens_per_sec']:,.0f} tok/s"
-            if "mfu_percent" in metrics:
-                speed = f"MFU {metrics['mfu_percent']:.1f} %"
-            shown.append(speed)
-        self.bar.set_postfix_str(", ".join(shown), refresh=False)
+            parts += [speed, f"eta {tqdm.format_interval((num_steps - step) * metrics['step_time_ms'] / 1000)}"]
         parts += [words for words in (describe_held_out(metrics), self.slow) if words]
         name = f"step {step:>{len(str(num_steps))}}/{num_steps}"
         job.say(job.wrap_lines("  ".join([name, *parts]), indent=len(name) + 2))
@@ -285,7 +277,8 @@ class Log(contextlib.AbstractContextManager):
         with contextlib.suppress(OSError):
             self.file.sync()
         with contextlib.suppress(OSError):
-            write_config(self.folder, self.described, exit_code=exit_code)
+            self.described["starts"][-1]["exit_code"] = exit_code  # which torchrun does not pass on
+            write_config(self.folder, self.described)
         try:
             page.write_report(self.folder)
         except Exception as error:  # the run has its result

@@ -5,7 +5,6 @@ shards, everything else is one dataclass of counters in the manifest.
     Checkpoints               saves it: `save` publishes a checkpoint or nothing, `finish` waits for it
     remove_leftovers          removes what a kill left of a save
     find_checkpoint           the checkpoint to go on from and its manifest, checked; (None, None) for a fresh start
-    load_to_read              loads one for what trains nothing, beside a run that may remove it
     find_recorded_data        what a run recorded of its data, for --show-samples
     branch_of                 None for the run that saved a checkpoint, else the id and the origin of a new one
     describe_identity         what no flag says and a resumed run must have again
@@ -24,7 +23,7 @@ __getattr__, __all__ = doors.open_door(
     {
         "train_state": "TrainState",
         "store": "Checkpoints",
-        "find": "find_checkpoint load_to_read find_recorded_data branch_of refuse_broken",
+        "find": "find_checkpoint find_recorded_data branch_of refuse_broken",
         "identity": (
             "describe_identity check_resume check_data check_same_model check_same_corpus check_has_average "
             "keep_global_batch"

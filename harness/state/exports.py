@@ -3,12 +3,14 @@ it at the end of a run. Independent of optimizer and data."""
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import pathlib
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,23 +68,30 @@ def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
         UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
     """
     final, is_average = folder_of(settings), settings.export_weights == "ema"
-    temporary, error = final.with_name(f".{final.name}.writing"), ""
+    temporary = final.with_name(f".{final.name}.writing")
+
+    def on_disk(write: Callable[[], None]) -> None:
+        """Has rank 0 write; where that fails, every rank raises the error."""
+
+        def write_or_clean_up() -> None:
+            try:
+                write()
+            except Exception as error:
+                shutil.rmtree(temporary, ignore_errors=True)
+                problem = f"--export {settings.export}: cannot be written ({base.first_line(error)})"
+                raise base.UserError(problem, exit_code=1) from error
+
+        job.enter_phase("export")
+        base.on_main_rank(write_or_clean_up)
+
     with state.average.as_weights() if is_average else contextlib.nullcontext():
         problem = state.what_is_broken()
         if problem:
             raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
-        try:
-            write_weights(temporary, state)
-            if dist.get_rank() == 0:
-                write_configs(temporary, settings, state.model, tokenizer)
-                replace_folder(final, temporary)
-        except Exception as exception:
-            error = base.first_line(exception)
-    error = base.of_all_ranks(error)[0]
-    if error:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise base.UserError(f"--export {settings.export}: cannot be written ({error})", exit_code=1)
+        on_disk(lambda: make_folder(temporary))
+        write_weights(temporary, state, on_disk)
+    on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer))
+    on_disk(lambda: replace_folder(final, temporary))
     parts = [str(final), f"step {state.step:,}"]
     if is_average:
         parts.append("the average of the weights")
@@ -91,37 +100,47 @@ def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
     job.say(f"exported   {', '.join(parts)}")
 
 
-def write_weights(folder: pathlib.Path, state: TrainState) -> None:
-    """Writes the weights into a new folder, by rank 0: into one file where they take at most ONE_FILE, else into a file
-    for each decoder layer and one for what is in none, so that no rank ever holds the model. Every rank calls this.
-    An error is raised at the end, by rank 0, as it takes part in gathering the layers that are left."""
+def make_folder(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
+    folder.mkdir(parents=True)
+
+
+def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
+    """Gives the folder `new` the name `final`; what had it, an earlier export, is removed then."""
+    old = final.with_name(f".{final.name}.deleting")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    new.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_weights(folder: pathlib.Path, state: TrainState, on_disk: Callable[[Callable[[], None]], None]) -> None:
+    """Writes the weights under the names that they have on the hub, into one file where they take at most ONE_FILE,
+    else into a file for each decoder layer and one for what is in none: so no rank ever holds the model. A file's
+    header has the run's id and the step. Every rank calls this."""
+    from safetensors.torch import save_file
+
     tensors = persistent_tensors(state.model)
-    error: Exception | None = None
-    groups = [tensors]
+    parts = [tensors]
     if sum(tensor.nbytes for tensor in tensors.values()) > ONE_FILE:
-        groups = by_layer(tensors)
+        parts = by_layer(tensors)
+    header = {"format": "pt", "run_id": state.run_id, "step": str(state.step)}
     index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    for number, group in enumerate(groups, 1):
-        job.enter_phase("export")
-        gathered = gather(group)
-        if dist.get_rank() > 0 or error:
-            continue
-        name = "model.safetensors"
-        if len(groups) > 1:
-            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            weights = write_file(folder / name, state, gathered)
-            index["weight_map"] |= dict.fromkeys(weights, name)
-            index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in weights.values())
-            if number == len(groups) > 1:
-                write_json(folder / "model.safetensors.index.json", index)
-        except Exception as exception:
-            error = exception
-    if error:
-        raise error
+
+    def write(name: str, part: dict[str, torch.Tensor]) -> None:
+        weights = models.as_in_checkpoint(state.model, part)
+        for key, tensor in weights.items():  # copies: parts of a fused tensor share its storage
+            weights[key] = tensor.clone(memory_format=torch.contiguous_format)
+        save_file(weights, folder / name, header)
+        index["weight_map"] |= dict.fromkeys(weights, name)
+        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in weights.values())
+
+    for number, part in enumerate(parts, 1):
+        name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        on_disk(functools.partial(write, name, gather(part)))
+    if len(parts) > 1:
+        on_disk(lambda: write_json(folder / "model.safetensors.index.json", index))
 
 
 def by_layer(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -142,28 +161,6 @@ def gather(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if dist.get_rank() == 0:
             gathered[name] = full.cpu()
     return gathered
-
-
-def write_file(path: pathlib.Path, state: TrainState, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Writes tensors of the model under the names that they have on the hub; the header has the run's id and the step.
-    Returns them by these names."""
-    from safetensors.torch import save_file
-
-    weights = models.as_in_checkpoint(state.model, tensors)
-    for name, tensor in weights.items():  # copies: parts of a fused tensor share its storage
-        weights[name] = tensor.clone(memory_format=torch.contiguous_format)
-    save_file(weights, path, metadata={"format": "pt", "run_id": state.run_id, "step": str(state.step)})
-    return weights
-
-
-def replace_folder(final: pathlib.Path, new: pathlib.Path) -> None:
-    """Gives the folder `new` the name `final`; what had it, an earlier export, is removed then."""
-    old = final.with_name(f".{final.name}.deleting")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    new.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 # ---- What is beside the weights --------------------------------------------------------------------------------------
@@ -199,37 +196,25 @@ def model_config(model, tokenizer, pretrained: bool) -> dict:
 
 def generation_config(settings: flags.Settings, model, tokenizer) -> dict:
     """The generation config of an export: that of the source of the weights, or, where they began at random, the
-    model's own. The token that ended documents in training ends a text too. A source's that cannot be read is said and
-    left out: at the end of a run it must not cost the export."""
-    config, pretrained = model.generation_config.to_diff_dict(), settings.init == "pretrained"
-    if pretrained:
+    model's own with the tokens of the tokenizer. The token that ended documents in training ends a text too. A source's
+    that cannot be read is said and left out: at the end of a run it must not cost the export."""
+    config = model.generation_config.to_diff_dict()
+    if settings.init == "pretrained":
         try:
             source = models.read_generation_config(settings.model)
             GenerationConfig.from_dict(source)  # as whoever loads the export does
-            if not all(isinstance(end, int) for end in end_tokens(source)):
-                raise ValueError("its eos_token_id is no token id")
             config = source
         except Exception as error:  # the file may hold anything
-            problem = (
-                f"without the generation config of {settings.model}, which cannot be read ({base.first_line(error)})"
-            )
-            job.say(f"export     {problem}")
+            problem = f"generation config of {settings.model}, which cannot be read ({base.first_line(error)})"
+            job.say(f"export     without the {problem}")
+        ends = config.get("eos_token_id")
+        if tokenizer:
+            all_ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+            config["eos_token_id"] = [end for end in dict.fromkeys(all_ends) if end is not None]
     elif tokenizer:
         config |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-    ends = end_tokens(config)
-    end_of_text = tokenizer.eos_token_id if tokenizer else None
-    if pretrained and end_of_text is not None and end_of_text not in ends:
-        config["eos_token_id"] = [*ends, end_of_text] if ends else end_of_text
     unwanted = {"use_cache", "_from_model_config", *FOREIGN_CODE}
     return {key: value for key, value in config.items() if key not in unwanted and value is not None}
-
-
-def end_tokens(generation: dict) -> list:
-    """The `eos_token_id` of a generation config, which may be one, several or none."""
-    ends = generation.get("eos_token_id")
-    if ends is None:
-        return []
-    return ends if isinstance(ends, list) else [ends]
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:

@@ -26,13 +26,11 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> Found:
     manifest, problem = verify_checkpoint(path)
     if not problem:
         return path, manifest
-    if base.on_main_rank(lambda: is_gone(path)):  # removed by a run that goes on: take the next one
-        return find_checkpoint(resume, folder)
     raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
 
 
 def find_own(folder: pathlib.Path) -> Found:
-    """The newest checkpoint of the run in `folder` that is not damaged; where it branched off, if it has saved none."""
+    """The newest checkpoint of the run in `folder` that is not damaged."""
     paths = base.on_main_rank(lambda: base.named_checkpoints(folder))
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
@@ -43,14 +41,10 @@ def find_own(folder: pathlib.Path) -> Found:
         advice = "repair or copy back one of them, or choose another --run-name to start fresh"
         raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
     origin = base.on_main_rank(lambda: base.read_config(folder).get("branched_from"))
-    if not origin:
-        return None, None
-    path = pathlib.Path(origin["checkpoint"])
-    manifest, problem = verify_checkpoint(path)
-    if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
-        reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
-        raise base.UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
-    return path, manifest
+    if origin:  # to start fresh would be to leave out the weights that it began with
+        path = origin["checkpoint"]
+        raise base.UserError(f"--resume auto: {folder} branched off at {path} and saved nothing since; --resume {path}")
+    return None, None
 
 
 def named_checkpoint(resume: str) -> pathlib.Path:
@@ -58,26 +52,6 @@ def named_checkpoint(resume: str) -> pathlib.Path:
     if problem:
         raise base.UserError(f"--resume {resume}: {problem}")
     return flags.checkpoint_folder(resume)
-
-
-def is_gone(path: pathlib.Path) -> bool:
-    return not path.exists()
-
-
-def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manifest: dict) -> Found:
-    """Loads a checkpoint for what trains nothing. A run that goes on may remove it meanwhile: then the next newest one
-    of that run is loaded. Returns the one that was. Every rank calls this.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
-    try:
-        state.load(checkpoint, manifest)
-        return checkpoint, manifest
-    except base.UserError:
-        if not base.on_main_rank(lambda: is_gone(checkpoint)):
-            raise
-    return load_to_read(resume, state, *find_checkpoint(resume, pathlib.Path()))
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
@@ -112,15 +86,14 @@ def find_recorded_data(settings: flags.Settings) -> dict | None:
     --run-name or --config. None where they name no run."""
     if settings.resume not in ("none", "auto"):
         return find_checkpoint(settings.resume, pathlib.Path())[1]
-    folders = []
+    if not (settings.run_name or settings.config):
+        return None
+    folder = pathlib.Path(settings.config or "").expanduser().parent
     if settings.run_name:
-        folders.append(pathlib.Path(settings.output_dir).expanduser() / settings.run_name)
-    if settings.config:
-        folders.append(pathlib.Path(settings.config).expanduser().parent)
-    for folder in folders:
-        config = base.on_main_rank(lambda folder=folder: base.read_config(folder))
-        if "data" in config:
-            return {"data": config["data"], "flags": config["flags"], "step": 0, "samples": 0}
+        folder = pathlib.Path(settings.output_dir).expanduser() / settings.run_name
+    config = base.on_main_rank(lambda: base.read_config(folder))
+    if "data" in config:
+        return {"data": config["data"], "flags": config["flags"], "step": 0, "samples": 0}
     return None
 
 
@@ -133,9 +106,6 @@ def branch_of(folder: pathlib.Path, checkpoint: pathlib.Path, manifest: dict) ->
     home = path.parent.parent if path.parent.name == "checkpoints" else path
     branched_from = {"folder": str(home), "checkpoint": str(path)}
     branched_from |= {name: manifest[name] for name in ("run_id", "step", "tokens")}
-    earlier = base.read_config(folder)  # of a start that was killed before it saved
-    if earlier.get("branched_from") == branched_from:
-        return {"run_id": earlier["run_id"], "branched_from": branched_from}
     return {"run_id": new_run_id(), "branched_from": branched_from}
 
 

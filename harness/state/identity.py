@@ -16,13 +16,8 @@ from harness import flags as flag_rules
 NOT_COMPARED = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
 # What tells one text from another: where the text is not what it was, an error names the first of them that changed.
 DATA_FLAGS = (
-    "dataset",
-    "dataset_config",
-    "dataset_split",
-    "text_field",
-    "skip_bad_records",
-    "eval_interval",
-    "eval_split",
+    *("dataset", "dataset_config", "dataset_split", "text_field"),
+    *("skip_bad_records", "eval_interval", "eval_split"),
 )
 ADVICE = "a resumed run must have the same; to train on from these weights start a new run from an --export"
 
@@ -59,26 +54,12 @@ def check_resume(settings: flag_rules.Settings, config, tokenizer, data, manifes
         refuse_changed(settings, manifest, ("tokenizer", "model", "dataset"))
         raise base.UserError(f"--tokenizer: its vocabulary is not what it was at the checkpoint; {ADVICE}")
     changed = check_data(settings, data.record, manifest)
-    if manifest["world_size"] != dist.get_world_size():
-        changed.append(f"world size {manifest['world_size']} -> {dist.get_world_size()}")
-    for name in flag_rules.reported(settings):
-        if before[name] != now[name]:
-            change = f"{name.replace('_', ' ')} {before[name]} -> {now[name]}"
-            changed.append(change + consequence(name, settings, manifest))
+    world_before, world = manifest["world_size"], dist.get_world_size()
+    values = {"world size": (world_before, world)}
+    values["global batch"] = (global_batch(before, world_before), global_batch(now, world))
+    values |= {name.replace("_", " "): (before[name], now[name]) for name in flag_rules.reported(settings)}
+    changed += [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     return ", ".join(changed)
-
-
-def consequence(name: str, settings: flag_rules.Settings, manifest: dict) -> str:
-    """What follows from the change of a flag, where that is not plain."""
-    before = manifest["flags"]
-    if name == "batch_size":
-        sequences = global_batch(dataclasses.asdict(settings), dist.get_world_size())
-        return " (keeps the global batch)" if global_batch(before, manifest["world_size"]) == sequences else ""
-    if name == "ema" and not before["ema"]:
-        return " (the average begins as a copy of the loaded weights)"
-    if name == "ema" and not settings.ema:
-        return " (the average is dropped)"
-    return ""
 
 
 def check_same_model(config, manifest: dict) -> None:
@@ -183,23 +164,15 @@ def keep_global_batch(settings: flag_rules.Settings, manifest: dict) -> flag_rul
     if is_given and (settings.batch_size, settings.gradient_accumulation_steps) != (size, accumulation):
         return settings
     sequences = global_batch(flags, manifest["world_size"])
-    if sequences % world:
+    fitting = [divisor for divisor in range(1, size + 1) if sequences % (world * divisor) == 0]
+    if not fitting:
         batch = base.counted(sequences, "sequence")
         problem = f"{base.counted(world, 'rank')} cannot share the run's global batch of {batch}"
         worlds = ", ".join(str(ranks) for ranks in range(1, sequences + 1) if sequences % ranks == 0)
         advice = f"use another number of ranks: {worlds}, or give another --batch-size N for one of {world} x N"
         raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
+    if is_given and fitting[-1] != size and not settings.config:  # a file may be the run's own config.json
+        problem = f"{world} ranks keep the run's global batch of {sequences} with --batch-size {fitting[-1]}"
+        raise base.UserError(f"--batch-size {size}: {problem}; leave the batch flags out, or ask for another batch")
     of_rank = sequences // world
-    fitting = max(divisor for divisor in range(1, size + 1) if of_rank % divisor == 0)
-    if is_given and fitting != size and not settings.config:  # a file may be the run's own config.json
-        asked = world * size * accumulation
-        keeping = {"batch_size": fitting}
-        if of_rank // fitting != accumulation:
-            keeping["gradient_accumulation_steps"] = of_rank // fitting
-        factor = min(factor for factor in range(2, size + 1) if size % factor == 0)
-        asking = {"batch_size": size // factor, "gradient_accumulation_steps": accumulation * factor}
-        problem = f"with {world} ranks a global batch of {base.counted(asked, 'sequence')}, and the run has {sequences}"
-        to_keep, to_change = flag_rules.as_flags(keeping), flag_rules.as_flags(asking)
-        advice = f"give {to_keep} to keep the run's, or {to_change} for one of {asked}"
-        raise base.UserError(f"--batch-size {size}: {problem}; {advice}")
-    return dataclasses.replace(settings, batch_size=fitting, gradient_accumulation_steps=of_rank // fitting)
+    return dataclasses.replace(settings, batch_size=fitting[-1], gradient_accumulation_steps=of_rank // fitting[-1])

@@ -55,21 +55,20 @@ class Checkpoints:
         with state.tracker.excluded():
             start = time.perf_counter()
             job.enter_phase("save")
-            wait = wait or self.stager is None
             if wait:
-                self._join()
+                self.finish()
             if any(base.of_all_ranks(self.thread is not None and self.thread.is_alive())):
                 job.say(f"skipped    checkpoint at step {state.step}: the one before is still being written")
                 return
             manifest, tensors = state.counters() | self.of_run, state.tensors()
-            if not wait:  # otherwise they do not change while they are written, and no memory is needed for a copy
-                tensors, wait = self._stage(tensors)
+            # what is waited for does not change while it is written, and needs no memory for a copy
+            copies = None if wait else self._stage(tensors)
             base.wait_for_device()
-            pause = None if wait else time.perf_counter() - start
-            self.thread = threading.Thread(target=self._write, args=(tensors, manifest, pause))
+            pause = time.perf_counter() - start if copies else None
+            self.thread = threading.Thread(target=self._write, args=(copies or tensors, manifest, pause))
             self.thread.start()
-            if wait:
-                self._join()
+            if not copies:
+                self.thread.join()
 
     def check_saved(self) -> None:
         """Raises UserError where a save failed."""
@@ -80,15 +79,14 @@ class Checkpoints:
     def finish(self) -> None:
         """Waits for the save that is under way."""
         job.enter_phase("save")
-        self._join()
-
-    def _join(self) -> None:
         if self.thread is not None:
             self.thread.join()
 
-    def _stage(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
-        """(copies on the host under the same names, in memory that every save uses again, False); (the tensors, True)
-        where the host gives no memory that a GPU can copy to."""
+    def _stage(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Copies on the host under the same names, in memory that every save uses again. None, from then on, where the
+        host gives no memory that a GPU can copy to."""
+        if self.stager is None:
+            return None
         try:
             copies: Any = self.stager.stage({name: local_part(tensor) for name, tensor in tensors.items()})
         except RuntimeError as error:
@@ -96,11 +94,8 @@ class Checkpoints:
             self.stager = None
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)  # CUDA reports an error again at the next launch: not at the run's
-            return tensors, True
-        for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
-                copies[name] = like(tensor, copies[name])
-        return copies, False
+            return None
+        return {name: like(t, copies[name]) if isinstance(t, DTensor) else copies[name] for name, t in tensors.items()}
 
     def _together(self, work: Callable[[], Any], main_only: bool = False) -> tuple:
         """Does `work` on every rank, or with `main_only` on rank 0. Returns the results of all ranks; where it fails on

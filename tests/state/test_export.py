@@ -266,7 +266,6 @@ def test_habits_in_a_config_as_old_models_have_them_become_a_generation_config(d
         ("[1]", "no JSON object"),
         ("[" * 200_000, "recursion"),
         ('{"max_new_tokens": 0}', "greater than 0"),
-        ('{"eos_token_id": "2"}', "no token id"),
     ],
 )
 def test_habits_that_cannot_be_read_are_said_and_cost_no_export(device, source, tmp_path, capsys, content, why):
