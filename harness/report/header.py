@@ -36,38 +36,27 @@ def describe_setup(
     sharding += f"replicas x shards {world_size // shards} x {shards}"
     if settings.cpu_offload:
         sharding += ", offloaded to the host"
-    lines = {}
-    if settings.demo and settings.dataset != "demo":
-        data = settings.describe_dataset()
-        lines["demo"] = f"the embedded model and its sizes, but on {data} in place of the embedded stories"
-    lines["model"] = (
-        f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
-        f"{parameters:,} parameters, {flops}, {describe_peak(peak, device_type)}"
-    )
-    lines["sharding"] = sharding
-    lines["verified"] = verified
-    lines["precision"] = describe_precision(settings, device_type, checkpoint)
-    lines["technique"] = describe_techniques(settings, model, device_type)
-    kind = models.find_optimizer(settings.optimizer)
-    if kind.describe:
-        lines["optimizer"] = f"{settings.optimizer} on {kind.describe(model)}"
-    routing = models.describe_routing(model)
-    if routing:
-        lines["experts"] = routing
-    if state.average:
-        lines["average"] = state.average.describe()
-    if not models.skips_on_device(state.optimizer):
-        lines["skipping"] = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     padded = " with padding" if train_set.has_padding else ""
-    lines["batch"] = f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps"
-    lines |= train_set.header
-    if checkpoint:
-        lines["resumed"] = f"{checkpoint} at step {state.step:,}"
-    if changed:
-        lines["changed"] = changed
-    if state.branched_from:
-        lines["branched"] = f"from {state.branched_from['folder']} at step {state.branched_from['step']:,}"
-    return job.columns(lines, wrap=True)
+    optimizer, origin = models.find_optimizer(settings.optimizer), state.branched_from
+    waits = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
+    lines = {
+        "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
+        f"{parameters:,} parameters, {flops}, {describe_peak(peak, device_type)}",
+        "sharding": sharding,
+        "verified": verified,
+        "precision": describe_precision(settings, device_type, checkpoint),
+        "technique": describe_techniques(settings, model, device_type),
+        "optimizer": f"{settings.optimizer} on {optimizer.describe(model)}" if optimizer.describe else "",
+        "experts": models.describe_routing(model),
+        "average": state.average.describe() if state.average else "",
+        "skipping": "" if models.skips_on_device(state.optimizer) else waits,
+        "batch": f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps",
+        **train_set.header,
+        "resumed": f"{checkpoint} at step {state.step:,}" if checkpoint else "",
+        "changed": changed,
+        "branched": f"from {origin['folder']} at step {origin['step']:,}" if origin else "",
+    }
+    return job.columns({name: words for name, words in lines.items() if words}, wrap=True)
 
 
 def device_name(device_type: str) -> str:

@@ -17,6 +17,8 @@ from harness import base
 from harness import model as models
 from harness import state as states
 
+ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
+
 
 class StepResult(NamedTuple):
     """What a step gave: scalars that are still on the device."""
@@ -116,22 +118,18 @@ def broken_update(state: states.TrainState) -> str:
 
 def check_pass(run: Any, batch: dict, first_step: int) -> str:
     """Why the state of `run` must not be saved or called done: weights and optimizer states are finite, and so are the
-    loss and the gradient norm of `batch`, and a loss of the weights' average. Every rank calls this; it is outside the
-    measured time. `first_step` is the first one since this start."""
+    loss and the gradient norm of `batch`. Every rank calls this; it is outside the measured time. `first_step` is the
+    first one since this start."""
     state = run.state
     with state.tracker.excluded():
         problem = broken_update(state)
         if problem:
             return problem
         loss, norm = models.loss_and_norm(state.model, state.optimizer, batch)
-        found = {"loss of the weights": loss, "gradient norm of the weights": norm}
-        if state.average:
-            with state.average.as_weights():
-                found["loss of the weights' average"] = models.loss_without_data(state.model)
-    for name, value in found.items():
+    for name, value in (("loss", loss), ("gradient norm", norm)):
         if not math.isfinite(value):
             when = max(first_step, state.step - state.skipped_in_a_row)  # the weights may be broken since the start
-            return f"the {name} became {value} at step {when}"
+            return f"the {name} of the weights became {value} at step {when}"
     return ""
 
 
@@ -144,8 +142,7 @@ def give_up(folder: pathlib.Path, problem: str, resumed: pathlib.Path | None) ->
         kept = f"the last good checkpoint is {newest.name}"
     elif resumed:
         kept = f"the last good checkpoint is {resumed}"
-    advice = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
-    raise base.UserError(f"{problem}; {kept}; {advice}", exit_code=1)
+    raise base.UserError(f"{problem}; {kept}; {ADVICE}", exit_code=1)
 
 
 class Remembered:

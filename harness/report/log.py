@@ -193,10 +193,7 @@ class Log(contextlib.AbstractContextManager):
         if stories:
             notes["samples"] = stories
         if self.skipped:
-            notes["skipped"] = []
-            for step, reason in self.skipped.items():
-                samples = self.data.record.samples_of_step(step)
-                notes["skipped"].append({"step": step, "reason": reason, "samples": [samples.start, samples.stop - 1]})
+            notes["skipped"] = [{"step": step, "reason": reason} for step, reason in self.skipped.items()]
             self.skipped = {}
         file.write(metrics | notes)
 

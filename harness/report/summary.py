@@ -2,6 +2,7 @@
 left."""
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -14,8 +15,7 @@ from tqdm import tqdm
 from harness import base, flags, job
 from harness import state as states
 from harness.report.files import as_json, read_metrics
-
-ADVICE = "a lower --lr, more --warmup-steps or --max-grad-norm 1 may help"
+from harness.report.health import ADVICE
 
 # ---- Losses and stories ----------------------------------------------------------------------------------------------
 
@@ -120,7 +120,6 @@ def summarize(metrics: dict, folder: pathlib.Path, state: states.TrainState) -> 
         alloc, reserved = (metrics[f"predicted_peak_memory_{kind}"] for kind in ("alloc", "reserved"))
         milliseconds = metrics["predicted_step_time_ms"]
         lines["planned"] = f"alloc {alloc:.2f} GiB, reserved {reserved:.2f} GiB, {milliseconds:,.1f} ms a step"
-    lines["files"] = str(folder)
     return "\n" + job.columns(lines, wrap=True)
 
 
@@ -144,30 +143,29 @@ def describe_training(metrics: dict, state: states.TrainState) -> str:
 def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, step: int) -> str:
     """What can be done with what this run left after `step`, as commands to paste. `prompt` is what a story may begin
     with, empty where there is no tokenizer."""
-    launcher, lines = job.launcher(), {}
-    newest = base.newest_checkpoint(folder)
-    is_saved = newest is not None
+    launcher, newest = job.launcher(), base.newest_checkpoint(folder)
+    report = {"report": str(folder / "report.html")}
+    if not (newest or settings.export):
+        return "\n" + job.columns({"kept": "no weights: --final-checkpoint or --export DIR keeps them"} | report)
+    source = {"resume": folder} if newest else {"init": "pretrained", "model": settings.export}
+    without_training = functools.partial(flags.to_paste, launcher, num_steps=0, **source)
+    lines = {}
     if newest and newest.name != base.checkpoint_name(step):
         lines["kept"] = f"{newest.name}, which these commands take: step {step:,} was not saved"
-    source = {"resume": folder} if is_saved else {"init": "pretrained", "model": settings.export or ""}
-    if prompt and (is_saved or settings.export):
-        lines["sample"] = flags.to_paste(launcher, num_steps=0, **source, sample_prompt=prompt)
-    if is_saved and settings.eval_interval:  # otherwise no text was held out
-        lines["evaluate"] = flags.to_paste(launcher, num_steps=0, **source, eval_interval=1)
+    if prompt:
+        lines["sample"] = without_training(sample_prompt=prompt)
+    if newest and settings.eval_interval:  # otherwise no text was held out
+        lines["evaluate"] = without_training(eval_interval=1)
     if settings.export:
         lines["load"] = f"transformers.AutoModelForCausalLM.from_pretrained({os.path.expanduser(settings.export)!r})"
-    elif is_saved:
-        lines["export"] = flags.to_paste(launcher, num_steps=0, **source, export=f"{folder}-export")
-    if is_saved:
+    else:
+        lines["export"] = without_training(export=f"{folder}-export")
+    if newest:
         given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
-        longer = {"num_steps": 2 * settings.num_steps}
-        if settings.num_tokens:
-            longer = {"num_tokens": 2 * settings.num_tokens}
-        lines["go on"] = flags.to_paste(launcher, given, **source, **longer)
-    elif not settings.export:
-        lines["kept"] = "no weights: --final-checkpoint or --export DIR keeps them"
-    lines["report"] = str(folder / "report.html")
-    return "\n" + job.columns(lines)
+        length = "num_tokens" if settings.num_tokens else "num_steps"
+        given[length] = 2 * getattr(settings, length)
+        lines["go on"] = flags.to_paste(launcher, given, **source)
+    return "\n" + job.columns(lines | report)
 
 
 def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:

@@ -43,7 +43,8 @@ def find_own(folder: pathlib.Path) -> Found:
     origin = base.on_main_rank(lambda: base.read_config(folder).get("branched_from"))
     if origin:  # to start fresh would be to leave out the weights that it began with
         path = origin["checkpoint"]
-        raise base.UserError(f"--resume auto: {folder} branched off at {path} and saved nothing since; --resume {path}")
+        problem = f"{folder} branched off at {path} and saved nothing since"
+        raise base.UserError(f"--resume auto: {problem}; remove the folder, and begin again with --resume {path}")
     return None, None
 
 

@@ -75,7 +75,7 @@ def test_a_run_through_bad_batches_is_one_without_their_updates(device, argument
         shared = line.keys() - {"skipped_steps", "skipped"}
         assert {key: line[key] for key in shared} == {key: other[key] for key in shared}
     entries = [entry for line in lines for entry in line.get("skipped", [])]
-    assert [entry["step"] for entry in entries] == [3, 6, 7, 8] and entries[0]["samples"] == [4, 5]
+    assert [entry["step"] for entry in entries] == [3, 6, 7, 8]
     assert "skipped    step 3: gradient norm is nan; step 3 had samples 4 to 5, shown by: " in console
     assert re.search("^skipped    step 6, 7, 8: .*; step 6 had samples 10 to 11", console, re.MULTILINE)
     assert "step  8/12  skipped  lr " in console and "done       12 steps (4 skipped), " in console
