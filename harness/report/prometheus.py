@@ -23,7 +23,7 @@ class Prometheus(Tracker):
 
     def __init__(self, settings: flags.Settings, folder: pathlib.Path):
         """Listens on --metrics-port."""
-        from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
+        from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 
         self.settings, self.run, self.running = settings, folder.name, "running"
         self.state: states.TrainState | None = None
@@ -37,8 +37,7 @@ class Prometheus(Tracker):
         if torch.cuda.is_available():
             self.figures["gpu_memory_gib"] = torch.cuda.get_device_properties().total_memory / base.GIB
         registry = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector):
-            collector(registry=registry)
+        ProcessCollector(registry=registry)
         registry.register(self)
         host, port = settings.metrics_host, settings.metrics_port
         try:

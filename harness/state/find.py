@@ -22,7 +22,10 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> Found:
         return None, None
     if resume == "auto":
         return find_own(folder)
-    path = base.on_main_rank(lambda: named_checkpoint(resume))
+    absent = base.on_main_rank(lambda: flags.no_checkpoint(resume))
+    if absent:
+        raise base.UserError(f"--resume {resume}: {absent}")
+    path = base.on_main_rank(lambda: flags.checkpoint_folder(resume))
     manifest, problem = verify_checkpoint(path)
     if not problem:
         return path, manifest
@@ -46,13 +49,6 @@ def find_own(folder: pathlib.Path) -> Found:
         problem = f"{folder} branched off at {path} and saved nothing since"
         raise base.UserError(f"--resume auto: {problem}; remove the folder, and begin again with --resume {path}")
     return None, None
-
-
-def named_checkpoint(resume: str) -> pathlib.Path:
-    problem = flags.no_checkpoint(resume)
-    if problem:
-        raise base.UserError(f"--resume {resume}: {problem}")
-    return flags.checkpoint_folder(resume)
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
