@@ -30,7 +30,7 @@ actual_tflops_per_sec|perf/actual_tflops_per_sec|TFLOPS|||tokens_per_sec x FLOPs
 theoretical_tflops_total|perf/theoretical_tflops_total|TFLOPS|||dense bf16 peak of one GPU x number of ranks
 step_time_ms|perf/step_time_ms|ms|Step time|,.1f|mean time of a step in the window, on rank 0
 slowest_rank_ms|perf/slowest_rank_ms|ms|Step time||time of a step that the busiest rank was outside collectives
-slowest_rank|perf/slowest_rank|rank|||the rank of slowest_rank_ms, with more than one rank
+slowest_rank|perf/slowest_rank|rank|||the rank of slowest_rank_ms
 peak_memory_reserved|memory/peak_reserved_gib|GiB|Memory|.1f|what torch's allocator held of the fullest GPU, at most
 peak_memory_alloc|memory/peak_alloc_gib|GiB|Memory||what tensors were given on the fullest GPU, at most
 peak_memory_active|memory/peak_active_gib|GiB|||what was in use or awaited by a stream on the fullest GPU, at most
@@ -124,10 +124,8 @@ def of_all_ranks(
         return worst, ""
     figures, slow = speed | worst, ""
     if worked_ms is not None:
-        figures["slowest_rank_ms"] = max(0.0, *worked)
-    if worked_ms is not None and len(worked) > 1:
         slowest = worked.index(max(worked))
-        figures["slowest_rank"] = slowest
+        figures |= {"slowest_rank_ms": max(0.0, worked[slowest]), "slowest_rank": slowest}
         awaited_ms = worked[slowest] - statistics.median_low(worked)
         if awaited_ms >= SLOW[device.type] * speed["step_time_ms"]:
             slow = f"the others wait {awaited_ms:,.0f} ms for {job.rank_name(slowest)}"

@@ -47,13 +47,11 @@ def open_trackers(settings: flags.Settings, folder: pathlib.Path) -> list[Tracke
 
     def open_each() -> None:
         names = {"none": [], "all": list(flags.TRACKERS)}.get(settings.log_with, [settings.log_with])
-        kinds: list[tuple[str, type[Tracker]]] = []
-        for name in names:
-            file = importlib.import_module(f"harness.report.trackers.{name.replace('-', '_')}")
-            kinds.append((f"--log-with {name}", file.TRACKER))
+        files = {name: f"harness.report.trackers.{name.replace('-', '_')}" for name in names}
+        kinds = {f"--log-with {name}": importlib.import_module(file).TRACKER for name, file in files.items()}
         if settings.metrics_port:
-            kinds.append(("--metrics-port", Prometheus))
-        for flag, kind in kinds:
+            kinds["--metrics-port"] = Prometheus
+        for flag, kind in kinds.items():
             try:
                 opened.append(kind(settings, folder))
             except ImportError as error:
@@ -100,7 +98,7 @@ class Log(contextlib.AbstractContextManager):
             try:
                 places[tracker.name] = tracker.start(self.described, self.state)
             except Exception as error:
-                what = f"--log-with {self.settings.log_with}: {tracker.name} does not start ({reason_of(error)})"
+                what = f"--log-with {self.settings.log_with}: {tracker.name} does not start ({base.first_line(error)})"
                 raise base.UserError(f"{what}; --log-with none leaves it out", 1) from error
         if self.settings.profile:
             places["profile"] = str(self.folder / "profile" / "rank-0.json")
@@ -205,7 +203,7 @@ class Log(contextlib.AbstractContextManager):
             except Exception as error:  # whatever it is, the run has its own files
                 self.trackers.remove(tracker)
                 where = f"{tracker.name}, from step {self.state.step} on"
-                job.say(f"failed     {where}: {reason_of(error)}; the run goes on without it")
+                job.say(f"failed     {where}: {base.first_line(error)}; the run goes on without it")
 
     def _say_line(self, metrics: dict) -> None:
         """The line of the console, and the figures in the bar."""
@@ -279,7 +277,7 @@ class Log(contextlib.AbstractContextManager):
         try:
             page.write_report(self.folder)
         except Exception as error:  # the run has its result
-            job.say(f"report     not written: {reason_of(error)}")
+            job.say(f"report     not written: {base.first_line(error)}")
         for tracker in self.trackers:
             with contextlib.suppress(Exception):
                 tracker.close(exit_code)
@@ -289,7 +287,3 @@ def keep_objects() -> None:
     """Lets later garbage collections skip all objects that exist now."""
     gc.collect()
     gc.freeze()
-
-
-def reason_of(error: Exception) -> str:
-    return getattr(error, "strerror", None) or base.first_line(error)
