@@ -39,17 +39,15 @@ def read_metrics(path: pathlib.Path) -> list[dict]:
 class MetricsFile:
     """metrics.jsonl, open for appending. What a full disk refuses waits in memory, about half a KB a line."""
 
-    def __init__(self, path: pathlib.Path, step: int):
-        """Opens it without what an earlier start wrote after `step`. Of what that leaves, `last` is the last line, and
-        `final` the one with the averages of a run that had ended here.
+    def __init__(self, path: pathlib.Path, step: int, is_over: bool):
+        """Opens it without what an earlier start wrote after `step` and, unless the run is over, without the averages.
+        `last` is the last line that is left.
 
         Raises:
             OSError: it cannot be read or written.
         """
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
-        lines = [line for line in kept if "final" not in line]
+        lines = [line for line in read_metrics(path) if line["step"] <= step and (is_over or "final" not in line)]
         self.last = lines[-1] if lines else {}
-        self.final = next((line for line in kept if "final" in line and line["step"] == step), {})
         job.replace_file(path, "".join(as_json(line) + "\n" for line in lines))
         self.path = path
         self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write

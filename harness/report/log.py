@@ -88,7 +88,8 @@ class Log(contextlib.AbstractContextManager):
         """Opens the run's files and its trackers, on rank 0."""
         try:
             self.described = describe_run(self.settings, self.folder, self.state, self.data.record, changed)
-            self.file = MetricsFile(self.folder / "metrics.jsonl", self.state.step)
+            is_over = self.state.step >= self.settings.num_steps
+            self.file = MetricsFile(self.folder / "metrics.jsonl", self.state.step, is_over)
             write_config(self.folder, self.described)
         except OSError as error:
             raise base.UserError(f"--output-dir: {self.folder} cannot be written ({error.strerror})", 1) from error
@@ -235,20 +236,20 @@ class Log(contextlib.AbstractContextManager):
 
         `planned` are the figures of the run's own plan. A run that had taken all its steps before keeps its last line.
         """
-        metrics, speed = dict(self.last), self.state.tracker.summary()
+        metrics, speed = self.last, self.state.tracker.summary()
         took_steps = self.state.step >= self.first_step
         if took_steps:
             worked_ms = statistics.fmean(self.worked_ms) if self.worked_ms else None
             figures, _ = of_all_ranks(speed, self.state, self.device, worked_ms)
-            metrics |= figures | (planned or {})
+            metrics = metrics | figures | (planned or {})
             if self.settings.memory_snapshot:
                 dump_memory(self.folder)
-        elif self.file:
-            metrics |= speed | self.file.final
+        elif metrics and "final" not in metrics:  # it was killed behind its last checkpoint
+            metrics = metrics | speed
         metrics = {key: value for key, value in metrics.items() if key not in NOTES}
         if not self.file:
             return metrics
-        if metrics:
+        if metrics and "final" not in self.last:
             self._write_line(self.file, metrics, stories, final=True)
             self._tell(lambda tracker: tracker.finish(metrics))
         self.bar.close()
