@@ -212,11 +212,12 @@ class Log(contextlib.AbstractContextManager):
         parts = ["skipped"]
         if "loss" in metrics:
             parts = [f"loss {metrics['loss']:.4f}", f"grad {metrics['grad_norm']:.2f}"]
-        speed = self.state.tracker.get_print_message(metrics)
-        self.bar.set_postfix_str(f"{parts[0]}  {speed}", refresh=False)
+        of_mfu = f", MFU {metrics['mfu_percent']:.1f} %" if "mfu_percent" in metrics else ""
+        self.bar.set_postfix_str(parts[0] + of_mfu, refresh=False)
         parts.append(f"lr {metrics['learning_rate']:.1e}")
         if "step_time_ms" in metrics:
-            parts += [speed, f"eta {tqdm.format_interval((num_steps - step) * metrics['step_time_ms'] / 1000)}"]
+            parts.append(self.state.tracker.get_print_message(metrics))
+            parts.append(f"eta {tqdm.format_interval((num_steps - step) * metrics['step_time_ms'] / 1000)}")
         parts += [words for words in (describe_held_out(metrics), self.slow) if words]
         name = f"step {step:>{len(str(num_steps))}}/{num_steps}"
         job.say(job.wrap_lines("  ".join([name, *parts]), indent=len(name) + 2))
