@@ -122,8 +122,6 @@ class Checkpoints:
         temporary = self.folder / f".{final.name}.writing"
 
         def prepare():
-            if not self.folder.parent.is_dir():
-                raise OSError(f"{self.folder.parent} was moved away; move it back")
             shutil.rmtree(temporary, ignore_errors=True)
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
