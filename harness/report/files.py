@@ -41,13 +41,13 @@ class MetricsFile:
 
     def __init__(self, path: pathlib.Path, step: int, is_over: bool):
         """Opens it without what an earlier start wrote after `step` and, unless the run is over, without the averages.
-        `last` is the last line that is left.
+        `first` is the run's first line, `last` the last one that is left.
 
         Raises:
             OSError: it cannot be read or written.
         """
         lines = [line for line in read_metrics(path) if line["step"] <= step and (is_over or "final" not in line)]
-        self.last = lines[-1] if lines else {}
+        self.first, self.last = (lines[0], lines[-1]) if lines else ({}, {})
         job.replace_file(path, "".join(as_json(line) + "\n" for line in lines))
         self.path = path
         self.file = path.open("ab", buffering=0)  # no buffer of Python's, which drops what it cannot write
@@ -57,6 +57,7 @@ class MetricsFile:
     def write(self, line: dict) -> None:
         """Writes a line behind those that wait. Where the disk refuses it, it waits too, and the console says so once;
         the next call tries again."""
+        self.first = self.first or line
         with self.lock:
             were_waiting = bool(self.waiting)
             self.waiting += as_json(line).encode() + b"\n"

@@ -255,7 +255,7 @@ class Log(contextlib.AbstractContextManager):
             self._tell(lambda tracker: tracker.finish(metrics))
         self.bar.close()
         if took_steps:
-            job.say(summarize(metrics, self.folder, self.state))
+            job.say(summarize(metrics, self.file.first, self.state))
         else:
             job.say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
         say_stories(stories)

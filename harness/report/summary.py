@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from harness import base, flags, job
 from harness import state as states
-from harness.report.files import as_json, read_metrics
+from harness.report.files import as_json
 from harness.report.health import ADVICE
 
 # ---- Losses and stories ----------------------------------------------------------------------------------------------
@@ -103,10 +103,11 @@ def describe_skipped(reasons: dict[int, str], data, folder: pathlib.Path) -> str
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
 
-def summarize(metrics: dict, folder: pathlib.Path, state: states.TrainState) -> str:
-    """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them."""
+def summarize(metrics: dict, first: dict, state: states.TrainState) -> str:
+    """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them. `first`
+    is its first line."""
     lines = {"done": describe_training(metrics, state)}
-    first_loss = next((line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line.get("loss")), math.inf)
+    first_loss = first.get("loss", math.inf)
     if metrics.get("loss", 0.0) > first_loss:
         lines["worse"] = f"the loss ended at {metrics['loss']:,.4f}, above its first, {first_loss:,.4f}: {ADVICE}"
     lines["speed"] = "not measured: no step after the --perf-warmup-steps"
