@@ -107,9 +107,9 @@ def summarize(metrics: dict, first: dict, state: states.TrainState) -> str:
     """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them. `first`
     is its first line."""
     lines = {"done": describe_training(metrics, state)}
-    first_loss = first.get("loss", math.inf)
-    if metrics.get("loss", 0.0) > first_loss:
-        lines["worse"] = f"the loss ended at {metrics['loss']:,.4f}, above its first, {first_loss:,.4f}: {ADVICE}"
+    loss, first_loss = metrics.get("loss"), first.get("loss")
+    if loss and first_loss and loss > first_loss:
+        lines["worse"] = f"the loss ended at {loss:,.4f}, above its first, {first_loss:,.4f}: {ADVICE}"
     lines["speed"] = "not measured: no step after the --perf-warmup-steps"
     if "step_time_ms" in metrics:
         of_a_step = f"{metrics['step_time_ms']:,.1f} ms a step  goodput {metrics['goodput_percent']:.1f} %"
