@@ -358,7 +358,7 @@ def load(settings: flags.Settings, device: torch.device) -> Run:
     if settings.ema:
         train_state.average = models.WeightAverage(train_state.model, settings.ema)
     if found:
-        train_state.load(found, manifest)
+        found, manifest = state.load_to_read(settings.resume, train_state, found, manifest)
         job.say(f"loaded     {found}, step {manifest['step']:,}")
     state.refuse_broken(settings, train_state, found)
     return Run(settings, device, train_state, tokenizer, prompts, held_out, found, manifest)

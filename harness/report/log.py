@@ -18,6 +18,7 @@ import importlib
 import pathlib
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,7 @@ class Log(contextlib.AbstractContextManager):
             self._open(run.changed)
         shown = self.file is not None and job.is_terminal(sys.stderr)
         self.bar = job.step_bar(self.settings.num_steps, self.state.step, shown=shown)
+        self.began = time.monotonic()
 
     def _open(self, changed: str) -> None:
         """Opens the run's files and its trackers, on rank 0."""
@@ -255,7 +257,7 @@ class Log(contextlib.AbstractContextManager):
             self._tell(lambda tracker: tracker.finish(metrics))
         self.bar.close()
         if took_steps:
-            job.say(summarize(metrics, self.file.first, self.state))
+            job.say(summarize(metrics, self.file.first, self.state, time.monotonic() - self.began))
         else:
             job.say(f"done       nothing to train: step {self.state.step:,} of {self.settings.num_steps:,}")
         say_stories(stories)

@@ -103,10 +103,10 @@ def describe_skipped(reasons: dict[int, str], data, folder: pathlib.Path) -> str
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
 
-def summarize(metrics: dict, first: dict, state: states.TrainState) -> str:
+def summarize(metrics: dict, first: dict, state: states.TrainState, seconds: float) -> str:
     """The last lines of a run: how much it trained, its averages after warmup, and its own plan beside them. `first`
-    is its first line."""
-    lines = {"done": describe_training(metrics, state)}
+    is its first line, `seconds` how long this start trained."""
+    lines = {"done": describe_training(metrics, state, seconds)}
     loss, first_loss = metrics.get("loss"), first.get("loss")
     if loss and first_loss and loss > first_loss:
         lines["worse"] = f"the loss ended at {loss:,.4f}, above its first, {first_loss:,.4f}: {ADVICE}"
@@ -124,15 +124,17 @@ def summarize(metrics: dict, first: dict, state: states.TrainState) -> str:
     return "\n" + job.columns(lines, wrap=True)
 
 
-def describe_training(metrics: dict, state: states.TrainState) -> str:
+def describe_training(metrics: dict, state: states.TrainState, seconds: float) -> str:
     """Steps, tokens, time and losses; of a run that branched from another without the other's steps and tokens."""
     origin = state.branched_from or {"step": 0, "tokens": 0}
     words = base.counted(metrics["step"] - origin["step"], "step")
     if metrics["skipped_steps"]:
         words += f" ({metrics['skipped_steps']:,} skipped)"
-    since = "the first start" if state.elapsed_before else "the start"
-    words += f", {metrics['tokens_seen'] - origin['tokens']:,} tokens"
-    words += f" in {tqdm.format_interval(state.elapsed)} since {since}"
+    which = ""
+    if state.elapsed_before:  # of the starts before, only the time of their steps is known
+        which, seconds = "first ", metrics.get("trained_seconds", seconds)
+    words += f", {metrics['tokens_seen'] - origin['tokens']:,} tokens in {tqdm.format_interval(seconds)} of training, "
+    words += f"{tqdm.format_interval(state.elapsed)} since the {which}start"
     if state.branched_from:
         words += f" after step {origin['step']:,} of {pathlib.Path(origin['folder']).name}"
     if "loss" in metrics:  # the last step was not skipped

@@ -23,7 +23,7 @@ __getattr__, __all__ = doors.open_door(
     {
         "train_state": "TrainState",
         "store": "Checkpoints",
-        "find": "find_checkpoint find_recorded_data branch_of refuse_broken",
+        "find": "find_checkpoint find_recorded_data load_to_read branch_of refuse_broken",
         "identity": (
             "describe_identity check_resume check_data check_same_model check_same_corpus check_has_average "
             "keep_global_batch"

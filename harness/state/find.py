@@ -29,11 +29,29 @@ def find_checkpoint(resume: str, folder: pathlib.Path) -> Found:
     manifest, problem = verify_checkpoint(path)
     if not problem:
         return path, manifest
+    if base.on_main_rank(lambda: not path.exists()):  # removed by a run that goes on: take the next one
+        return find_checkpoint(resume, folder)
     raise base.UserError(f"--resume {resume}: {path.name} is damaged ({problem}); choose another, or auto")
 
 
+def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manifest: dict) -> Found:
+    """Loads a checkpoint for what trains nothing; returns the one that was. A run that goes on may remove it meanwhile:
+    then the next newest one of that run is loaded. Every rank calls this.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    try:
+        state.load(checkpoint, manifest)
+        return checkpoint, manifest
+    except base.UserError:
+        if base.on_main_rank(checkpoint.exists):
+            raise
+    return load_to_read(resume, state, *find_checkpoint(resume, pathlib.Path()))
+
+
 def find_own(folder: pathlib.Path) -> Found:
-    """The newest checkpoint of the run in `folder` that is not damaged."""
+    """The newest checkpoint of the run in `folder` that is not damaged; where it branched off, if it has saved none."""
     paths = base.on_main_rank(lambda: base.named_checkpoints(folder))
     for path in reversed(paths):
         manifest, problem = verify_checkpoint(path)
@@ -44,11 +62,14 @@ def find_own(folder: pathlib.Path) -> Found:
         advice = "repair or copy back one of them, or choose another --run-name to start fresh"
         raise base.UserError(f"--resume auto: every checkpoint in {folder / 'checkpoints'} is damaged; {advice}", 1)
     origin = base.on_main_rank(lambda: base.read_config(folder).get("branched_from"))
-    if origin:  # to start fresh would be to leave out the weights that it began with
-        path = origin["checkpoint"]
-        problem = f"{folder} branched off at {path} and saved nothing since"
-        raise base.UserError(f"--resume auto: {problem}; remove the folder, and begin again with --resume {path}")
-    return None, None
+    if not origin:
+        return None, None
+    path = pathlib.Path(origin["checkpoint"])
+    manifest, problem = verify_checkpoint(path)
+    if problem or manifest["run_id"] != origin["run_id"] or manifest["step"] != origin["step"]:
+        reason = f"it branched off at {path}, saved nothing since, and that is not there any more"
+        raise base.UserError(f"--resume auto: {folder}: {reason}; remove the folder, or choose another --run-name")
+    return path, manifest
 
 
 def verify_checkpoint(path: pathlib.Path) -> tuple[dict, str]:
@@ -103,6 +124,9 @@ def branch_of(folder: pathlib.Path, checkpoint: pathlib.Path, manifest: dict) ->
     home = path.parent.parent if path.parent.name == "checkpoints" else path
     branched_from = {"folder": str(home), "checkpoint": str(path)}
     branched_from |= {name: manifest[name] for name in ("run_id", "step", "tokens")}
+    earlier = base.read_config(folder)  # of a start that was killed before it saved
+    if earlier.get("branched_from") == branched_from:
+        return {"run_id": earlier["run_id"], "branched_from": branched_from}
     return {"run_id": new_run_id(), "branched_from": branched_from}
 
 

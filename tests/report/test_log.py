@@ -51,7 +51,7 @@ def test_the_same_command_after_the_end_keeps_the_last_line_and_ends_well(run, c
     assert metrics_of(folder) == lines
     said = capsys.readouterr().out
     assert "done       nothing to train: step 3 of 3" in said and "report  " in said
-    assert re.search(r"done +3 steps, 192 tokens in \d\d:\d\d since the start, loss", first)
+    assert re.search(r"done +3 steps, 192 tokens in \d\d:\d\d of training, \d\d:\d\d since the start, loss", first)
 
 
 def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_it_trained(run, capsys):
@@ -64,7 +64,7 @@ def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_
     assert (first["step"], second["step"]) == (0, 3) and "changed" not in first
     assert "num steps 3 -> 6" in second["changed"] and "-> 0.01" in second["changed"]
     assert 0 < lines[-1]["trained_seconds"] < lines[-1]["elapsed_seconds"]
-    assert re.search(r"tokens in [\d:]+ since the first start", capsys.readouterr().out)
+    assert re.search(r"tokens in [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

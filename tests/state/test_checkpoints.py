@@ -16,6 +16,7 @@ import time
 
 import psutil
 import pytest
+import safetensors
 import torch
 from checkpoints import forge, reseal
 from conftest import (
@@ -410,12 +411,27 @@ def test_a_moved_run_folder_goes_on_as_itself(run, copied, tmp_path, capsys):
     assert [line["step"] for line in metrics_of(place)] == [*range(1, 8), 7]
 
 
-def test_a_branch_that_saved_nothing_does_not_start_fresh(run, refused, copied, tmp_path):
+def test_a_branch_that_saved_nothing_goes_on_from_where_it_began(run, refused, copied, tmp_path, capsys):
     branch, path = tmp_path / "branch", copied / "checkpoints" / "step-00000004"
-    run("branch", "--resume", path, "--no-final-checkpoint")
-    before = (branch / "metrics.jsonl").read_bytes()
-    assert f"branched off at {path} and saved nothing since" in refused("branch", "--resume", "auto")
-    assert (branch / "metrics.jsonl").read_bytes() == before
+
+    def kill() -> dict:
+        """As a kill before its first checkpoint leaves it."""
+        shutil.rmtree(branch / "checkpoints", ignore_errors=True)
+        lines = (branch / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (branch / "metrics.jsonl").write_text(lines[0])
+        return config_of(branch)
+
+    run("branch", "--resume", path)
+    first = kill()
+    assert run("branch", "--resume", "auto") == 0
+    assert told(capsys.readouterr().out, "resumed") == f"{path} at step 4"
+    again = kill()
+    assert again["run_id"] == first["run_id"] and [start["step"] for start in again["starts"]] == [4, 4]
+    assert steps_of(branch) == steps_of(copied)[4:5]
+    reseal(path, run_id="another")
+    assert f"it branched off at {path}, saved nothing since" in refused("branch", "--resume", "auto")
+    shutil.rmtree(path)
+    assert f"it branched off at {path}, saved nothing since" in refused("branch", "--resume", "auto")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -598,6 +614,26 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_remov
     message = refused("r", "--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
     assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("moment", ["while it is checked", "while it is loaded"])
+def test_what_reads_beside_a_run_that_removes_old_checkpoints_takes_the_next_newest(
+    run, copied, tmp_path, monkeypatch, moment
+):
+    import harness.state.find as find
+    import harness.state.train_state as train_state
+
+    where, name = (find, "sha256") if moment == "while it is checked" else (train_state, "read_index")
+    newest, read = copied / "checkpoints" / "step-00000006", getattr(where, name)
+
+    def removed_meanwhile(path):
+        shutil.rmtree(newest, ignore_errors=True)
+        return read(path)
+
+    monkeypatch.setattr(where, name, removed_meanwhile)
+    assert run("r", *words(f"--num-steps 0 --resume {copied} --export {tmp_path / 'export'}")) == 0
+    with safetensors.safe_open(tmp_path / "export" / "model.safetensors", "pt") as file:
+        assert file.metadata()["step"] == "4"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
