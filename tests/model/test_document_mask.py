@@ -83,6 +83,7 @@ def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documen
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_training_with_flex_attention_compiles_nothing_after_its_first_step(device, tmp_path, monkeypatch):
     """FSDP takes the mask apart and makes another of it before each layer. The compiler's view of it: torch has a
     backward of flex attention for a CPU, and refuses it there."""

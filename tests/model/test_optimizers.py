@@ -194,6 +194,7 @@ def test_a_moment_in_bf16_follows_gradients_that_become_smaller_or_stands_still(
 
 
 @pytest.mark.parametrize("precision", ["--precision bf16-pure", "--precision fp8 --fp8-emulate", "--precision fp32"])
+@pytest.mark.slow
 def test_adamw8bit_updates_weights_of_every_precision_as_adamw_does(built, monkeypatch, precision):
     """Its first step: the moments are rounded to a byte after the update has used them."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -59,7 +59,7 @@ def watched(tmp_path_factory):
     while process.poll() is None:
         with contextlib.suppress(OSError):
             scrapes.append(scrape(port))
-        time.sleep(0.02)
+        time.sleep(0.1)
     assert process.returncode == 0
     after = time.time() - (folder / "it" / "metrics.jsonl").stat().st_mtime
     return types.SimpleNamespace(scrapes=scrapes, folder=folder / "it", after=after)

@@ -19,6 +19,7 @@ def run(tmp_path_factory):
     return forked(2, multirank.uneven, "--demo", *flags), metrics_of(folder / "r")
 
 
+@pytest.mark.slow
 def test_log_lines_name_the_rank_that_the_others_wait_for_while_they_do(run):
     said = {int(step): line for line, step in re.findall(r"^(step +(\d+)/10 .*)$", run[0], re.MULTILINE)}
     for step in (2, 3, 4):
