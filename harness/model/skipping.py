@@ -35,9 +35,17 @@ class RecentNorms:
 def robust_z_score(norm: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """(norm - median) / (1.4826 x MAD), with the median absolute deviation MAD of WINDOW norms: a scalar. NaN where
     one of them is missing, and where more than half are equal, so that there is no spread to compare with."""
-    center = norms.quantile(0.5)  # `median` would give the lower of the two in the middle
-    mad = (norms - center).abs().quantile(0.5)
+    center = median(norms)
+    mad = median((norms - center).abs())
     return torch.where(mad > 0, (norm - center) / (MAD_TO_DEVIATION * mad), torch.nan)
+
+
+def median(values: torch.Tensor) -> torch.Tensor:
+    """Of an even number the mean of the two in the middle; NaN where a value is NaN. `torch.median` gives the lower
+    one, and for `quantile` the host waits (torch 2.11)."""
+    middle = len(values) // 2
+    result = values.sort().values[middle - 1 : middle + 1].mean()
+    return torch.where(values.isnan().any(), torch.nan, result)
 
 
 def decide_skip(norm: torch.Tensor, recent: RecentNorms | None) -> torch.Tensor:
