@@ -116,7 +116,8 @@ class Ranks:
         if self.shards == 1:
             return lambda: sent
         received = torch.empty_like(sent)
-        return after(dist.all_to_all_single(received, sent, group=self.shard_group, async_op=True), received)
+        work = dist.all_to_all_single(received, sent, group=self.shard_group, async_op=True)
+        return after(work, sent, received)
 
     def share(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begins to bring the results of all replicas to this one, as (replicas, ...)."""
@@ -124,7 +125,7 @@ class Ranks:
             return lambda: results[None]
         of_all = results.new_empty(self.replicas, *results.shape)
         work = dist.all_gather_into_tensor(of_all.flatten(0, 1), results, group=self.replica_group, async_op=True)
-        return after(work, of_all)
+        return after(work, results, of_all)
 
     def results(self, batch: Batch, of_all: torch.Tensor) -> tuple[list[MatrixWeight], list[torch.Tensor]]:
         """(all weights of a batch, this rank's rows of each), of what `share` gave."""
@@ -136,12 +137,15 @@ class Ranks:
         return weights, updates
 
 
-def after(work, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that waits for a collective and returns the tensor that it fills."""
+def after(work, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that waits for a collective and returns what it received. What is sent lives until then, not longer:
+    whoever keeps the function keeps neither it nor `work`, which has it too."""
+    on_its_way = [(work, sent)]
 
     def take() -> torch.Tensor:
+        work, _ = on_its_way.pop()
         work.wait()
-        return tensor
+        return received
 
     return take
 
