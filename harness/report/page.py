@@ -68,7 +68,8 @@ def summary(lines: list[dict], config: dict) -> str:
 
 def in_words(key: str) -> str:
     """A key of metrics.jsonl as a person says it, such as "memory reserved"."""
-    return re.sub("^peak_|_(percent|ms)$", "", key).replace("_", " ")
+    words = re.sub("^peak_|_(percent|ms)$", "", key).replace("_", " ")
+    return words.replace("eval loss", "held-out loss").replace("per sec", "a second")
 
 
 def draw_tiles(last: dict) -> str:
