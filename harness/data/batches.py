@@ -194,12 +194,8 @@ def training_batches(
         if isinstance(batch, base.UserError):
             raise batch
         state.move_positions(batch.pop("positions", {}))
-        yield {name: to_device(value, device) for name, value in batch.items()}
-
-
-def to_device(value, device: torch.device):
-    """A tensor on the device; a number stays on the host."""
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        yield batch | {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 @dataclass(eq=False)

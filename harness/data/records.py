@@ -201,11 +201,10 @@ def read_documents(
                 raise base.UserError(f"--dataset {place}: {problem}; it was made with another tokenizer, or is damaged")
             if len(record):
                 yield record
-            continue
-        if is_chat and isinstance(record, str):
-            record = BadRecord(f"{excerpt(record)} instead of a list of messages")
-        if isinstance(record, BadRecord):
+        elif isinstance(record, BadRecord):
             refuse_or_count(place, record.fault, skip_bad, counts)
+        elif is_chat and isinstance(record, str):
+            refuse_or_count(place, f"{excerpt(record)} instead of a list of messages", skip_bad, counts)
         elif isinstance(record, Conversation):
             yield replace(record, place=place)
         elif record is not None:
