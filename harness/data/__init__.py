@@ -4,11 +4,7 @@
     train_set = data.load(settings, corpora, tokenizer, config, manifest)
     for batch in data.training_batches(settings, train_set, state, device): ...
 
-`needs_tokenizer` and `mask_conversations` answer what a run must know before it loads. `held_out_batches` are those of
-an evaluation, `evaluates_own_data` says whether one reads what its run read, `show_samples` prints what a step trains
-on. `open_windows` with a `Reading` is the library's way in (`utils.get_dataset`). Of a checkpoint `read_record` reads
-the `DataRecord`, `renamed` and `describe_changes` compare it, and `vocabulary_of` tells tokenizers apart. `mix`,
-`PackedDataset`, `SyntheticDataset` and `create_collate_fn` are for tests and comparisons.
+Each name of the list has a docstring in its file.
 """
 
 from harness.base import doors
