@@ -1,7 +1,7 @@
 """Collectives: what FSDP2 does with a group's parameters and gradients where that is not left to it: no copies on a
 rank that shards with nobody, and replicas that begin equal. Called by the script while it shards a model, and by the
-clock around collectives (waiting.py). Independent of when they are called. Built on parts of FSDP2 that are the same in
-torch 2.11 and 2.13.
+clock around collectives (report/waits.py). Independent of when they are called. Built on parts of FSDP2 that are the
+same in torch 2.11 and 2.13.
 """
 
 from collections.abc import Iterator
