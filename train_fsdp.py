@@ -6,24 +6,24 @@
 
 Read it from the top: the model and how it is sharded, a step, an evaluation, what a run prepares, its loop, its end;
 run() and main() put them in order. utils.py has the FLOP and MFU math and the clock. Everything else is behind the
-doors of harness/, of which each `__init__.py` lists what there is:
+doors of harness/, whose `__init__.py` files list what there is:
 
-    job      processes, signals, the run's folder      state    checkpoints, resume, export
-    data     from files to batches                     report   log lines, trackers, the page, gates
-    models   weights, loss, optimizers, collectives    plan     what a configuration will need and give
-    flags    every flag, and the rules between them
+    base     errors, text, GPUs                        models   weights, loss, optimizers (harness/model)
+    flags    every flag, and the rules between them    state    checkpoints, resume, export
+    job      processes, signals, the run's folder      report   log lines, trackers, the HTML page, gates
+    data     from files to batches                     plan     what a configuration will need and give
 """
 
 from harness import base
 
 if __name__ == "__main__":
     base.never_fail()  # a closed stdout ends no run
-base.refuse_old_python()  # which could not read the next import
+base.refuse_old_python()  # an older one cannot read the next import
 
 from harness import job
 
 if __name__ == "__main__":
-    SETTINGS = job.begin()  # before the heavy imports, which take seconds, warn, and can be interrupted too
+    SETTINGS = job.begin()  # the flags; before the heavy imports, which take seconds, warn, and can be interrupted too
 
 import dataclasses
 import functools
@@ -44,6 +44,13 @@ from harness import data, flags, plan, report, state
 from harness import model as models
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
+#
+# ZeRO stage   gradients are reduced    parameters are gathered       shard group
+# 0            once a step              never                         one rank: every rank is a replica
+# 1            once a step              once a step                   all ranks, or those of one replica (HSDP)
+# 2            in each microbatch       once a step                   as 1
+# 3            in each microbatch       in each forward and backward  as 1
+# Replicas reduce among each other once a step.
 
 
 def build_mesh(settings: flags.Settings, device: torch.device) -> DeviceMesh:
@@ -60,8 +67,8 @@ def build_mesh(settings: flags.Settings, device: torch.device) -> DeviceMesh:
 
 
 def reshards_early(settings: flags.Settings) -> bool:
-    """Whether parameters are resharded after each forward and backward pass: at stage 3. Where one rank alone is the
-    shard group they are not, as FSDP2 would cast and copy them all again, unless the shard is on the host."""
+    """Whether parameters are resharded after each forward and backward pass: at stage 3. In a shard group of one rank
+    that would save nothing and cost a cast and a copy, unless the shard is on the host."""
     alone = dist.get_world_size() == settings.dp_replicate_size
     return settings.zero_stage == 3 and (settings.cpu_offload or not alone)
 
@@ -103,7 +110,7 @@ def build_model(settings: flags.Settings, config, mesh: DeviceMesh, read_weights
     # The root's group (embedding, norm, head) is needed again as soon as the backward begins: it is never resharded
     # in between.
     shard(model, reshard_after_forward=False)
-    models.finish_sharding(model, mesh, settings.gradient_accumulation_steps > 1)
+    models.finish_sharding(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
 
@@ -111,7 +118,7 @@ def build_model(settings: flags.Settings, config, mesh: DeviceMesh, read_weights
 def transform_layer(settings: flags.Settings, layer: nn.Module, convert_to_fp8, shard) -> None:
     """Does to one decoder layer what the flags ask for. The order matters:
 
-    1. float8 swaps the linears, so it comes before whatever remembers them.
+    1. float8 swaps the linears, so it comes before whatever wraps them.
     2. Activation checkpointing comes before compile: the compiler sees what is recomputed and can fuse it.
     3. compile comes before fully_shard: the all-gathers are issued around the compiled region and do not break it.
     4. fully_shard comes last. It replaces the parameters by shards, which the optimizer gets.
@@ -139,9 +146,9 @@ def sharding_policies(settings: flags.Settings, device: torch.device) -> dict[st
 
 
 def selective_contexts():
-    """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. The
-    experts' grouped products too: they have a row for each expert that a token is sent to, so for their FLOPs they take
-    several times the memory of the other matmuls."""
+    """Keep what is expensive to compute again, the results of matmuls and attention; recompute everything else. Grouped
+    matmuls of experts are recomputed too: they have a row for each expert that a token is sent to, so for their FLOPs
+    they take several times the memory of the other matmuls."""
 
     def policy(context, op, *args, **kwargs):
         # str(op) is a name like aten.addmm.default or ..._flash_attention.default
@@ -152,7 +159,7 @@ def selective_contexts():
 
 
 def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer):
-    """A schedule of transformers."""
+    """The learning rate's schedule, one of transformers'."""
     schedule = flags.SCHEDULES[settings.lr_scheduler]
     return transformers.get_scheduler(
         schedule.transformers_name,
@@ -167,17 +174,17 @@ def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer):
 
 
 def train_step(settings, model, optimizer, batches, tracker, recent_norms=None) -> report.StepResult:
-    """One optimizer step. Returns this rank's mean loss, the global gradient norm, and 1 where that made the optimizer
-    skip the step, else 0: all still on the device. By `recent_norms`, which takes the norm, spikes are skipped too.
+    """One optimizer step. Returns this rank's loss, whose mean over ranks is that of the global batch, the global
+    gradient norm, and 1 where the step was skipped, else 0: all still on the device. Skipped is a step whose norm is
+    not finite or, by `recent_norms`, which records it, a spike.
 
     The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
     each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
     where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss.
     """
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    total, routing, router_total, expert_load = 0.0, getattr(model, "routing", None), None, None
-    if routing:
-        router_total, expert_load = 0.0, 0.0
+    total, routing = 0.0, getattr(model, "routing", None)
+    router_total, expert_load = (0.0, 0.0) if routing else (None, None)
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or reduces_every_microbatch)
@@ -190,7 +197,8 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms=None) 
         with tracker.data_wait():
             batch = next(batches)
         job.enter_phase("forward")
-        divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)  # where masks leave out tokens
+        # where masks leave out tokens, "loss_divisor" weighs this microbatch by those that it trains on
+        divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         loss = model(**batch, use_cache=False).loss / divisor
         total = total + loss.detach()
         if routing:
@@ -214,28 +222,27 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms=None) 
 
 
 def evaluate(settings, model, held_out: dict[str, Any], device: torch.device) -> tuple[dict[str, float], int]:
-    """(mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of each as
-    `eval_loss/NAME`; how many tokens these are)."""
+    """Returns the mean loss over every token of the held-out windows as `eval_loss`, of several sources also that of
+    each as `eval_loss/NAME`; and how many tokens these are."""
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)  # of each source: summed loss, tokens
     job.enter_phase("evaluation")
     with models.evaluating(model):
-        for total, windows in zip(totals, held_out.values(), strict=True):
+        for of_source, windows in zip(totals, held_out.values(), strict=True):
             for batch in data.held_out_batches(settings, windows, device):
-                job.enter_phase("evaluation")
+                job.enter_phase("evaluation")  # anew, as the ranks wait for each other in each batch
                 tokens = (batch["labels"] != models.IGNORE_INDEX).sum()
                 loss = model(**batch, use_cache=False).loss
-                total += torch.stack([loss.double() * tokens, tokens.double()])
+                of_source += torch.stack([loss.double() * tokens, tokens.double()])
     dist.all_reduce(totals)
-    for name, (_, tokens_of_source) in zip(held_out, totals.tolist(), strict=True):
-        if not tokens_of_source:
+    of_each = {}
+    for name, (summed_loss, tokens) in zip(held_out, totals.tolist(), strict=True):
+        if not tokens:
             problem = f"the held-out windows of {name} have no trained token"
             raise base.UserError(f"--eval-interval: {problem}; use a longer --sequence-length or other data", 1)
+        of_each[f"eval_loss/{name}"] = summed_loss / tokens
     summed_loss, tokens = totals.sum(0).tolist()
     losses = {"eval_loss": summed_loss / tokens}
-    if len(held_out) > 1:
-        for name, (summed_loss, tokens_of_source) in zip(held_out, totals.tolist(), strict=True):
-            losses[f"eval_loss/{name}"] = summed_loss / tokens_of_source
-    return losses, int(tokens)
+    return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
 
 
 def evaluate_with_average(run: "Run") -> tuple[dict[str, float], int]:
@@ -265,7 +272,8 @@ class Run:
     data: Any  # a data.TrainingData; None where nothing is trained or evaluated
     checkpoint: pathlib.Path | None  # that it goes on from
     manifest: dict | None  # of that checkpoint
-    folder: pathlib.Path | None = None  # None of a run of no step, as are the next ones
+    # from here on these are the defaults where num_steps is 0
+    folder: pathlib.Path | None = None
     trackers: list = dataclasses.field(default_factory=list)  # open, on rank 0
     identity: dict = dataclasses.field(default_factory=dict)  # what a resumed run must have in common with it
     flops_per_token: int = 0
@@ -278,7 +286,8 @@ class Run:
 
 
 def prepare(settings: flags.Settings, device: torch.device) -> Run:
-    """Everything before the first step, in its order, up to the header."""
+    """Everything before the first step, in its order, up to the lines that say what will run. What is cheap and may
+    fail comes first."""
     folder = job.take_folder(settings)
     if settings.export:
         base.on_main_rank(lambda: state.check_export(settings))
@@ -293,12 +302,13 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     found, manifest = state.find_checkpoint(settings.resume, folder)
     settings = plan.resolve(data.mask_conversations(settings, corpora), config, manifest)
     parameters, sizes = models.count_parameters(config), models.parameter_bytes(settings, config)
+    # without saves for which disk or memory have no room
     settings = job.check_machine(settings, parameters, sizes, mesh, device, folder, manifest["step"] if manifest else 0)
-    train_set = data.load(settings, corpora, tokenizer, config, manifest)
-    if settings.demo and settings.dataset != "demo" and not prompts and train_set.beginning:
-        prompts = [train_set.beginning]  # the demo's prompt is for the demo's stories
-    identity = state.describe_identity(config, tokenizer, train_set)
-    changed = state.check_resume(settings, config, tokenizer, train_set, manifest) if manifest else ""
+    dataset = data.load(settings, corpora, tokenizer, config, manifest)
+    if settings.demo and settings.dataset != "demo" and not prompts and dataset.beginning:
+        prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
+    identity = state.describe_identity(config, tokenizer, dataset)
+    changed = state.check_resume(settings, config, tokenizer, dataset, manifest) if manifest else ""
     state.check_has_average(settings, manifest)
 
     model = build_model(settings, config, mesh, read_weights=not found)
@@ -317,15 +327,18 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     if found:
         train_state.load(found, manifest, base.on_main_rank(lambda: state.branch_of(folder, found, manifest)))
     state.refuse_broken(settings, train_state, found)
-    header = (settings, train_state, mesh, train_set, flops_in_words, peak, verified, found, changed)
-    job.say(report.describe_setup(*header))
+    job.say(
+        report.describe_setup(
+            settings, train_state, mesh, dataset, flops_in_words, peak, verified, checkpoint=found, changed=changed
+        )
+    )
     return Run(
         settings=settings,
         device=device,
         state=train_state,
         tokenizer=tokenizer,
         prompts=prompts,
-        data=train_set,
+        data=dataset,
         checkpoint=found,
         manifest=manifest,
         folder=folder,
@@ -336,21 +349,22 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     )
 
 
-def load(settings: flags.Settings, device: torch.device) -> Run:
+def prepare_without_steps(settings: flags.Settings, device: torch.device) -> Run:
     """--num-steps 0: a checkpoint or pretrained weights, and the data that an evaluation of them reads."""
     if settings.export:
         base.on_main_rank(lambda: state.check_export(settings))
     corpora = data.find(settings) if settings.eval_interval else []
     config, tokenizer, prompts = models.load_files(settings, data.needs_tokenizer(settings, corpora))
     mesh = build_mesh(settings, device)
-    found, manifest = state.find_checkpoint(settings.resume, pathlib.Path())
+    no_folder = pathlib.Path()  # a run of no step has none
+    found, manifest = state.find_checkpoint(settings.resume, no_folder)
     settings = plan.resolve(data.mask_conversations(settings, corpora), config)
-    held_out = None
+    dataset = None
     if settings.eval_interval:
         own_data = manifest is not None and base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest))
-        held_out = data.load(settings, corpora, tokenizer, config, manifest if own_data else None)
+        dataset = data.load(settings, corpora, tokenizer, config, manifest if own_data else None)
         if own_data and settings.dataset != "synthetic":
-            state.check_same_corpus(settings, held_out.record, manifest)
+            state.check_same_corpus(settings, dataset.record, manifest)
     if found:
         state.check_same_model(config, manifest)
     state.check_has_average(settings, manifest)
@@ -361,7 +375,7 @@ def load(settings: flags.Settings, device: torch.device) -> Run:
         found, manifest = state.load_to_read(settings.resume, train_state, found, manifest)
         job.say(f"loaded     {found}, step {manifest['step']:,}")
     state.refuse_broken(settings, train_state, found)
-    return Run(settings, device, train_state, tokenizer, prompts, held_out, found, manifest)
+    return Run(settings, device, train_state, tokenizer, prompts, dataset, found, manifest)
 
 
 # ---- Loop and end ----------------------------------------------------------------------------------------------------
@@ -381,19 +395,20 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> bo
         with log.step(due):
             result = train_step(settings, run.state.model, run.state.optimizer, batches, tracker, recent_norms)
             log.count(result)
-            run.state.advance(run.data, result.skipped)
-        stop.can_save = True
+            run.state.advance(run.data, result.skipped)  # steps, samples, the schedule, the average
+        stop.can_save = True  # from here on a signal is answered by a checkpoint
         stopped = stop.agreed_by_all_ranks() and not due.last
         save = due.save or stopped
         if due.log or save:
             metrics, problem = log.metrics()
-            if (save or due.last) and not problem:  # what is saved or called done gives a finite loss
-                problem = report.check_pass(run, batches.good(metrics), first_step)
+            if (save or due.last) and not problem:
+                # the loss in `metrics` is of before the update; what is saved or called done has given one since
+                problem = report.check_updated_weights(run, batches.last_good(metrics), first_step)
             if due.log or problem:
                 problem = evaluate_and_log(run, log, due, metrics, problem)
             if problem:
                 checkpoints.finish()
-                report.give_up(run.folder, problem, run.checkpoint)
+                raise report.diverged(run.folder, problem, run.checkpoint)
         if save:
             checkpoints.save(run.state, wait=stopped or due.last)
     stop.can_save = False
@@ -409,7 +424,7 @@ def evaluate_and_log(run: Run, log: report.Log, due: job.Due, metrics: dict, pro
         with run.state.tracker.excluded():
             losses, _ = evaluate_with_average(run)
             metrics |= losses
-            if not due.last:  # after the last step finish() writes them
+            if not due.last:  # after the last step the end of the run writes them
                 stories = run.stories()
         problem = report.first_not_finite(metrics, [])
     log.write(metrics, stories)
@@ -443,9 +458,10 @@ def run(settings: flags.Settings, device: torch.device, stop) -> int:
         return show_samples(settings)
     if settings.num_steps == 0:
         with report.Answer(settings) as answer:
-            return finish(load(settings, device), answer)
+            return finish(prepare_without_steps(settings, device), answer)
     ready = prepare(settings, device)
     steps_left = ready.settings.num_steps - ready.state.step
+    # on a GPU a plan of this very run is made beside it: its last line shows both
     with report.Log(ready) as log, plan.planning_in_background(ready.settings, device, steps_left) as planned:
         checkpoints = state.Checkpoints(ready.settings, ready.folder, ready.identity, device, log.sync)
         if train(ready, log, checkpoints, stop):
@@ -459,13 +475,14 @@ def show_samples(settings: flags.Settings) -> int:
     config, tokenizer, _ = models.load_files(settings, data.needs_tokenizer(settings, corpora))
     recorded = state.find_recorded_data(settings)
     settings = plan.resolve(data.mask_conversations(settings, corpora), config)
-    train_set = data.load(settings, corpora, tokenizer, config, recorded)
+    dataset = data.load(settings, corpora, tokenizer, config, recorded)
     if recorded:
-        state.check_data(settings, train_set.record, recorded)
-    data.show_samples(settings, train_set, tokenizer, recorded)
+        state.check_data(settings, dataset.record, recorded)
+    data.show_samples(settings, dataset, tokenizer, recorded)
     return 0
 
 
+# What a plan drives; it cannot import this file.
 RECIPE = plan.Recipe(
     build_mesh=build_mesh,
     build_model=build_model,

@@ -1,7 +1,6 @@
 """Schedule: what is due at which optimizer step. Called by the training loop."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -33,7 +32,6 @@ class Due:
     first: bool  # the first one since this start
     last: bool
     evaluate: bool
-    first_evaluation: bool  # since this start
     log: bool  # a log line; an evaluation needs one
     save: bool  # a checkpoint
     profile_begins: bool  # before this step
@@ -44,11 +42,7 @@ class Due:
 def due(settings: flags.Settings, step: int, first_step: int = 1) -> Due:
     """What is due at `step` of a run that this start begins, or goes on with, at `first_step`."""
     last = step == settings.num_steps
-    evaluate = first_evaluation = False
-    if settings.eval_interval:
-        evaluate = last or step % settings.eval_interval == 0
-        next_multiple = math.ceil(first_step / settings.eval_interval) * settings.eval_interval
-        first_evaluation = step == min(next_multiple, settings.num_steps)
+    evaluate = settings.eval_interval > 0 and (last or step % settings.eval_interval == 0)
     save = last and settings.keeps_last()
     if settings.checkpoint_interval:
         save = save or step % settings.checkpoint_interval == 0
@@ -59,7 +53,6 @@ def due(settings: flags.Settings, step: int, first_step: int = 1) -> Due:
         first=step == first_step,
         last=last,
         evaluate=evaluate,
-        first_evaluation=first_evaluation,
         log=evaluate or last or step == 1 or step % settings.log_interval == 0,
         save=save,
         profile_begins=settings.profile and step == profile_begin,

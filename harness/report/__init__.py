@@ -2,9 +2,9 @@
 
 Before anything is loaded: `check_measurable`, `open_trackers`, `record_memory`; then `describe_setup`, the header.
 The log (`Log`) of its steps, lines and end; `StepResult` is what a step gives it.
-What ends a run is found by `first_not_finite` and `check_pass`, and said by `give_up`; gates by `check_gates`. The last
-lines: `next_commands`, `leave_early`; without training an `Answer`. `FIGURES`, the table of all figures, and
-`memory_figures` are for tools and benchmarks.
+What ends a run is found by `first_not_finite` and `check_updated_weights`; the error is `diverged`. Gates are
+`check_gates`. The last lines: `next_commands`, `leave_early`; without training an `Answer`. `FIGURES`, the table of all
+figures, and `memory_figures` are for tools and benchmarks.
 """
 
 from harness.base import doors
@@ -15,7 +15,7 @@ __getattr__, __all__ = doors.open_door(
         "summary": "Answer leave_early next_commands",
         "figures": "FIGURES check_gates check_measurable memory_figures",
         "log": "Log open_trackers",
-        "health": "StepResult Remembered check_pass first_not_finite give_up",
+        "health": "StepResult Remembered check_updated_weights diverged first_not_finite",
         "header": "describe_setup",
         "profiling": "record_memory",
     },

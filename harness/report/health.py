@@ -116,7 +116,7 @@ def broken_update(state: states.TrainState) -> str:
     return f"the update made weights or optimizer states infinite or NaN at step {state.step - state.skipped_in_a_row}"
 
 
-def check_pass(run: Any, batch: dict, first_step: int) -> str:
+def check_updated_weights(run: Any, batch: dict, first_step: int) -> str:
     """Why the state of `run` must not be saved or called done: weights and optimizer states are finite, and so are the
     loss and the gradient norm of `batch`. Every rank calls this; it is outside the measured time. `first_step` is the
     first one since this start."""
@@ -133,16 +133,16 @@ def check_pass(run: Any, batch: dict, first_step: int) -> str:
     return ""
 
 
-def give_up(folder: pathlib.Path, problem: str, resumed: pathlib.Path | None) -> None:
-    """Ends the run in `folder` because of `problem`; what was saved before stays. `resumed` is the checkpoint that it
-    went on from. Each checkpoint has given a finite loss before it was saved."""
+def diverged(folder: pathlib.Path, problem: str, resumed: pathlib.Path | None) -> base.UserError:
+    """The error that ends the run in `folder` because of `problem`; what was saved before stays. `resumed` is the
+    checkpoint that it went on from. Each checkpoint has given a finite loss before it was saved."""
     newest = base.newest_checkpoint(folder)
     kept = "nothing was saved"
     if newest:
         kept = f"the last good checkpoint is {newest.name}"
     elif resumed:
         kept = f"the last good checkpoint is {resumed}"
-    raise base.UserError(f"{problem}; {kept}; {ADVICE}", exit_code=1)
+    return base.UserError(f"{problem}; {kept}; {ADVICE}", exit_code=1)
 
 
 class Remembered:
@@ -157,7 +157,7 @@ class Remembered:
         self.last = next(self.batches)
         return dict(self.last)  # a step takes out what the model does not get
 
-    def good(self, metrics: dict) -> dict:
+    def last_good(self, metrics: dict) -> dict:
         """The batch of the step that `metrics` are of; where that was skipped an earlier one, if there is one."""
         if "loss" in metrics or not self.finite:
             self.finite = {name: value for name, value in self.last.items() if name != "loss_divisor"}

@@ -21,10 +21,6 @@ def test_an_evaluation_comes_at_its_interval_and_after_the_last_step_and_has_a_l
     evaluating = ("--log-interval", 8, "--eval-interval", 6)
     assert steps("evaluate", *evaluating) == [6, 12, 18, 20]
     assert steps("log", *evaluating) == [1, 6, 8, 12, 16, 18, 20]
-    assert steps("first_evaluation", *evaluating) == [6]
-    assert steps("first_evaluation", "--eval-interval", 6, first_step=7) == [12]
-    assert steps("first_evaluation", "--eval-interval", 6, first_step=6) == [6]
-    assert steps("first_evaluation", "--eval-interval", 50) == [20]
     assert steps("evaluate") == []
 
 
