@@ -1,8 +1,11 @@
-"""Checkpoints without shards, and manifests that are written again."""
+"""Checkpoints without shards, manifests that are written again, and the tensors of a checkpoint."""
 
 import hashlib
 import json
 import pathlib
+
+import torch
+import torch.distributed.checkpoint as dcp
 
 from harness.base import saved
 
@@ -29,3 +32,15 @@ def forge(checkpoint: pathlib.Path) -> None:
         checkpoint,
         files={path.name: [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files},
     )
+
+
+def tensors_of(checkpoint: pathlib.Path, kind: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint whose names begin with `kind`, whole, by the rest of their names."""
+    index = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.items()
+        if name.startswith(kind)
+    }
+    dcp.load(tensors, checkpoint_id=checkpoint)
+    return {name.removeprefix(kind): tensor for name, tensor in tensors.items()}

@@ -2,9 +2,7 @@
 
 An undisturbed run is watched: every open, write, truncate, fsync, close, mkdir, rename, unlink and rmdir below its
 output folder is a point. Then for each point the run is started again with one fault there (see FAULTS), and once more
-without any, by the same command: `wrong_of_the_first` and `wrong_of_the_next` say what must not be. `run_sequence`
-makes random sequences of starts, stops, kills, damage and other flags, whose losses must be those of the undisturbed
-run.
+without any, by the same command: `wrong_of_the_first` and `wrong_of_the_next` say what must not be.
 
 All ranks are forked from this process, which has the imports. Points are Python's own file operations; an audit hook
 finds those that went past the watch.
@@ -20,7 +18,6 @@ import io
 import json
 import os
 import pathlib
-import random
 import re
 import shutil
 import signal
@@ -516,78 +513,3 @@ def enumerate_faults(name: str, folder: pathlib.Path, choose) -> tuple[int, list
         if found := disturb(folder, start, reference, fault, point):
             wrong.append([fault, dataclasses.astuple(point), *found])
     return len(chosen), wrong
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Random sequences
-
-LONG = 12  # steps of a sequence's run
-GLOBAL_BATCH = 4
-
-
-def choose_layout(choose: random.Random) -> tuple[int, str]:
-    """(ranks, flags) of some way to share the global batch."""
-    ranks = choose.choice((1, 2, 4))
-    stage = choose.choice((0, 1, 2, 3))
-    replicas = choose.choice((1, ranks)) if stage else 1
-    accumulation = choose.choice([n for n in (1, 2, 4) if GLOBAL_BATCH // ranks % n == 0])
-    batch = f"--batch-size {GLOBAL_BATCH // ranks // accumulation} --gradient-accumulation-steps {accumulation}"
-    return ranks, f"{batch} --zero-stage {stage} --dp-replicate-size {replicas} --num-steps {LONG}"
-
-
-def choose_start(choose: random.Random, layout: tuple[int, str], folder: pathlib.Path) -> Start:
-    """A start, what it saves and how it ends."""
-    ranks, flags = layout
-    flags += f" --checkpoint-interval {choose.randint(1, 3)} --keep-checkpoints {choose.randint(1, 3)}"
-    flags += f" --{choose.choice(('', 'no-'))}async-checkpoint"
-    end = choose.choice(("SIGTERM", "SIGUSR1", "SIGKILL", "kill before", "error", "torn", "slow disk"))
-    if end.startswith("SIG"):
-        return Start(flags, ranks, (min(len(steps_of(folder)) + choose.randint(1, 4), LONG - 1), end))
-    return Start(flags, ranks, None, end, choose.randint(1, 150))
-
-
-def harm_newest(choose: random.Random, folder: pathlib.Path) -> None:
-    """Damages a file of the newest checkpoint, if there is one."""
-    newest = max((folder / "r" / "checkpoints").glob("step-*"), default=None)
-    if not newest:
-        return
-    file, way = choose.choice(sorted(newest.iterdir())), choose.choice(("flip", "truncate", "delete"))
-    content = file.read_bytes()
-    if way == "delete":
-        file.unlink()
-    elif way == "truncate":
-        file.write_bytes(content[: len(content) // 2])
-    elif content:
-        place = choose.randrange(len(content))
-        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-
-
-def run_sequence(seed: int, folder: pathlib.Path) -> dict:
-    """A random sequence of starts on some layout, and a last one to the end: what of it was wrong, and the last one's
-    error lines and exit codes. Losses have to be equal to the bit."""
-    choose = random.Random(seed)
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
-    ranks, flags = layout = choose_layout(choose)
-    if code := run(Start(flags, ranks), folder / "whole").code:
-        sys.exit(f"seed {seed}: the undisturbed run ended with {code}")
-    reference, disturbed, wrong = steps_of(folder / "whole"), folder / "disturbed", []
-    for _ in range(choose.randint(2, 5)):
-        before = whole(disturbed)
-        start = choose_start(choose, layout, disturbed)
-        ending = run(start, disturbed)
-        what = f"{start.ranks} ranks {start.flags}, {start.fault or start.stop} {start.point or ''}: {ending.codes}"
-        refused = ending.code in (1, 2) and len(ending.errors()) == 1
-        if -signal.SIGKILL not in ending.codes and ending.code not in (0, 143) and not refused:
-            wrong.append(f"{what}: {ending.output[-2000:]}")
-        if "Traceback" in ending.output:
-            wrong.append(f"{what}: a traceback: {ending.output[-2000:]}")
-        if not whole(disturbed)[-1:] >= before[-1:]:
-            wrong.append(f"{what}: the newest complete checkpoint {before[-1:]} is gone")
-        if steps_of(disturbed) != reference[: len(steps_of(disturbed))]:
-            wrong.append(f"{what}: other steps or losses")
-        if choose.random() < 0.3:
-            harm_newest(choose, disturbed)
-    ending = run(Start(f"{flags} --checkpoint-interval 2", ranks), disturbed)
-    wrong += wrong_of_the_next(reference, disturbed, ending)
-    return {"wrong": wrong, "refused": ending.errors(), "end": ending.codes}

@@ -5,8 +5,8 @@ import json
 import multirank
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from conftest import ROOT, STORIES, Stop, forked, metrics_of, slow_case, train, words, write_model
+from checkpoints import tensors_of
+from conftest import ROOT, STORIES, metrics_of, train, words, write_model
 from transformers import AutoModelForCausalLM
 
 from harness.base import UserError, saved
@@ -33,8 +33,8 @@ def flags(tmp_path_factory):
 def run(device, flags, tmp_path):
     """Trains in this process under tmp_path/NAME; returns the exit code."""
 
-    def start_run(name: str, *more, stop_after: int = -1) -> int:
-        return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after))
+    def start_run(name: str, *more) -> int:
+        return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device)
 
     return start_run
 
@@ -58,78 +58,23 @@ def checkpoint(folder, step: int):
     return folder / "checkpoints" / saved.checkpoint_name(step)
 
 
-def tensors_of(path, kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint whose names begin with a kind, whole."""
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(f"{kind}.")
-    }
-    dcp.load(tensors, checkpoint_id=path)
-    return {name.removeprefix(f"{kind}."): tensor for name, tensor in tensors.items()}
-
-
-def test_the_average_of_a_run_is_that_of_its_checkpoints(run, tmp_path):
-    assert run("r", *words("--checkpoint-interval 1 --keep-checkpoints 9 --no-async-checkpoint --eval-interval 0")) == 0
-    found = [tensors_of(checkpoint(tmp_path / "r", step), "average") for step in range(1, STEPS + 1)]
-    weights = [tensors_of(checkpoint(tmp_path / "r", step), "model") for step in range(1, STEPS + 1)]
-    assert found[0].keys() == weights[0].keys()
-    for before, after, taken_in in zip(found, found[1:], weights[1:], strict=False):
-        for name in before:
-            assert torch.equal(after[name], before[name].lerp(taken_in[name], 1 - 0.8)), name
-    assert any(not torch.equal(found[-1][name], weights[-1][name]) for name in weights[-1])
-
-
 def test_keeping_an_average_changes_no_loss(run, finished, tmp_path):
     assert run("plain", "--ema", "0") == 0
     assert [line[:4] for line in lines_of(tmp_path / "plain")] == [line[:4] for line in lines_of(finished)]
     assert all(line[4] is None for line in lines_of(tmp_path / "plain"))
-    assert "average." not in str(dcp.FileSystemReader(checkpoint(tmp_path / "plain", STEPS)).read_metadata())
-
-
-@pytest.mark.parametrize("technique", ["", slow_case("--precision bf16-pure --cpu-offload")])
-def test_a_stopped_run_goes_on_with_its_average_bit_for_bit(run, tmp_path, technique):
-    assert run("whole", *words(technique)) == 0
-    assert run("r", *words(technique), stop_after=3) == 143
-    assert run("r", "--resume", "auto", *words(technique)) == 0
-    assert lines_of(tmp_path / "r") == lines_of(tmp_path / "whole")
-    averages = [tensors_of(checkpoint(tmp_path / name, STEPS), "average") for name in ("whole", "r")]
-    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
-
-
-@pytest.mark.slow
-def test_an_average_goes_on_with_other_ranks(flags, finished, tmp_path):
-    """From step 2 of one rank to the end on two: the weights differ in their last digits, and so does the average."""
-    more = ["--resume", checkpoint(finished, 2), "--output-dir", tmp_path, "--run-name", "r", "--batch-size", 2]
-    said = forked(2, multirank.program, *map(str, [*flags, *more, "--zero-stage", 1]))
-    assert "batch size 4 -> 2" in said
-    whole, resumed = (tensors_of(checkpoint(folder, STEPS), "average") for folder in (finished, tmp_path / "r"))
-    for name in whole:
-        torch.testing.assert_close(resumed[name], whole[name], rtol=1e-4, atol=1e-5)
-    evaluated = [[line for line in lines_of(folder) if line[0] in (4, 6)] for folder in (finished, tmp_path / "r")]
-    for before, after in zip(*evaluated, strict=True):
-        assert after == pytest.approx(before, rel=1e-4)
+    assert not tensors_of(checkpoint(tmp_path / "plain", STEPS), "average.")
 
 
 def test_a_run_begins_and_drops_an_average_at_a_resume_and_says_so(run, finished, tmp_path, capsys):
     assert run("dropped", "--resume", checkpoint(finished, 4), "--ema", 0) == 0
     assert "ema 0.8 -> 0.0" in " ".join(capsys.readouterr().out.split())
-    assert not tensors_of(checkpoint(tmp_path / "dropped", STEPS), "average")
-    begun = [
-        "--resume",
-        checkpoint(tmp_path / "dropped", STEPS),
-        "--num-steps",
-        STEPS + 1,
-        "--checkpoint-interval",
-        1,
-        "--no-async-checkpoint",
-    ]
+    assert not tensors_of(checkpoint(tmp_path / "dropped", STEPS), "average.")
+    begun = ["--resume", checkpoint(tmp_path / "dropped", STEPS), "--num-steps", STEPS + 1]
     assert run("begun", *begun) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "ema 0.0 -> 0.8" in said
-    first = tensors_of(checkpoint(tmp_path / "dropped", STEPS), "model")
-    second, average = (tensors_of(checkpoint(tmp_path / "begun", STEPS + 1), kind) for kind in ("model", "average"))
+    first = tensors_of(checkpoint(tmp_path / "dropped", STEPS), "model.")
+    second, average = (tensors_of(checkpoint(tmp_path / "begun", STEPS + 1), kind) for kind in ("model.", "average."))
     for name in first:
         assert torch.equal(average[name], first[name].lerp(second[name], 1 - 0.8)), name
     config = json.loads((tmp_path / "begun" / "config.json").read_text())
@@ -151,7 +96,7 @@ def test_both_are_evaluated_without_training_as_the_run_did_and_exported_alike(
         assert found[key] == pytest.approx(last[key], rel=1e-6)
     assert abs(found["eval_loss"] - found["eval_loss_ema"]) > 1e-3
     assert "eval_loss_ema" not in evaluation("--resume", finished, *cache, "--ema", 0)
-    for kind, source in (("raw", "model"), ("ema", "average")):
+    for kind, source in (("raw", "model."), ("ema", "average.")):
         target = tmp_path / kind
         assert train(words(f"--num-steps 0 --resume {finished} --export {target} --export-weights {kind}"), device) == 0
         assert ("the average of the weights" in capfd.readouterr().out) == (kind == "ema")
@@ -176,28 +121,22 @@ def test_sources_of_a_mixture_have_a_loss_of_the_average_each(run, flags, tmp_pa
     assert line["eval_loss_ema/code"] != line["eval_loss/code"]
 
 
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        ("--ema 1", "--ema"),
-        ("--ema -0.1", "--ema"),
-        ("--ema 0 --export {folder} --export-weights ema", "--export-weights ema: there is no average"),
-        ("--num-steps 0 --eval-interval 1 --resume {plain}", "--ema 0.8: there is no average of the weights, {plain}"),
-        (
-            "--num-steps 0 --export {folder} --export-weights ema --ema 0 --resume {plain}",
-            "--export-weights ema: there",
-        ),
-        (
-            "--num-steps 0 --export {folder} --init pretrained",
-            "--ema 0.8: there is no average of the weights, --num-st",
-        ),
-    ],
-)
-def test_an_average_that_is_not_there_is_one_line(run, device, flags, tmp_path, finished, wrong, said):
-    places = {"folder": tmp_path / "out", "plain": tmp_path / "plain"}
-    if "{plain}" in wrong:
-        assert run("plain", "--ema", 0, "--num-steps", 1, "--eval-interval", 1) == 0
-    with pytest.raises(UserError) as raised:
-        train([*flags, "--output-dir", tmp_path, *words(wrong.format(**places))], device)
-    assert str(raised.value).startswith(said.format(**places)) and "\n" not in str(raised.value)
+ABSENT = {
+    "--ema 1": "--ema",
+    "--ema 0 --export {out} --export-weights ema": "--export-weights ema: there is no average",
+    "--num-steps 0 --eval-interval 1 --resume {plain}": "--ema 0.8: there is no average of the weights, {plain}",
+    "--num-steps 0 --export {out} --export-weights ema --ema 0.5 --resume {averaged}": (
+        "--ema 0.5: there is no average of the weights, {averaged} holds that of --ema 0.8"
+    ),
+    "--num-steps 0 --export {out} --init pretrained": "--ema 0.8: there is no average of the weights, --num-steps 0",
+}
+
+
+def test_an_average_that_is_not_there_is_one_line(run, device, flags, tmp_path, finished):
+    places = {"out": tmp_path / "out", "plain": tmp_path / "plain", "averaged": finished}
+    assert run("plain", "--ema", 0, "--num-steps", 1, "--eval-interval", 1) == 0
+    for wrong, said in ABSENT.items():
+        with pytest.raises(UserError) as raised:
+            train([*flags, "--output-dir", tmp_path, *words(wrong.format(**places))], device)
+        assert str(raised.value).startswith(said.format(**places)) and "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()

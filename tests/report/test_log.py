@@ -2,7 +2,6 @@
 
 import gc
 import json
-import pathlib
 import re
 import resource
 import socket
@@ -11,14 +10,12 @@ import pytest
 import torch
 from conftest import metrics_of, parse, python, train
 
-import utils
 from harness.base.errors import UserError
 from harness.flags.settings import PROFILED_STEPS
 from harness.job import endings
-from harness.report.figures import check_gates
+from harness.report.figures import FIGURES, check_gates, memory_figures
 from harness.report.log import Log
 from harness.report.profiling import dump_memory, record_memory, time_shares
-from harness.state.train_state import TrainState
 
 TINY = "--demo --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0 --sample-tokens 2"
 
@@ -65,6 +62,26 @@ def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_
     assert "num steps 3 -> 6" in second["changed"] and "-> 0.01" in second["changed"]
     assert 0 < lines[-1]["trained_seconds"] < lines[-1]["elapsed_seconds"]
     assert re.search(r"tokens in [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figures
+
+SPEC = """step loss router_loss expert_load_max eval_loss grad_norm learning_rate tokens_seen tokens_per_sec
+tokens_per_sec_per_gpu steps_per_sec step_time_ms slowest_rank_ms data_wait_percent mfu_percent actual_tflops_per_sec
+theoretical_tflops_total peak_memory_active peak_memory_alloc peak_memory_reserved goodput_percent"""
+
+
+def test_every_promised_key_has_its_row_and_a_name_of_its_own():
+    assert {*SPEC.split()} <= FIGURES.keys()
+    assert len({figure.name for figure in FIGURES.values()}) == len(FIGURES)
+
+
+def test_memory_is_that_of_torchs_allocator_at_its_peak(monkeypatch):
+    stats = {"active_bytes": 3 * 2**30, "allocated_bytes": 2 * 2**30, "reserved_bytes": 4 * 2**30}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {f"{key}.all.peak": size for key, size in stats.items()})
+    peaks = memory_figures(torch.device("cuda"))
+    assert peaks == {"peak_memory_active": 3.0, "peak_memory_alloc": 2.0, "peak_memory_reserved": 4.0}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,18 +158,15 @@ def test_a_gate_is_judged_by_the_figures_of_the_last_line():
         assert missed.value.exit_code == 3
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--min-mfu 40", "--min-mfu: there is no MFU without the device's peak; give --peak-tflops"),
-        ("--max-memory-gib 4", "--max-memory-gib: memory is measured on a GPU only"),
-        ("--memory-snapshot", "--memory-snapshot: memory is measured on a GPU only"),
-    ],
-)
-def test_what_cannot_be_measured_here_is_refused_before_anything_begins(run, flags, said):
-    with pytest.raises(UserError, match=re.escape(said)) as refused:
-        run(*flags.split())
-    assert refused.value.exit_code == 2
+def test_what_cannot_be_measured_here_is_refused_before_anything_begins(run):
+    for flags, said in {
+        "--min-mfu 40": "--min-mfu: there is no MFU without the device's peak; give --peak-tflops",
+        "--max-memory-gib 4": "--max-memory-gib: memory is measured on a GPU only",
+        "--memory-snapshot": "--memory-snapshot: memory is measured on a GPU only",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(said)) as refused:
+            run(*flags.split())
+        assert refused.value.exit_code == 2
 
 
 def test_a_port_in_use_is_refused_before_training(run):
@@ -240,14 +254,3 @@ def test_ctrl_c_leaves_the_page(disturbed, monkeypatch):
     assert disturbed({1: interrupt}) == 0
     assert "ended at step 1 of 8" in pages[0]
     assert json.loads((disturbed.folder / "config.json").read_text())["starts"][0]["exit_code"] == 130
-
-
-def test_a_clock_that_went_back_between_two_starts_takes_no_time_away(device, monkeypatch):
-    monkeypatch.setattr(TrainState, "load_tensors", lambda *_: None)
-    new = TrainState(torch.nn.Linear(1, 1), tracker=utils.PerformanceTracker())
-    saved = new.counters() | {"world_size": 1}
-    for started, elapsed, least in ((saved["started"] + 7200, 50.0, 50.0), (saved["started"] - 300, 50.0, 300.0)):
-        state = TrainState(torch.nn.Linear(1, 1), tracker=utils.PerformanceTracker())
-        before = state.elapsed
-        state.load(pathlib.Path(), saved | {"started": started, "elapsed_before": elapsed})
-        assert state.elapsed - before == pytest.approx(least, abs=20)

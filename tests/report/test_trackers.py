@@ -76,11 +76,11 @@ def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(
 
 def test_steps_that_are_taken_again_after_a_resume_replace_the_first_ones(opened, tmp_path):
     for step, factor in ((0, 1.0), (2, 10.0)):
+        time.sleep(1.1 if step else 0)  # its files are named by the second
         (tensorboard,) = opened("tensorboard", step)
         for number in (1, 2, 3):
             tensorboard.log(line(step + number, loss=factor * (step + number)))
         tensorboard.close(143)
-        time.sleep(1.1)  # its files are named by the second
     events = read_events(tmp_path / "train_fsdp").Scalars("train/loss")
     assert [event.value for event in events] == [1, 2, 30, 40, 50]
     events = read_events(tmp_path / "train_fsdp" / "by_tokens").Scalars("by_tokens/loss")

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pickle
-import re
 import resource
 import shutil
 import signal
@@ -18,10 +17,11 @@ import psutil
 import pytest
 import safetensors
 import torch
-from checkpoints import forge, reseal
+from checkpoints import forge, reseal, tensors_of
 from conftest import (
     PROGRAM,
     ROOT,
+    STORIES,
     Stop,
     metrics_of,
     parse,
@@ -39,15 +39,16 @@ from transformers import AutoTokenizer
 from harness import job, report
 from harness import model as models
 from harness.base import UserError, saved
-from harness.job import endings, folders
+from harness.job import folders
 from harness.job.signals import StopRequest
 from harness.state import store
-from harness.state.shards import SafeReader
 from harness.state.train_state import TrainState
 
 needs_stager = pytest.mark.skipif(torch.__version__ < store.STAGER_SINCE, reason="saves are waited for on this torch")
 STEPS = 6
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
+EVALUATED = ("eval_loss", "eval_loss_ema")
+DEMO = ROOT / "assets" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def flags(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     model = write_model(folder / "model", "llama", **SIZES | {"tie_word_embeddings": False})
     small = f"--num-steps {STEPS} --sequence-length 32 --batch-size 4 --num-workers 0 --precision fp32 --log-interval 1"
-    places = f"--cache-dir {folder / 'cache'} --tokenizer {ROOT / 'assets' / 'demo'} --model {model} --dataset demo"
+    places = f"--cache-dir {folder / 'cache'} --tokenizer {DEMO} --model {model} --dataset demo"
     return words(f"{small} {places} --lr 1e-3 --no-compile")
 
 
@@ -67,7 +68,6 @@ def run(device, flags, tmp_path):
     def start_run(name: str, *more, stop_after: int = -1) -> int:
         return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after))
 
-    start_run.device = device
     return start_run
 
 
@@ -103,7 +103,8 @@ def copied(finished, tmp_path):
 
 
 def steps_of(folder) -> list[list]:
-    return [[line[key] for key in KEYS] for line in metrics_of(folder) if not line.get("final")]
+    lines = [line for line in metrics_of(folder) if not line.get("final")]
+    return [[line[key] for key in KEYS] + [line.get(key) for key in EVALUATED] for line in lines]
 
 
 def config_of(folder) -> dict:
@@ -118,6 +119,10 @@ def checkpoint_names(*steps: int) -> list[str]:
     return [f"step-{step:08d}" for step in steps]
 
 
+def last_of(folder):
+    return folder / "checkpoints" / saved.checkpoint_name(STEPS)
+
+
 def told(output: str, name: str) -> str:
     """What a line of the output that begins with a name says."""
     return next((line[11:] for line in output.splitlines() if line.startswith(f"{name:10} ")), "")
@@ -128,31 +133,28 @@ def told(output: str, name: str) -> str:
 
 
 STOPPED = [
-    "",
-    "--gradient-accumulation-steps 2",
-    "--precision bf16 --num-workers 2",
-    "--precision bf16-pure --lr-scheduler warmup_stable_decay",
-    "--precision fp8 --fp8-emulate",
-    slow_case("--optimizer adamw8bit"),
-    "--optimizer adamw-bf16",
-    "--optimizer normuon --skip-spikes 5",
-    "--optimizer muon --momentum-dtype bf16 --precision bf16-pure",
-    "--cpu-offload --zero-stage 0",
-    "--model {dropout}",
+    "--precision bf16 --num-workers 2 --document-mask",
+    "--precision bf16-pure --optimizer muon --momentum-dtype bf16 --lr-scheduler warmup_stable_decay",
+    "--precision fp8 --fp8-emulate --zero-stage 2",
+    slow_case("--optimizer adamw8bit --model {square}"),
+    "--optimizer adamw-bf16 --model {dropout}",
+    "--optimizer normuon --zero-stage 1",
+    "--cpu-offload --zero-stage 0 --ema 0.8 --precision bf16-pure",
     "--streaming --batch-size 16 --dataset {stories}",  # a lane for each sequence of a step, as a number and as text
+    "--dataset web={stories}:0.7 code={stories}:0.3 --ema 0.8 --eval-interval 2 --eval-steps 2",
 ]
 
 
 @pytest.mark.parametrize("technique", STOPPED)
 def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
+    """With the losses, weights, optimizer states, average and random numbers of a run that was not stopped."""
     model_type, sizes = MODELS["gpt2"]
+    square = SIZES | {"intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
     places = {
         "dropout": write_model(tmp_path / "dropout", model_type, **sizes | {"resid_pdrop": 0.2}),
-        "stories": ROOT / "assets" / "demo" / "stories",
+        "square": write_model(tmp_path / "square", "llama", **square),  # torchao compiles its step for each shape
+        "stories": STORIES,
     }
-    if "adamw8bit" in technique:  # torchao compiles its step for each shape that a parameter has: fewer shapes
-        square = SIZES | {"intermediate_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False}
-        technique += f" --model {write_model(tmp_path / 'square', 'llama', **square)}"
     technique = words(technique.format(**places))
     assert run("whole", *technique) == 0
     assert run("r", *technique, stop_after=3) == StopRequest.EXIT_CODE
@@ -161,6 +163,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
     assert run("r", "--resume", "auto", *technique) == 0
     assert steps_of(tmp_path / "r") == steps_of(tmp_path / "whole")
     assert [line.get("final") for line in metrics_of(tmp_path / "r")] == [None] * STEPS + [True]
+    went_on, whole = (tensors_of(last_of(tmp_path / name)) for name in ("r", "whole"))
+    assert went_on.keys() == whole.keys()
+    assert all(torch.equal(went_on[name], whole[name]) for name in whole)
+    assert ("--ema" in technique) == any(name.startswith("average.") for name in whole)
 
 
 @pytest.mark.smoke
@@ -170,12 +176,6 @@ def test_a_stopped_run_goes_on_by_its_own_config_alone(run, device, tmp_path):
     assert run("r", *technique, stop_after=3) == StopRequest.EXIT_CODE
     assert train(["--config", tmp_path / "r" / "config.json", "--run-name", "r", "--resume", "auto"], device) == 0
     assert steps_of(tmp_path / "r") == steps_of(tmp_path / "whole")
-
-
-def test_a_stop_after_the_last_step_is_the_end_of_the_run(run, tmp_path, capsys):
-    assert run("r", stop_after=STEPS) == 0
-    assert metrics_of(tmp_path / "r")[-1]["final"]
-    assert "\nstopped " not in capsys.readouterr().out
 
 
 @pytest.mark.smoke
@@ -192,29 +192,14 @@ def test_a_kill_after_the_last_checkpoint_repeats_its_steps_and_logs_them_once(r
     assert names(copied) == checkpoint_names(4, 6)
 
 
-def test_auto_starts_fresh_where_there_is_nothing_and_does_nothing_after_the_end(run, tmp_path, capsys):
-    for _ in range(2):
-        assert run("r", "--resume", "auto", "--checkpoint-interval", 4) == 0
-    assert "nothing to train" in capsys.readouterr().out
-    assert len(metrics_of(tmp_path / "r")) == STEPS + 1
-
-
-def test_more_steps_go_on_from_the_end_of_a_finished_run(run, copied, capsys):
-    assert run("r", "--resume", "auto", "--num-steps", STEPS + 2) == 0
-    assert [line["step"] for line in metrics_of(copied)] == [*range(1, STEPS + 3), STEPS + 2]
-    assert f"num steps {STEPS} -> {STEPS + 2}" in capsys.readouterr().out
-
-
 def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, tmp_path, capsys):
-    assert run("r") == 0
+    assert run("r", stop_after=STEPS) == 0  # a stop after the last step is the end of the run
+    assert "\nstopped " not in capsys.readouterr().out
     assert names(tmp_path / "r") == checkpoint_names(STEPS)
-    last, saved_beside = (
-        saved_values(folder / "checkpoints" / "step-00000006") for folder in (tmp_path / "r", finished)
-    )
+    last, saved_beside = tensors_of(last_of(tmp_path / "r")), tensors_of(last_of(finished))
     assert last.keys() == saved_beside.keys() and all(torch.equal(last[name], saved_beside[name]) for name in last)
 
     for flags, kept in {
-        "--no-final-checkpoint": [],
         "--dataset synthetic": [],
         "--dataset synthetic --final-checkpoint": [STEPS],
         "--dataset synthetic --checkpoint-interval 4": [4, STEPS],
@@ -231,46 +216,44 @@ def test_a_finished_run_keeps_its_last_state_unless_told_not_to(run, finished, t
 # Another run
 
 
-def test_data_and_a_tokenizer_that_changed_under_their_names_are_named_and_not_by_a_checksum(run, refused, tmp_path):
-    shutil.copytree(ROOT / "assets" / "demo", tmp_path / "t", ignore=shutil.ignore_patterns("stories*"))
-    data, same = tmp_path / "corpus.txt", ("r", "--tokenizer", tmp_path / "t", "--checkpoint-interval", 1)
+def in_lower_case(folder) -> None:
+    """Writes the demo's tokenizer with another normalizer."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
+    tokenizer.save_pretrained(folder)
+
+
+def test_data_and_a_tokenizer_that_changed_under_their_names_are_named(run, refused, tmp_path):
+    shutil.copytree(DEMO, tmp_path / "t", ignore=shutil.ignore_patterns("stories*"))
+    data = tmp_path / "corpus.txt"
     data.write_text("The fox had a red ball. " * 200)
-    assert run(*same, "--dataset", data, "--num-steps", 1) == 0
-    go_on = (*same, "--dataset", data, "--resume", "auto", "--num-steps", 2)
-    held_out = refused(*go_on, "--eval-interval", 1)
-    assert held_out.startswith(f"--eval-interval: the run held out nothing of {data}, it trained on all of it")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t")
-    tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
-    tokenizer.save_pretrained(tmp_path / "t")
-    assert refused(*go_on).startswith("--tokenizer: its vocabulary is not what it was at the checkpoint")
-    shutil.copy(ROOT / "assets" / "demo" / "tokenizer.json", tmp_path / "t")
+    same = ("r", "--tokenizer", tmp_path / "t", "--dataset", data, "--resume", "auto")
+    assert run(*same, "--num-steps", 1) == 0
+    in_lower_case(tmp_path / "t")
+    assert refused(*same).startswith("--tokenizer: its vocabulary is not what it was at the checkpoint")
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "t")
     data.write_text("The owl had a red ball. " * 200)
-    assert refused(*go_on).startswith(f"--dataset: {data} is not what it was at the checkpoint; a resumed run must")
+    assert refused(*same).startswith(f"--dataset: {data} is not what it was at the checkpoint; a resumed run must")
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ("--sequence-length 64", "--sequence-length was 32"),
-        ("--seed 7", "--seed was 42"),
-        ("--dataset synthetic", "--dataset was demo in the checkpoint and is synthetic now"),
-        ("--dataset-split train[:50%]", "--dataset-split was train in the checkpoint and is train[:50%] now"),
-        ("--optimizer adamw-bf16", "--optimizer was adamw"),
-        ("--optimizer muon", "--optimizer was adamw in the checkpoint and is muon now"),
-        ("--model {wider}", "--model: intermediate_size was 96"),
-        ("--tokenizer {other}", "--tokenizer was {demo} in the checkpoint and is {other} now"),
-    ],
-)
-def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path, change, named):
+OTHER_RUNS = {
+    "--sequence-length 64": "--sequence-length was 32",
+    "--seed 7": "--seed was 42",
+    "--dataset synthetic": "--dataset was demo in the checkpoint and is synthetic now",
+    "--optimizer muon": "--optimizer was adamw in the checkpoint and is muon now",
+    "--model {wider}": "--model: intermediate_size was 96",
+    "--tokenizer {other}": "--tokenizer was {demo} in the checkpoint and is {other} now",
+}
+
+
+def test_another_run_is_refused_by_what_changed(copied, refused, tmp_path):
     write_model(tmp_path / "wider", "llama", **SIZES | {"intermediate_size": 128, "tie_word_embeddings": False})
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    tokenizer.backend_tokenizer.normalizer = __import__("tokenizers").normalizers.Lowercase()
-    tokenizer.save_pretrained(tmp_path / "other")
+    in_lower_case(tmp_path / "other")
     before = (copied / "metrics.jsonl").read_bytes()
-    places = {"wider": tmp_path / "wider", "other": tmp_path / "other", "demo": ROOT / "assets" / "demo"}
-    change, named = change.format(**places), named.format(**places)
-    message = refused("r", "--resume", "auto", "--num-steps", 9, *words(change))
-    assert message.startswith(named)
+    places = {"wider": tmp_path / "wider", "other": tmp_path / "other", "demo": DEMO}
+    for change, named in OTHER_RUNS.items():
+        message = refused("r", "--resume", "auto", "--num-steps", 9, *words(change.format(**places)))
+        assert message.startswith(named.format(**places))
     assert (copied / "metrics.jsonl").read_bytes() == before
     assert names(copied) == checkpoint_names(2, 4, 6)
 
@@ -282,65 +265,10 @@ def test_changes_that_are_no_other_run_are_told(run, copied, capsys):
     for change in ("num steps 6 -> 8", "lr 0.001 -> 0.0005", "batch size 4 -> 2", "weight decay 0.1 -> 0.0"):
         assert change in told
     assert "zero stage 3 -> 2" in told and "precision fp32 -> bf16" in told
+    assert [line["step"] for line in metrics_of(copied)] == [*range(1, 9), 8]
     lines = {line["step"]: line for line in metrics_of(copied)}
     assert lines[7]["tokens_seen"] - lines[6]["tokens_seen"] == 2 * 32
     assert lines[7]["learning_rate"] < 5e-4
-
-
-def test_a_checkpoint_of_another_format_is_one_line(refused, copied):
-    for path in saved.complete_checkpoints(copied):
-        reseal(path, format=None)
-    path = copied / "checkpoints" / "step-00000006"
-    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    assert "manifest.json is of format None, and this program reads 1" in refused("branch", "--resume", path)
-    assert "is damaged" in refused("r", "--resume", "auto", "--num-steps", 7, exit_code=1)
-    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-
-
-def test_a_path_that_leads_to_no_checkpoint_is_named_with_those_that_are_there(refused, copied, tmp_path):
-    step = copied / "checkpoints" / "step-0000000"
-    there = {
-        "s": f"no such folder; what can be resumed is {copied}",
-        "r/checkpoints/step-00000005": f"no such folder; what can be resumed is {step}6, {step}4, {step}2",
-        "no/r": "no such folder, and no checkpoint is beside it; a run saves some with --checkpoint-interval",
-    }
-    for path, said in there.items():
-        message, expected = refused("r", "--resume", tmp_path / path), f"--resume {tmp_path / path}: {said}"
-        assert sorted(message.replace(",", "").split()) == sorted(expected.replace(",", "").split())
-
-
-def test_a_path_with_newer_checkpoints_beside_it_is_refused_but_can_branch_off(run, refused, copied, tmp_path):
-    path = copied / "checkpoints" / "step-00000002"
-    before = (copied / "metrics.jsonl").read_bytes()
-    assert "--run-name" in refused("r", "--resume", path)
-    assert run("branch", "--resume", path) == 0
-    assert [step[0] for step in steps_of(tmp_path / "branch")] == [3, 4, 5, 6]
-    assert steps_of(tmp_path / "branch") == steps_of(copied)[2:]
-    assert (copied / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_runs_folder_stands_for_its_newest_checkpoint(run, copied, capsys):
-    assert run("r", "--resume", copied, "--num-steps", STEPS + 1) == 0
-    assert f"step-00000006 at step {STEPS}" in capsys.readouterr().out
-
-
-def test_a_checkpoint_after_the_last_step_trains_nothing(run, copied, capsys):
-    before = (copied / "metrics.jsonl").read_bytes()
-    assert run("r", "--resume", "auto", "--num-steps", 3) == 0
-    assert "nothing to train: step 6 of 3" in capsys.readouterr().out
-    assert (copied / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_second_start_beside_a_running_one_is_refused(flags, tmp_path):
-    same = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
-    first = launch([sys.executable, PROGRAM, *flags, *same])
-    wait_until(lambda: steps_done(tmp_path / "r") >= 1, first)
-    second = start([sys.executable, PROGRAM, *flags, *same, "--resume", "auto"])
-    first.kill()
-    first.communicate()
-    (line,) = second.stderr.splitlines()
-    assert line.startswith(f"train_fsdp.py: error: --run-name r: another run is in {tmp_path / 'r'}")
 
 
 def test_a_start_that_waited_for_the_lock_goes_on_from_what_the_other_saved(run, copied, tmp_path, monkeypatch, capsys):
@@ -353,32 +281,29 @@ def test_a_start_that_waited_for_the_lock_goes_on_from_what_the_other_saved(run,
     assert [line["step"] for line in metrics_of(copied)] == [*range(1, 8), 7]
 
 
-def test_starts_of_the_same_second_have_folders_of_their_own_and_a_failed_one_leaves_none(flags, tmp_path, monkeypatch):
+def test_starts_of_the_same_second_have_folders_of_their_own(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: "-20260101-000000")
-    monkeypatch.setattr(endings, "LISTENERS", [])
-    settings = parse([*flags, "--output-dir", tmp_path / "out"])
+    settings = parse([*flags, "--output-dir", tmp_path])
     chosen = [folders.choose_folder(settings).name for _ in range(3)]
     assert chosen == [f"model-20260101-000000{number}" for number in ("", "-2", "-3")]
-    (tmp_path / "out" / chosen[1] / "metrics.jsonl").touch()
-    for listener in endings.LISTENERS:
-        listener(2)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [chosen[1]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Another folder, another run
 
 
-def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(run, copied, tmp_path, capsys):
+def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(run, refused, copied, tmp_path, capsys):
     for path in saved.complete_checkpoints(copied):  # as if it had trained a while ago
         reseal(path, started=1e9, elapsed_before=5000.0, productive_before=4000.0)
     before, branch = (copied / "config.json").read_bytes(), tmp_path / "branch"
-    more = words("--lr 0.05 --checkpoint-interval 2 --perf-warmup-steps 1")
-    assert run("branch", "--resume", copied / "checkpoints" / "step-00000002", *more) == 0
+    path = copied / "checkpoints" / "step-00000002"
+    assert "--run-name" in refused("r", "--resume", path)  # in its own folder newer ones would be written over
+    assert run("branch", "--resume", path, "--checkpoint-interval", 2) == 0
     output = capsys.readouterr().out
     assert told(output, "branched") == f"from {copied} at step 2"
     done = told(output, "done")
     assert done.startswith("4 steps, 512 tokens in ") and " after step 2 of r, loss" in done
+    assert steps_of(branch) == steps_of(copied)[2:]
     config, parent = config_of(branch), config_of(copied)
     assert config["run_id"] != parent["run_id"]
     origin = {"folder": str(copied), "run_id": parent["run_id"], "step": 2}
@@ -388,7 +313,7 @@ def test_a_run_that_goes_on_in_another_folder_than_its_checkpoints_is_a_new_one(
     assert manifest["elapsed_before"] < 5000 and manifest["productive_before"] < 4000 and manifest["started"] > 1e9
     assert (copied / "config.json").read_bytes() == before
 
-    assert run("branch", "--resume", "auto", "--num-steps", 7, *more) == 0  # it goes on as itself
+    assert run("branch", "--resume", "auto", "--num-steps", 7) == 0  # it goes on as itself
     output = capsys.readouterr().out
     assert told(output, "branched") == f"from {copied} at step 2" and told(output, "done").startswith("5 steps, ")
     assert config_of(branch)["run_id"] == config["run_id"] and len(config_of(branch)["starts"]) == 2
@@ -438,19 +363,13 @@ def test_a_branch_that_saved_nothing_goes_on_from_where_it_began(run, refused, c
 # Saving
 
 
-@pytest.mark.parametrize("kept", [1, 4])
-def test_old_checkpoints_go_and_those_to_keep_stay(run, tmp_path, kept):
-    run("r", "--checkpoint-interval", 1, "--keep-checkpoints", kept, "--no-async-checkpoint")
-    assert names(tmp_path / "r") == checkpoint_names(*range(STEPS - kept + 1, STEPS + 1))
-
-
-@pytest.mark.parametrize("beside", ["--async-checkpoint", "--no-async-checkpoint"])
-def test_a_save_is_in_no_figure_of_speed(run, tmp_path, monkeypatch, beside):
-    """Each takes a second more, when it copies the state."""
+def test_a_save_is_in_no_figure_of_speed(run, tmp_path, monkeypatch):
+    """Each takes half a second more."""
     tensors = TrainState.tensors
-    monkeypatch.setattr(TrainState, "tensors", lambda state: time.sleep(1) or tensors(state))
-    assert run("r", "--checkpoint-interval", 1, "--num-steps", 4, "--perf-warmup-steps", 1, beside) == 0
-    assert all(line["step_time_ms"] < 900 for line in metrics_of(tmp_path / "r") if "step_time_ms" in line)
+    monkeypatch.setattr(TrainState, "tensors", lambda state: time.sleep(0.5) or tensors(state))
+    assert run("r", "--checkpoint-interval", 1, "--num-steps", 4, "--perf-warmup-steps", 1) == 0
+    times = [line["step_time_ms"] for line in metrics_of(tmp_path / "r") if "step_time_ms" in line]
+    assert times and max(times) < 450
 
 
 @needs_stager
@@ -508,18 +427,13 @@ def test_a_full_disk_is_said_and_the_run_goes_on_and_exits_with_1(run, refused, 
     assert names(tmp_path / "r") == checkpoint_names(4, 6)
 
 
-def test_a_run_all_of_whose_saves_failed_starts_fresh_once_there_is_room(run, refused, finished, tmp_path):
-    with files_of_at_most(100_000):
-        assert "could not be saved" in refused("r", "--checkpoint-interval", 2, exit_code=1)
-    assert names(tmp_path / "r") == []
-    assert run("r", "--resume", "auto", "--checkpoint-interval", 2) == 0
-    assert steps_of(tmp_path / "r") == steps_of(finished) and names(tmp_path / "r")[-1:] == checkpoint_names(STEPS)
-
-
-def test_a_stop_that_could_not_be_saved_is_a_failure(run, capsys, tmp_path):
+def test_a_stop_that_could_not_be_saved_is_a_failure_after_which_the_run_starts_fresh(run, finished, tmp_path, capsys):
     with files_of_at_most(100_000):
         assert run("r", stop_after=2) == 1
     assert "saved in" not in capsys.readouterr().out
+    assert names(tmp_path / "r") == []
+    assert run("r", "--resume", "auto") == 0
+    assert steps_of(tmp_path / "r") == steps_of(finished) and names(tmp_path / "r") == checkpoint_names(STEPS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -532,34 +446,51 @@ def flip(file) -> None:
     file.write_bytes(data)
 
 
+def pipe(file) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 DAMAGES = {
     "a truncated shard": ("__0_0.distcp", lambda path: os.truncate(path, path.stat().st_size // 2)),
     "a flipped bit in a shard": ("__0_0.distcp", flip),
     "a missing shard": ("__0_0.distcp", os.remove),
     "a flipped bit in the index": (".metadata", flip),
-    "a missing index": (".metadata", os.remove),
+    "a pipe for an index": (".metadata", pipe),
+    "a pipe for a manifest": ("manifest.json", pipe),
     "a missing manifest": ("manifest.json", os.remove),
-    "an empty manifest": ("manifest.json", lambda path: path.write_text("")),
-    "a manifest of something else": ("manifest.json", lambda path: path.write_text("[1]")),
     "a manifest of bytes": ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00")),
+    "a manifest of something else": ("manifest.json", lambda path: path.write_text("[1]")),
     "an edited manifest": ("manifest.json", lambda path: path.write_text(path.read_text().replace("42", "43"))),
-    "a folder for a shard": ("__0_0.distcp", lambda path: (path.unlink(), path.mkdir())),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_and_the_checkpoint_before_is_taken(run, refused, copied, capsys, damage):
-    name, harm = DAMAGES[damage]
-    newest = copied / "checkpoints" / "step-00000006"
-    harm(newest / name)
-    whole = steps_of(copied)
-    message = refused("r", "--resume", newest)
-    assert message.startswith(f"--resume {newest}: step-00000006 is damaged ({name}")
+def test_damage_is_named_and_the_checkpoint_before_is_taken(run, refused, copied, tmp_path, capsys):
+    newest, whole = copied / "checkpoints" / "step-00000006", steps_of(copied)
+    shutil.copytree(newest, tmp_path / "kept")
+    for damage, (name, harm) in DAMAGES.items():
+        shutil.rmtree(newest)
+        shutil.copytree(tmp_path / "kept", newest)
+        harm(newest / name)
+        message = refused("r", "--resume", newest)
+        assert message.startswith(f"--resume {newest}: step-00000006 is damaged ({name}"), damage
     assert run("r", "--resume", "auto") == 0
     output = capsys.readouterr().out
-    assert f"skipped    step-00000006 is damaged: {name}" in output
+    assert "skipped    step-00000006 is damaged: manifest.json" in output
     assert "step-00000004 at step 4" in output
     assert steps_of(copied) == whole
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_removed(refused, copied):
+    newest, *others = reversed(saved.complete_checkpoints(copied))
+    reseal(newest, format=2)
+    for folder in others:
+        flip(folder / "__0_0.distcp")
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    assert "manifest.json is of format 2, and this program reads 1" in refused("branch", "--resume", newest)
+    message = refused("r", "--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
+    assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
+    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
 NOT_MINE = ("step-best", "step-00000002.bak", "step-2", "step-000000002", "step-0000000x", ".step-notes")
@@ -588,32 +519,6 @@ def test_only_a_name_of_eight_digits_whose_manifest_agrees_is_a_checkpoint(run, 
 
 def contents_of(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_pipe_in_a_checkpoint_is_damage_and_no_wait(run, refused, copied, capsys):
-    newest, index = copied / "checkpoints" / "step-00000006", copied / "checkpoints" / "step-00000004" / ".metadata"
-    for path in (newest / "manifest.json", index):
-        path.unlink()
-        os.mkfifo(path)
-    assert saved.newest_checkpoint(copied) == index.parent
-    assert f"{newest}: step-00000006 is damaged (manifest.json: not a regular file)" in refused("r", "--resume", newest)
-    forged = json.loads((index.parent / "manifest.json").read_text())
-    forged["files"].pop(".metadata")  # whoever wrote the manifest may have left it out
-    del forged["sha256"]
-    (index.parent / "manifest.json").write_text(json.dumps(forged | {"sha256": saved.manifest_checksum(forged)}))
-    assert "not a regular file" in refused("branch", "--resume", index.parent, exit_code=1)
-    index.parent.joinpath("manifest.json").unlink()
-    assert run("r", "--resume", "auto") == 0
-    assert "step-00000002 at step 2" in capsys.readouterr().out
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_removed(run, refused, copied):
-    for folder in (copied / "checkpoints").iterdir():
-        flip(folder / "__0_0.distcp")
-    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    message = refused("r", "--resume", "auto", "--num-steps", STEPS + 2, exit_code=1)
-    assert message.startswith(f"--resume auto: every checkpoint in {copied / 'checkpoints'} is damaged; ")
-    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("moment", ["while it is checked", "while it is loaded"])
@@ -678,32 +583,6 @@ def test_a_checkpoint_runs_no_code(refused, copied, tmp_path, place):
 # What is saved is finite
 
 
-DIVERGENT = words("--lr 1e6 --lr-scheduler constant --checkpoint-interval 1 --keep-checkpoints 1 --no-async-checkpoint")
-
-
-def saved_values(checkpoint) -> dict[str, torch.Tensor]:
-    index = SafeReader(checkpoint).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
-    store.dcp.load(tensors, storage_reader=SafeReader(checkpoint))
-    return tensors
-
-
-@pytest.mark.parametrize(
-    "divergence", ["", "--lr 1e30 --max-grad-norm 0 --lr-scheduler constant_with_warmup --warmup-steps 1"]
-)
-def test_a_broken_model_is_never_saved_and_the_last_good_checkpoint_stays(run, refused, tmp_path, divergence):
-    message = refused("r", *DIVERGENT, *words(divergence), "--num-steps", 30, exit_code=1)
-    step = int(re.search(r"at step (\d+); the last good checkpoint is step-(\d+)", message)[1])
-    assert names(tmp_path / "r") == checkpoint_names(step - 1)
-    values = saved_values(tmp_path / "r" / "checkpoints" / f"step-{step - 1:08d}")
-    assert all(tensor.isfinite().all() for tensor in values.values() if tensor.is_floating_point())
-    assert not any(line.get("final") for line in metrics_of(tmp_path / "r"))
-
-    # as every start from there will
-    message = refused("r", *DIVERGENT, *words(divergence), "--num-steps", 30, "--resume", "auto", exit_code=1)
-    assert f"at step {step}; the last good checkpoint is step-{step - 1:08d}" in message
-
-
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # its optimizer takes no step
 def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, refused, tmp_path, monkeypatch):
     @torch.no_grad()
@@ -715,7 +594,7 @@ def test_a_checkpoint_that_is_not_finite_is_neither_trained_nor_exported(run, re
         unchecked.setattr(models, "step_or_skip", overflow)
         run("r", "--max-skipped", STEPS)
     path = tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}"
-    assert not all(tensor.isfinite().all() for tensor in saved_values(path).values())
+    assert not all(tensor.isfinite().all() for tensor in tensors_of(path).values())
     assert refused("r", "--resume", "auto", "--num-steps", 9, exit_code=1).startswith(
         f"--resume {path}: it holds values"
     )
@@ -759,9 +638,10 @@ def steps_done(folder) -> int:
 @pytest.mark.slow
 def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tmp_path):
     """4 ranks until one gets SIGTERM, 2 ranks in stage 2 with one killed and started again, 4 ranks in two replicas,
-    1 rank; beside it the same global batch on one rank, undisturbed."""
+    1 rank; beside it the same global batch on one rank, undisturbed. The average of the weights goes with them."""
     folder = tmp_path / "r"
-    common = [*flags, "--lr-scheduler", "constant", "--lr", "1e-4", "--batch-size", 1, "--num-workers", 1]
+    flags = [*flags, *words("--lr-scheduler constant --lr 1e-4 --ema 0.99")]
+    common = [*flags, *words("--batch-size 1 --num-workers 1")]
     common += ["--output-dir", tmp_path, "--run-name", "r", "--resume", "auto"]
 
     # 4 ranks; a signal to one of them
@@ -792,23 +672,29 @@ def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tm
     assert "world size 2 -> 4" in process.stdout and "dp replicate size 1 -> 2" in process.stdout
     assert train([*common, "--num-steps", stopped + 68], device) == 0
     steps = stopped + 68
-    whole = [*flags, "--lr-scheduler", "constant", "--lr", "1e-4", "--num-steps", steps]
-    assert train([*whole, "--output-dir", tmp_path, "--run-name", "whole"], device) == 0
+    assert train([*flags, "--num-steps", steps, "--output-dir", tmp_path, "--run-name", "whole"], device) == 0
     survived, reference = steps_of(folder), steps_of(tmp_path / "whole")
     assert [step[0] for step in survived] == list(range(1, steps + 1))
     assert [step[1] for step in survived] == pytest.approx([step[1] for step in reference], rel=1e-5)
     assert [step[3:] for step in survived] == [step[3:] for step in reference]
+    ends = [place / "checkpoints" / saved.checkpoint_name(steps) for place in (folder, tmp_path / "whole")]
+    average, expected = (in_one(tensors_of(end, "average.")) for end in ends)
+    assert (average - expected).norm() < 1e-3 * expected.norm()
+    assert (in_one(tensors_of(ends[1], "model.")) - expected).norm() > 1e-2 * expected.norm()
 
 
-@pytest.mark.parametrize("number", [StopRequest.SIGNALS[0], *map(slow_case, StopRequest.SIGNALS[1:])])
-def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path, number):
+def in_one(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path):
     places = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
     process = launch([sys.executable, PROGRAM, *flags, *places])
     wait_until(lambda: steps_done(tmp_path / "r") >= 3, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (143, "")
-    assert f"stopped    by {number.name} after step" in output
+    assert "stopped    by SIGTERM after step" in output
     assert names(tmp_path / "r") == checkpoint_names(steps_done(tmp_path / "r"))
 
 

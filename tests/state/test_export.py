@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import train_fsdp
 from harness.base import saved
 from harness.base.errors import UserError
-from harness.job import endings
 from harness.state import exports
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
@@ -109,8 +108,7 @@ def logits_of(model) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(0, 1500, 31).view(1, -1), use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", ["smollm3", "llama", "qwen3_moe", "mixtral", "gpt2"])
-@pytest.mark.parametrize("size", [5e9, 2e5])
+@pytest.mark.parametrize("name, size", [("smollm3", 5e9), ("gpt2", 5e9), ("qwen3_moe", 2e5), ("mixtral", 2e5)])
 def test_an_export_is_the_trained_model(run, tmp_path, monkeypatch, name, size):
     """transformers loads it with the trained model's logits, and it is the next run's start."""
     trained, build_model = [], train_fsdp.build_model
@@ -136,7 +134,7 @@ def test_an_export_is_the_trained_model(run, tmp_path, monkeypatch, name, size):
     assert torch.equal(logits_of(trained[-1]), expected)
 
 
-@pytest.mark.parametrize("technique", ["--precision bf16-pure", "--precision fp8 --fp8-emulate", "--precision bf16"])
+@pytest.mark.parametrize("technique", ["--precision bf16-pure", "--precision fp8 --fp8-emulate"])
 def test_an_export_keeps_the_precision_of_the_weights(run, tmp_path, technique):
     assert run("r", "--num-steps", 2, "--export", tmp_path / "export", *words(technique)) == 0
     pure = torch.bfloat16 if "pure" in technique else torch.float32
@@ -162,13 +160,11 @@ def weights_of(export) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("size", [5e9, 2e4])
-def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch, size):
-    monkeypatch.setattr(exports, "ONE_FILE", size)
+def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(exports, "ONE_FILE", 2e4)
     export, same = tmp_path / "export", ("r", "--resume", "auto", "--export", tmp_path / "export")
     assert run(*same) == 0
     names, weights = {path.name for path in export.iterdir()}, weights_of(export)
-    assert ("model.safetensors" in names) == (size > 1e6)
     (export / "config.json").unlink()
     assert run(*same) == 0
     assert {path.name for path in export.iterdir()} == names
@@ -179,17 +175,13 @@ def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch, size):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_what_is_no_export_of_this_program_is_never_written_over(run, refused, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(endings, "LISTENERS", [])
+def test_what_is_no_export_of_this_program_is_never_written_over(run, refused, source, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "file").write_text("")
     pretrained = shutil.copytree(source, tmp_path / "pretrained")
     for folder in (tmp_path / "there", tmp_path / "file" / "below", tmp_path / "file", pretrained):
         assert f"{folder}" in refused("r", "--export", folder)
-        for listener in endings.LISTENERS:  # as where the process ends
-            listener(2)
-        assert not (tmp_path / "r").exists()
-    assert run("r", "--export", tmp_path / "export") == 0
+    assert run("model", "--export", tmp_path / "export") == 0
     own = ("--init", "pretrained", "--model", tmp_path / "export", "--export", tmp_path / "export")
     assert "is the folder of --model" in refused("again", *own)
 
@@ -209,38 +201,20 @@ def test_an_export_that_fails_is_one_line_and_leaves_what_was_there(run, refused
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_an_average_that_is_not_the_runs_is_one_line(run, refused, tmp_path):
-    ema = words("--export-weights ema --checkpoint-interval 1 --ema")
-    export = ("--export", tmp_path / "export")
-    assert run("r", "--checkpoint-interval", 1) == 0
-    message = refused("r", "--resume", "auto", *export, *ema, 0.9)  # no step is left
-    assert message == "--ema 0.9: there is no average of the weights, auto holds none"
-    assert run("e", "--checkpoint-interval", 1, "--ema", 0.9) == 0
-    other = refused("e", "--num-steps", 0, "--resume", tmp_path / "e", *export, *ema[:2], "--ema", 0.5)
-    held = f"{tmp_path / 'e'} holds that of --ema 0.9"
-    assert other == f"--ema 0.5: there is no average of the weights, {held}"
-    assert not (tmp_path / "export").exists()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What is beside them
 
 
-def test_an_export_of_a_tuned_model_generates_as_its_source_does_and_with_a_cache(tuned):
-    end = AutoTokenizer.from_pretrained(tuned / "export").eos_token_id  # after each document of the training
-    assert habits_of(tuned / "export") == HABITS | {"eos_token_id": [7, 8, end]}
-    assert read(tuned / "export", "config")["use_cache"] is True
+def test_an_export_of_a_tuned_model_has_the_habits_and_the_tokenizer_of_its_source(device, source, tuned):
+    export = tuned / "export"
+    end = AutoTokenizer.from_pretrained(export).eos_token_id  # after each document of the training
+    assert habits_of(export) == HABITS | {"eos_token_id": [7, 8, end]}
+    assert read(export, "config")["use_cache"] is True
     assert len(metrics_of(tuned / "r")[-1]["samples"]) == 1  # what writes stories has habits of its own
+    assert train(["--num-steps", 0, "--resume", tuned / "r", "--export", tuned / "later"], device) == 0
+    assert habits_of(tuned / "later") == habits_of(export)
 
-
-def test_a_checkpoint_of_a_tuned_model_is_exported_with_the_habits_of_its_source(device, tuned):
-    flags = ["--num-steps", 0, "--resume", tuned / "r", "--export", tuned / "later"]
-    assert train(flags, device) == 0
-    assert habits_of(tuned / "later") == habits_of(tuned / "export")
-
-
-def test_the_tokenizer_of_an_export_is_that_of_its_source(source, tuned):
-    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (source, tuned / "export"))
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (source, export))
     text = "<|im_start|>The fox<|im_end|> sleeps"
     assert before.encode(text) == after.encode(text) and len(before.encode(text)) < len(text)
     assert (after.chat_template, after.model_max_length) == (CHAT, 256)
@@ -249,25 +223,19 @@ def test_the_tokenizer_of_an_export_is_that_of_its_source(source, tuned):
 
 
 def test_habits_in_a_config_as_old_models_have_them_become_a_generation_config(device, source, tmp_path):
-    """transformers reads them there, and would refuse to write the config again."""
+    """transformers reads them there, and would refuse to write the config again. What trains nothing takes a run's
+    flags as they are, of sequences longer than the model's too."""
     shutil.copytree(source, tmp_path / "old")
     (tmp_path / "old" / "generation_config.json").unlink()
     change(tmp_path / "old" / "config.json", max_new_tokens=7, eos_token_id=5)
-    without_training = ["--num-steps", 0, "--init", "pretrained", "--model", tmp_path / "old"]
-    assert train([*without_training, "--export", tmp_path / "export"], device) == 0
+    flags = words("--num-steps 0 --init pretrained --sequence-length 8192 --dataset synthetic")
+    assert train([*flags, "--model", tmp_path / "old", "--export", tmp_path / "export"], device) == 0
     assert habits_of(tmp_path / "export").items() >= {"max_new_tokens": 7, "eos_token_id": [5, 0]}.items()
     AutoConfig.from_pretrained(tmp_path / "export").save_pretrained(tmp_path / "again")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto").dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "content, why",
-    [
-        ("{", "Expecting"),
-        ("[1]", "no JSON object"),
-        ("[" * 200_000, "recursion"),
-        ('{"max_new_tokens": 0}', "greater than 0"),
-    ],
-)
+@pytest.mark.parametrize("content, why", [("{", "Expecting"), ('{"max_new_tokens": 0}', "greater than 0")])
 def test_habits_that_cannot_be_read_are_said_and_cost_no_export(device, source, tmp_path, capsys, content, why):
     shutil.copytree(source, tmp_path / "broken")
     (tmp_path / "broken" / "generation_config.json").write_text(content)
@@ -290,10 +258,3 @@ def test_a_model_that_began_at_random_ends_where_its_tokenizer_does(device, sour
     wanted = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     assert read(tmp_path / "export").items() >= wanted.items()
     assert read(tmp_path / "export", "config").items() >= (wanted | {"pad_token_id": None}).items()
-
-
-@pytest.mark.parametrize("asked", [[], ["--sequence-length", 8192], ["--dataset", "synthetic"]])
-def test_what_trains_nothing_asks_for_no_sequence_length(device, source, tmp_path, asked):
-    flags = ["--num-steps", 0, "--init", "pretrained", "--model", source, "--export", tmp_path / "e", *asked]
-    assert train(flags, device) == 0
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "e", dtype="auto").dtype == torch.float32
