@@ -6,14 +6,13 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, Stop, metrics_of, train, words, write_model
+from conftest import ROOT, SMALL, metrics_of, train, words, write_model
 from multirank import MODELS, SIZES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 from harness.base import saved
-from harness.base.errors import UserError
 from harness.state import exports
 
 CHAT = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
@@ -28,33 +27,12 @@ HABITS = {
     "top_p": 0.8,
 }
 LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 32}
-SMALL = words("--num-steps 2 --sequence-length 16 --batch-size 2 --num-workers 0 --precision fp32 --dataset demo")
 
 
 @pytest.fixture
-def run(device, tmp_path):
-    """Trains a tiny model in this process under tmp_path/NAME, or what is given; returns the exit code."""
-    model = write_model(tmp_path / "model", "llama", **SIZES | {"tie_word_embeddings": False})
-    places = ["--output-dir", tmp_path, "--cache-dir", tmp_path / "cache", "--tokenizer", ROOT / "assets" / "demo"]
-
-    def start_run(name: str, *more, stop_after: int = -1) -> int:
-        return train([*SMALL, *places, "--model", model, "--run-name", name, *more], device, Stop(stop_after))
-
-    return start_run
-
-
-@pytest.fixture
-def refused(run):
-    """The message of a run that ends with a mistake of the user."""
-
-    def start_run(*args, exit_code: int = 2) -> str:
-        with pytest.raises(UserError) as raised:
-            run(*args)
-        assert raised.value.exit_code == exit_code
-        assert "\n" not in str(raised.value)
-        return str(raised.value)
-
-    return start_run
+def run(device, arguments):
+    """Trains a tiny model in this process under tmp_path/out/NAME, or what is given; returns the exit code."""
+    return lambda name, *more: train([*arguments, "--run-name", name, *more], device)
 
 
 def read(folder, name: str = "generation_config") -> dict:
@@ -95,7 +73,7 @@ def tuned(device, source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
     flags = f"--init pretrained --model {source} --output-dir {folder} --cache-dir {folder / 'cache'} --run-name r"
     more = "--checkpoint-interval 2 --sample-prompt Once --sample-tokens 6"
-    assert train([*SMALL, *words(flags), *words(more), "--export", folder / "export"], device) == 0
+    assert train([*SMALL, *words(flags), *words(more), "--dataset", "demo", "--export", folder / "export"], device) == 0
     return folder
 
 
@@ -144,13 +122,13 @@ def test_an_export_keeps_the_precision_of_the_weights(run, tmp_path, technique):
 
 def test_a_checkpoint_is_exported_without_training_and_leaves_the_run_as_it_was(run, tmp_path):
     assert run("r", *words("--num-steps 4 --checkpoint-interval 2 --keep-checkpoints 9")) == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in (tmp_path / "out" / "r").rglob("*") if path.is_file()}
     for step in (2, 4):
-        path = tmp_path / "r" / "checkpoints" / f"step-{step:08d}"
+        path = tmp_path / "out" / "r" / "checkpoints" / f"step-{step:08d}"
         assert run("r", *words(f"--num-steps 0 --resume {path} --export {tmp_path / f'export-{step}'}")) == 0
     two, four = (load_file(tmp_path / f"export-{step}" / "model.safetensors") for step in (2, 4))
     assert two.keys() == four.keys() and not torch.equal(two["lm_head.weight"], four["lm_head.weight"])
-    assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in (tmp_path / "out" / "r").rglob("*") if path.is_file()} == before
 
 
 def weights_of(export) -> dict[str, torch.Tensor]:
@@ -175,25 +153,25 @@ def test_the_same_command_again_exports_again(run, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_what_is_no_export_of_this_program_is_never_written_over(run, refused, source, tmp_path):
+def test_what_is_no_export_of_this_program_is_never_written_over(run, mistake, source, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "file").write_text("")
     pretrained = shutil.copytree(source, tmp_path / "pretrained")
     for folder in (tmp_path / "there", tmp_path / "file" / "below", tmp_path / "file", pretrained):
-        assert f"{folder}" in refused("r", "--export", folder)
-    assert run("model", "--export", tmp_path / "export") == 0
+        assert f"{folder}" in mistake("--export", folder)
+    assert run("done", "--export", tmp_path / "export") == 0
     own = ("--init", "pretrained", "--model", tmp_path / "export", "--export", tmp_path / "export")
-    assert "is the folder of --model" in refused("again", *own)
+    assert "is the folder of --model" in mistake("--run-name", "again", *own)
 
 
-def test_an_export_that_fails_is_one_line_and_leaves_what_was_there(run, refused, tmp_path):
+def test_an_export_that_fails_is_one_line_and_leaves_what_was_there(run, mistake, tmp_path):
     assert run("r", "--export", tmp_path / "export", "--checkpoint-interval", 1) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "export").iterdir()}
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # as on a full disk
     try:
-        resume = ("--num-steps", 0, "--resume", tmp_path / "r", "--export", tmp_path / "export")
-        message = refused("r", *resume, exit_code=1)
+        resume = ("--num-steps", 0, "--resume", tmp_path / "out" / "r", "--export", tmp_path / "export")
+        message = mistake(*resume, exit_code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert message.startswith(f"--export {tmp_path / 'export'}: cannot be written")
@@ -254,7 +232,7 @@ def test_a_model_that_began_at_random_ends_where_its_tokenizer_does(device, sour
     flags = (
         f"--model {tmp_path / 'model'} --tokenizer {source} --output-dir {tmp_path} --cache-dir {tmp_path / 'cache'}"
     )
-    assert train([*SMALL, *words(flags), "--export", tmp_path / "export"], device) == 0
+    assert train([*SMALL, *words(flags), "--dataset", "demo", "--export", tmp_path / "export"], device) == 0
     wanted = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     assert read(tmp_path / "export").items() >= wanted.items()
     assert read(tmp_path / "export", "config").items() >= (wanted | {"pad_token_id": None}).items()
