@@ -23,6 +23,7 @@ from conftest import (
     ROOT,
     STORIES,
     Stop,
+    forking,
     metrics_of,
     parse,
     slow_case,
@@ -32,7 +33,7 @@ from conftest import (
     words,
     write_model,
 )
-from multirank import MODELS, SIZES
+from multirank import MODELS, SIZES, program
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoTokenizer
 
@@ -355,8 +356,6 @@ def test_a_branch_that_saved_nothing_goes_on_from_where_it_began(run, refused, c
     assert steps_of(branch) == steps_of(copied)[4:5]
     reseal(path, run_id="another")
     assert f"it branched off at {path}, saved nothing since" in refused("branch", "--resume", "auto")
-    shutil.rmtree(path)
-    assert f"it branched off at {path}, saved nothing since" in refused("branch", "--resume", "auto")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -385,21 +384,14 @@ def test_a_save_under_way_keeps_its_values_and_the_next_one_is_skipped(run, fini
 
 
 @needs_stager
-def test_memory_that_cannot_be_had_for_copies_is_one_line_and_each_save_is_waited_for(
-    run, finished, tmp_path, monkeypatch, capsys
-):
+def test_without_memory_for_copies_each_save_is_waited_for(run, finished, tmp_path, monkeypatch, capsys):
     """As where a container limits the memory that a GPU can copy to."""
-
-    def refuse(stager, tensors):
-        raise RuntimeError("pinning failed")
-
-    monkeypatch.setattr(store.DefaultStager, "stage", refuse)
+    pin = lambda *_: torch.ones(1).view(2)  # noqa: E731 - a RuntimeError
+    monkeypatch.setattr(store.DefaultStager, "stage", pin)
     assert run("r", "--checkpoint-interval", 2, "--keep-checkpoints", 9) == 0
     assert names(tmp_path / "r") == checkpoint_names(2, 4, 6)
     assert steps_of(tmp_path / "r") == steps_of(finished)
-    assert (
-        capsys.readouterr().out.count("waits      for each checkpoint: no host memory for copies of it (pinning") == 1
-    )
+    assert capsys.readouterr().out.count("waits      for each checkpoint: no host memory for copies of it (") == 1
 
 
 @contextlib.contextmanager
@@ -503,22 +495,13 @@ def test_only_a_name_of_eight_digits_whose_manifest_agrees_is_a_checkpoint(run, 
         shutil.copytree(folder / "step-00000002", folder / name)
     (folder / "step-00000009").mkdir()  # what is no checkpoint under a checkpoint's name
     shutil.copytree(folder / "step-00000002", folder / "step-00000008")
-    assert [path.name for path in saved.complete_checkpoints(copied)] == checkpoint_names(2, 4, 6)
-    assert saved.newest_checkpoint(copied) == folder / "step-00000006"
     assert run("r", *words("--resume auto --num-steps 7 --checkpoint-interval 1 --keep-checkpoints 1")) == 0
     output = capsys.readouterr().out
     assert "skipped    step-00000008 is damaged: manifest.json is of step 2" in output
     assert "step-00000006 at step 6" in output
-    left = sorted([*NOT_MINE, *checkpoint_names(7, 8, 9)])
-    assert names(copied) == left
-    two = contents_of(finished / "checkpoints" / "step-00000002")
-    assert all(contents_of(folder / name) == two for name in NOT_MINE)
+    assert names(copied) == sorted([*NOT_MINE, *checkpoint_names(7, 8, 9)])
     assert run("branch", "--resume", folder / "step-best") == 0
     assert steps_of(copied.parent / "branch") == steps_of(finished)[2:]
-
-
-def contents_of(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("moment", ["while it is checked", "while it is loaded"])
@@ -687,21 +670,24 @@ def in_one(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
-def test_the_program_alone_saves_and_exits_with_143(flags, tmp_path):
+def test_a_signal_ends_the_program_with_143_after_it_has_saved(flags, tmp_path):
     places = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
-    process = launch([sys.executable, PROGRAM, *flags, *places])
-    wait_until(lambda: steps_done(tmp_path / "r") >= 3, process)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=600)
-    assert (process.returncode, errors) == (143, "")
-    assert "stopped    by SIGTERM after step" in output
+    with forking(1, program, *map(str, [*flags, *places])) as (world, output):
+        (process,) = world.processes
+        while steps_done(tmp_path / "r") < 3:
+            assert process.is_alive(), output.read()
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(600)
+        assert process.exitcode == 143
+        assert "stopped    by SIGTERM after step" in output.read()
     assert names(tmp_path / "r") == checkpoint_names(steps_done(tmp_path / "r"))
 
 
 @pytest.mark.slow
 def test_a_run_killed_during_a_save_repeats_its_steps_to_the_bit():
-    program = ROOT / "benchmarks" / "kill_test.py"
-    process = start([sys.executable, program, *words("--kills 1 --ranks 2 --num-steps 100 --seed 4")])
+    driver = ROOT / "benchmarks" / "kill_test.py"
+    process = start([sys.executable, driver, *words("--kills 1 --ranks 2 --num-steps 100 --seed 4")])
     assert process.returncode == 0, process.stdout + process.stderr
     result = json.loads(process.stdout[process.stdout.index("{") :])
     assert (result["kills"], result["steps"]) == (1, 100)

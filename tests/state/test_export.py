@@ -30,6 +30,12 @@ LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "origi
 
 
 @pytest.fixture
+def arguments(arguments, tmp_path_factory) -> list:
+    """Those of the smallest run, whose data are tokenized once."""
+    return [*arguments, "--cache-dir", tmp_path_factory.getbasetemp() / "cache"]
+
+
+@pytest.fixture
 def run(device, arguments):
     """Trains a tiny model in this process under tmp_path/out/NAME, or what is given; returns the exit code."""
     return lambda name, *more: train([*arguments, "--run-name", name, *more], device)
