@@ -1,8 +1,10 @@
-"""Checkpoints without shards, manifests that are written again, and the tensors of a checkpoint."""
+"""Checkpoints without shards, manifests that are written again, the tensors of a checkpoint, and a full disk."""
 
+import contextlib
 import hashlib
 import json
 import pathlib
+import resource
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -44,3 +46,14 @@ def tensors_of(checkpoint: pathlib.Path, kind: str = "") -> dict[str, torch.Tens
     }
     dcp.load(tensors, checkpoint_id=checkpoint)
     return {name.removeprefix(kind): tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """Writing more than `size` bytes into one file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 import torch
-from conftest import metrics_of, parse, python, train
+from conftest import metrics_of, parse, python, train, words
 
 from harness.base.errors import UserError
 from harness.flags.settings import PROFILED_STEPS
@@ -40,27 +40,22 @@ def run(device, tmp_path):
     return go
 
 
-def test_the_same_command_after_the_end_keeps_the_last_line_and_ends_well(run, capsys):
-    flags = ["--num-steps", "3", "--perf-warmup-steps", "1", "--log-interval", "1", "--resume", "auto"]
-    folder = run(*flags)
-    lines, first = metrics_of(folder), capsys.readouterr().out
-    run(*flags)
+def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(run, capsys):
+    flags = words("--perf-warmup-steps 1 --log-interval 1 --resume auto --num-steps")
+    folder = run(*flags, 3)
+    lines, said = metrics_of(folder), capsys.readouterr().out
+    assert re.search(r"done +3 steps, 192 tokens in \d\d:\d\d of training, \d\d:\d\d since the start, loss", said)
+    run(*flags, 3)
     assert metrics_of(folder) == lines
     said = capsys.readouterr().out
     assert "done       nothing to train: step 3 of 3" in said and "report  " in said
-    assert re.search(r"done +3 steps, 192 tokens in \d\d:\d\d of training, \d\d:\d\d since the start, loss", first)
 
-
-def test_a_resume_with_other_flags_says_at_which_step_what_changed_and_how_long_it_trained(run, capsys):
-    flags = ["--log-interval", "1", "--perf-warmup-steps", "1", "--checkpoint-interval", "3"]
-    run(*flags, "--num-steps", "3")
-    assert "first start" not in capsys.readouterr().out
-    folder = run(*flags, "--num-steps", "6", "--lr", "0.01", "--resume", "auto")
-    lines = metrics_of(folder)
-    first, second = json.loads((folder / "config.json").read_text())["starts"]
-    assert (first["step"], second["step"]) == (0, 3) and "changed" not in first
-    assert "num steps 3 -> 6" in second["changed"] and "-> 0.01" in second["changed"]
-    assert 0 < lines[-1]["trained_seconds"] < lines[-1]["elapsed_seconds"]
+    run(*flags, 6, "--lr", "0.01")
+    first, second, third = json.loads((folder / "config.json").read_text())["starts"]
+    assert (first["step"], second["step"], third["step"]) == (0, 3, 3) and "changed" not in first
+    assert "num steps 3 -> 6" in third["changed"] and "-> 0.01" in third["changed"]
+    last = metrics_of(folder)[-1]
+    assert 0 < last["trained_seconds"] < last["elapsed_seconds"]
     assert re.search(r"tokens in [\d:]+ of training, [\d:]+ since the first start", capsys.readouterr().out)
 
 

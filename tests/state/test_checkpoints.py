@@ -1,11 +1,9 @@
 """A run that is killed at any moment loses at most the steps since its last checkpoint, and goes on as the same run."""
 
-import contextlib
 import json
 import math
 import os
 import pickle
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,9 +13,8 @@ import time
 
 import psutil
 import pytest
-import safetensors
 import torch
-from checkpoints import forge, reseal, tensors_of
+from checkpoints import files_of_at_most, forge, reseal, tensors_of
 from conftest import (
     PROGRAM,
     ROOT,
@@ -394,17 +391,6 @@ def test_without_memory_for_copies_each_save_is_waited_for(run, finished, tmp_pa
     assert capsys.readouterr().out.count("waits      for each checkpoint: no host memory for copies of it (") == 1
 
 
-@contextlib.contextmanager
-def files_of_at_most(size: int):
-    """Writing more than `size` bytes into one file fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_is_said_and_the_run_goes_on_and_exits_with_1(run, refused, finished, tmp_path, capsys):
     run("r", "--checkpoint-interval", 2, stop_after=2)
     with files_of_at_most(100_000):
@@ -504,26 +490,6 @@ def test_only_a_name_of_eight_digits_whose_manifest_agrees_is_a_checkpoint(run, 
     assert steps_of(copied.parent / "branch") == steps_of(finished)[2:]
 
 
-@pytest.mark.parametrize("moment", ["while it is checked", "while it is loaded"])
-def test_what_reads_beside_a_run_that_removes_old_checkpoints_takes_the_next_newest(
-    run, copied, tmp_path, monkeypatch, moment
-):
-    import harness.state.find as find
-    import harness.state.train_state as train_state
-
-    where, name = (find, "sha256") if moment == "while it is checked" else (train_state, "read_index")
-    newest, read = copied / "checkpoints" / "step-00000006", getattr(where, name)
-
-    def removed_meanwhile(path):
-        shutil.rmtree(newest, ignore_errors=True)
-        return read(path)
-
-    monkeypatch.setattr(where, name, removed_meanwhile)
-    assert run("r", *words(f"--num-steps 0 --resume {copied} --export {tmp_path / 'export'}")) == 0
-    with safetensors.safe_open(tmp_path / "export" / "model.safetensors", "pt") as file:
-        assert file.metadata()["step"] == "4"
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Trust
 
@@ -620,7 +586,7 @@ def steps_done(folder) -> int:
 
 @pytest.mark.slow
 def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tmp_path):
-    """4 ranks until one gets SIGTERM, 2 ranks in stage 2 with one killed and started again, 4 ranks in two replicas,
+    """4 ranks until one gets SIGUSR1, 2 ranks in stage 2 with one killed and started again, 4 ranks in two replicas,
     1 rank; beside it the same global batch on one rank, undisturbed. The average of the weights goes with them."""
     folder = tmp_path / "r"
     flags = [*flags, *words("--lr-scheduler constant --lr 1e-4 --ema 0.99")]
@@ -630,7 +596,7 @@ def test_one_run_over_signals_kills_and_other_numbers_of_ranks(device, flags, tm
     # 4 ranks; a signal to one of them
     process = launch([*torchrun_command(4), PROGRAM, *common, "--num-steps", SIGNAL_STEPS])
     wait_until(lambda: steps_done(folder) >= 3, process)
-    ranks_of(process)[2].send_signal(signal.SIGTERM)
+    ranks_of(process)[2].send_signal(signal.SIGUSR1)
     output, errors = process.communicate(timeout=600)
     stopped = steps_done(folder)
     assert process.returncode != 0
@@ -670,13 +636,18 @@ def in_one(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
-def test_a_signal_ends_the_program_with_143_after_it_has_saved(flags, tmp_path):
+def test_a_run_lets_no_second_start_into_its_folder_and_a_signal_ends_it_with_143_saved(
+    flags, refused, tmp_path, monkeypatch
+):
     places = ["--output-dir", tmp_path, "--run-name", "r", "--num-workers", 1, "--num-steps", SIGNAL_STEPS]
     with forking(1, program, *map(str, [*flags, *places])) as (world, output):
         (process,) = world.processes
         while steps_done(tmp_path / "r") < 3:
             assert process.is_alive(), output.read()
             time.sleep(0.02)
+        monkeypatch.setattr(folders, "LOCK_PATIENCE", 0.2)
+        second = refused("r", "--resume", "auto")
+        assert second.startswith(f"--run-name r: another run is in {tmp_path / 'r'}, whose processes `fuser ")
         os.kill(process.pid, signal.SIGTERM)
         process.join(600)
         assert process.exitcode == 143
