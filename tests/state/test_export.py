@@ -208,7 +208,7 @@ def test_habits_in_a_config_as_old_models_have_them_become_a_generation_config(d
     shutil.copytree(source, tmp_path / "old")
     (tmp_path / "old" / "generation_config.json").unlink()
     change(tmp_path / "old" / "config.json", max_new_tokens=7, eos_token_id=5)
-    flags = words("--num-steps 0 --init pretrained --sequence-length 8192 --dataset synthetic")
+    flags = words("--num-steps 0 --init pretrained --sequence-length 8192")
     assert train([*flags, "--model", tmp_path / "old", "--export", tmp_path / "export"], device) == 0
     assert habits_of(tmp_path / "export").items() >= {"max_new_tokens": 7, "eos_token_id": [5, 0]}.items()
     AutoConfig.from_pretrained(tmp_path / "export").save_pretrained(tmp_path / "again")
