@@ -227,16 +227,6 @@ def test_lines_that_are_refused_to_the_end_make_the_run_fail(disturbed, capsys):
     assert steps_in(disturbed.folder) == [1, 2, 3]
 
 
-def test_no_checkpoint_is_published_before_the_lines_up_to_it(disturbed, capsys):
-    full = lambda: limit_files(disturbed.metrics.stat().st_size)  # noqa: E731
-    saves = ["--checkpoint-interval", 2, "--no-async-checkpoint", "--keep-checkpoints", 9]
-    with pytest.raises(UserError, match="1 checkpoints could not be saved"):
-        disturbed({3: full, 4: lambda: None, 5: lambda: limit_files(resource.RLIM_INFINITY)}, *saves)
-    assert steps_in(disturbed.folder) == [*range(1, 9), 8]
-    assert sorted(path.name[-1] for path in (disturbed.folder / "checkpoints").iterdir()) == ["2", "6", "8"]
-    assert "failed     checkpoint step-00000004: " in capsys.readouterr().out
-
-
 def test_ctrl_c_leaves_the_page(disturbed, monkeypatch):
     monkeypatch.setattr(endings, "ENDING", [])
 
