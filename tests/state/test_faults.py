@@ -18,8 +18,10 @@ def answer(file: pathlib.Path, function, *arguments) -> None:
 
 
 def of_a_resumed_run(point: Point) -> list[str]:
-    """Around a rename or a sync a kill and a power cut, at every third other point one of the faults."""
-    if point.operation in ("rename", "fsync"):
+    """Around a rename a kill and a power cut, at a sync an error too, at every third other point one of the faults."""
+    if point.operation == "fsync":
+        return ["kill", "power cut", "error"]
+    if point.operation == "rename":
         return ["kill", "power cut"]
     number = zlib.crc32(str(point).encode())
     return [[*faults.FAULTS][number // 3 % len(faults.FAULTS)]] if number % 3 == 0 else []
