@@ -53,7 +53,9 @@ def state_of(samples: dict[str, list]) -> str:
 def watched(tmp_path_factory):
     """(what each scrape of a run read, the run's folder)."""
     folder, port, scrapes = tmp_path_factory.mktemp("watched"), free_port(), []
-    flags = f"{FLAGS} --num-steps 24 --log-interval 4 --eval-interval 12 --metrics-port {port} --run-name it"
+    flags = (
+        f"{FLAGS} --num-steps 24 --log-interval 4 --eval-interval 12 --eval-steps 2 --metrics-port {port} --run-name it"
+    )
     with concurrent.futures.ThreadPoolExecutor() as thread:
         ended = thread.submit(python, *flags.split(), "--output-dir", folder)
         while not ended.done():
