@@ -4,7 +4,6 @@ Everything runs on the CPU, whatever the machine has, with one thread a process;
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import io
@@ -217,37 +216,6 @@ def fill_workspace(folder: pathlib.Path) -> None:
         model.save_pretrained(folder / "checkpoints" / name, max_shard_size="100KB")
         with torch.no_grad():
             torch.save(model(input_ids=inputs).logits, folder / "checkpoints" / name / "logits.pt")
-
-
-@pytest.fixture(scope="session")
-def observed(request, workspace):
-    """`observed(ranks)`: what tests/multirank.py saw with 1, 2 or 4 ranks, which start once for all processes of this
-    test run. Those that a tier compares run side by side.
-    """
-    cache, worlds = {}, {}
-
-    def look(ranks: int) -> dict:
-        """The observations, which this process makes unless another has begun to."""
-        file, ending = workspace / f"observed-{ranks}.json", workspace / f"ending-{ranks}.txt"
-        with FileLock(f"{file}.lock"):
-            if not ending.exists():
-                try:
-                    words = forked(ranks, multirank.main, workspace, timeout=1200)
-                except RuntimeError as error:
-                    words = str(error)
-                ending.write_text(words[-6000:])
-        return (json.loads(file.read_text()) if file.exists() else {}) | {"ending": ending.read_text()}
-
-    def observe(ranks: int) -> dict:
-        if ranks not in cache:
-            cache[ranks] = worlds[ranks].result() if ranks in worlds else look(ranks)
-        return cache[ranks]
-
-    observe.models = workspace / "models"
-    compared = {"slow": (4, 1), "not slow": (2, 1)}.get(request.config.option.markexpr, ())
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        worlds |= {ranks: threads.submit(look, ranks) for ranks in compared}
-        yield observe
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,6 @@
-"""One rank of the multi-rank tests: many configurations in one process group, and what they gave, as one JSON file.
+"""What ranks of the tests run: a whole program, one that stalls, and for tests/pair/test_parallel.py `main`: many
+configurations in one process group, into WORKSPACE/observed-RANKS.json."""
 
-The tests start `main` once a session with 1, 2 and 4 ranks and read WORKSPACE/observed-RANKS.json.
-"""
-
-import collections
 import ctypes
 import datetime
 import fcntl
@@ -14,20 +11,17 @@ import json
 import multiprocessing
 import os
 import pathlib
-import re
 import runpy
 import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_fsdp
 import utils
@@ -66,7 +60,7 @@ MODELS = {
     "uneven": (
         "llama",
         SIZES
-        | {"vocab_size": 1537, "hidden_size": 66, "intermediate_size": 89, "tie_word_embeddings": False}
+        | {"vocab_size": 1537, "hidden_size": 66, "intermediate_size": 89, "tie_word_embeddings": True}
         | {"num_attention_heads": 3, "num_key_value_heads": 1},
     ),
     "llama": ("llama", SIZES | {"tie_word_embeddings": False}),
@@ -81,100 +75,64 @@ MODELS = {
         | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     ),
 }
-FAMILIES = ("smollm3", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gpt2")
 ROUND_TRIPS = ("llama", "smollm3", "qwen3_moe", "mixtral", "gpt2")
 
-# Configurations whose fp32 losses have to be those of `stage 3` on one rank.
-STAGES = {f"stage {stage}": f"--zero-stage {stage}" for stage in (3, 2, 1, 0)}
-MICROBATCHES = {
-    f"stage {stage} in 4 microbatches": f"--zero-stage {stage} --gradient-accumulation-steps 4"
-    for stage in (3, 2, 1, 0)
+# What is trained, as {name: (model, flags)}. Each model, by its name and without flags, on one rank; all else has to
+# give the losses of that.
+COMPILED = {
+    "compiled with selective checkpointing": ("smollm3", "--compile --activation-checkpointing selective"),
+    "compiled with full checkpointing": ("smollm3", "--compile --activation-checkpointing full"),
 }
-TECHNIQUES = {
-    "stage 3 deferred": "--gradient-accumulation-steps 4 --defer-grad-sync",
-    "stage 2 deferred": "--zero-stage 2 --gradient-accumulation-steps 4 --defer-grad-sync",
-    "full checkpointing": "--activation-checkpointing full",
-    "selective checkpointing": "--activation-checkpointing selective",
-    "full logits": "--no-fused-loss",
-    "offload": "--cpu-offload --gradient-accumulation-steps 2",
-    "eager attention": "--attention eager",
+QUICK = {
+    "stage 3 in 4 microbatches": ("smollm3", "--gradient-accumulation-steps 4"),
+    "stage 2 in 4 microbatches": ("smollm3", "--zero-stage 2 --gradient-accumulation-steps 4"),
+    "stage 1 in 4 microbatches": ("smollm3", "--zero-stage 1 --gradient-accumulation-steps 4"),
+    "stage 0": ("smollm3", "--zero-stage 0"),
+    "offload": ("smollm3", "--cpu-offload --gradient-accumulation-steps 2"),
+    "2 replicas": ("smollm3", "--dp-replicate-size 2"),
+    "everything": (
+        "smollm3",
+        "--zero-stage 2 --dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync --cpu-offload"
+        " --activation-checkpointing selective --no-fused-loss --attention eager --num-workers 1",
+    ),
+    "uneven": ("uneven", ""),
+    "qwen3_moe": ("qwen3_moe", ""),
 }
-REPLICAS = {
-    "2 replicas": "--dp-replicate-size 2",
-    "2 replicas in 4 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 4",
-    "2 replicas deferred": "--dp-replicate-size 2 --gradient-accumulation-steps 4 --defer-grad-sync",
-    "2 replicas at stage 2": "--dp-replicate-size 2 --zero-stage 2 --gradient-accumulation-steps 4",
-    "2 replicas at stage 1": "--dp-replicate-size 2 --zero-stage 1 --gradient-accumulation-steps 4",
-    "2 replicas offloaded": "--dp-replicate-size 2 --cpu-offload",
+SLOW = {
+    "stage 3": ("smollm3", ""),
+    "stage 2": ("smollm3", "--zero-stage 2"),
+    "stage 1": ("smollm3", "--zero-stage 1"),
+    "stage 0 in 4 microbatches": ("smollm3", "--zero-stage 0 --gradient-accumulation-steps 4"),
+    "stage 3 deferred": ("smollm3", "--gradient-accumulation-steps 4 --defer-grad-sync"),
+    "full checkpointing": ("smollm3", "--activation-checkpointing full"),
+    "2 replicas in 4 microbatches": ("smollm3", "--dp-replicate-size 2 --gradient-accumulation-steps 4"),
+    "2 replicas deferred": ("smollm3", "--dp-replicate-size 2 --gradient-accumulation-steps 4 --defer-grad-sync"),
+    "2 replicas at stage 1": ("smollm3", "--dp-replicate-size 2 --zero-stage 1 --gradient-accumulation-steps 4"),
+    "2 replicas offloaded": ("smollm3", "--dp-replicate-size 2 --cpu-offload"),
+    "uneven at stage 0": ("uneven", "--zero-stage 0"),
+    "uneven at stage 2 in 4 microbatches": ("uneven", "--zero-stage 2 --gradient-accumulation-steps 4"),
+} | {name: (name, "") for name in FAMILIES if name not in QUICK}
+# These only come near the fp32 losses; for so many steps they are run.
+NEAR_STEPS = 8
+QUICK_NEAR = {
+    "bf16 in 4 microbatches": "--precision bf16 --zero-stage 2 --gradient-accumulation-steps 4",
+    "fp8 tensorwise in 2 replicas": "--precision fp8 --fp8-emulate --dp-replicate-size 2",
+}
+SLOW_NEAR = {
+    "bf16-pure": "--precision bf16-pure",
+    "adamw-bf16": "--optimizer adamw-bf16",
+    "adamw8bit": "--optimizer adamw8bit",
+    "fp8 rowwise": "--precision fp8 --fp8-emulate --fp8-recipe rowwise",
+    "fp8 rowwise_with_gw_hp": "--precision fp8 --fp8-emulate --fp8-recipe rowwise_with_gw_hp",
+    "fp8 tensorwise checkpointed and offloaded": "--precision fp8 --fp8-emulate --zero-stage 2 --cpu-offload"
+    " --activation-checkpointing selective",
 }
 REPLICATED = {  # all that is kept in more than one place: each way to keep a parameter
     "stage 0": "--zero-stage 0",
     "2 replicas": "--dp-replicate-size 2",
     "2 replicas, offloaded": "--dp-replicate-size 2 --cpu-offload",
     "2 replicas, fp8 tensorwise": "--dp-replicate-size 2 --precision fp8 --fp8-emulate",
-}
-EVERYTHING = {
-    "everything": "--zero-stage 2 --dp-replicate-size 2 --gradient-accumulation-steps 2 --defer-grad-sync --cpu-offload"
-    " --activation-checkpointing selective --no-fused-loss --attention eager --num-workers 1"
-}
-SAME_LOSSES = {
-    1: {name: STAGES[name] for name in ("stage 3", "stage 0")}
-    | {"stage 2 in 4 microbatches": MICROBATCHES["stage 2 in 4 microbatches"]}
-    | TECHNIQUES
-    | {"compiled with selective checkpointing": "--compile --activation-checkpointing selective"}
-    | {"two loading workers": "--num-workers 2"},
-    2: STAGES
-    | {"stage 3 in 4 microbatches": MICROBATCHES["stage 3 in 4 microbatches"]}
-    | {"compiled with full checkpointing": "--compile --activation-checkpointing full"},
-    4: STAGES | MICROBATCHES | TECHNIQUES | REPLICAS | EVERYTHING,
-}
-UNEVEN = {
-    "uneven stage 3": "",
-    "uneven stage 0": "--zero-stage 0",
-    "uneven stage 2 in 4 microbatches": "--zero-stage 2 --gradient-accumulation-steps 4",
-}
-# Configurations that only come near the fp32 losses, and for how many steps they are run.
-NEAR_STEPS = 8
-NEAR = {
-    1: {
-        "bf16": "--precision bf16",
-        "bf16-pure": "--precision bf16-pure",
-        "adamw-bf16": "--optimizer adamw-bf16",
-        "fp8 tensorwise": "--precision fp8 --fp8-emulate",
-        "fp8 rowwise": "--precision fp8 --fp8-emulate --fp8-recipe rowwise",
-    },
-    2: {
-        "adamw8bit": "--optimizer adamw8bit",
-        "adamw-bf16": "--optimizer adamw-bf16",
-        "fp8 rowwise_with_gw_hp": "--precision fp8 --fp8-emulate --fp8-recipe rowwise_with_gw_hp",
-    },
-    4: {
-        "bf16": "--precision bf16",
-        "bf16 in 4 microbatches": "--precision bf16 --zero-stage 2 --gradient-accumulation-steps 4",
-        "bf16-pure": "--precision bf16-pure",
-        "fp8 tensorwise": "--precision fp8 --fp8-emulate",
-        "fp8 tensorwise in 2 replicas": "--precision fp8 --fp8-emulate --dp-replicate-size 2",
-        "fp8 tensorwise checkpointed and offloaded": "--precision fp8 --fp8-emulate --zero-stage 2 --cpu-offload"
-        " --activation-checkpointing selective",
-    },
-}
-
-# Collectives of one optimizer step are counted for these, at 4 ranks.
-COUNTED = {
-    f"{name} in {microbatches} microbatches": f"{flags} --gradient-accumulation-steps {microbatches}"
-    for name, flags in {
-        "stage 3": "--zero-stage 3",
-        "stage 3 deferred": "--zero-stage 3 --defer-grad-sync",
-        "stage 3 checkpointed": "--zero-stage 3 --activation-checkpointing full",
-        "stage 2": "--zero-stage 2",
-        "stage 2 deferred": "--zero-stage 2 --defer-grad-sync",
-        "stage 1": "--zero-stage 1",
-        "stage 0": "--zero-stage 0",
-        "2 replicas": "--dp-replicate-size 2",
-        "2 replicas at stage 2": "--dp-replicate-size 2 --zero-stage 2",
-    }.items()
-    for microbatches in (1, 3)
-    if microbatches > 1 or "deferred" not in name  # with one there is nothing to defer
 }
 
 
@@ -356,19 +314,6 @@ def asking_on_two_nodes() -> None:
     stop_processes()
 
 
-def drawing_after_build() -> None:
-    """Prints whether the ranks draw the same random numbers, before a model is built and after it."""
-    device = start_processes(timeout_minutes=1)
-    settings, config = resolved(["--demo"])
-    torch.manual_seed(1)
-    before = of_all_ranks(torch.rand(1).item())
-    train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
-    after = of_all_ranks(torch.rand(1).item())
-    if dist.get_rank() == 0:
-        print([len(set(drawn)) == 1 for drawn in (before, after)], flush=True)
-    stop_processes()
-
-
 def stopping_for_one() -> None:
     """Rank 1 has a request to stop after its first step: prints what the ranks agree on after each of three."""
     start_processes(timeout_minutes=1)
@@ -395,10 +340,10 @@ def round_trip_inputs():
     return torch.randint(0, 1536, (2, 48), generator=torch.Generator().manual_seed(3))
 
 
-def main(workspace: pathlib.Path) -> None:
+def main(workspace: pathlib.Path, tables: dict[str, dict]) -> None:
+    """Trains the `same` and the `near` of the tables, and looks at the `replicas` and `round trips`."""
     device, stop = start_processes(), StopRequest()
     rank, world = dist.get_rank(), dist.get_world_size()
-    observed: dict = {"errors": {}}
     built: dict = {}
 
     def keep(function):  # what `run` builds, to look at
@@ -422,7 +367,7 @@ def main(workspace: pathlib.Path) -> None:
     train_fsdp.build_model = keep(train_fsdp.build_model)
     models.build_optimizer = keep(models.build_optimizer)
 
-    def arguments(name: str, flags: str, batch: int = BATCH, **options) -> list[str]:
+    def arguments(name: str, flags: str, **options) -> list[str]:
         given = flags.split()
         steps = given[given.index("--gradient-accumulation-steps") + 1 :][:1] if "accumulation" in flags else ["1"]
         options = {
@@ -430,7 +375,7 @@ def main(workspace: pathlib.Path) -> None:
             "tokenizer": workspace / "tokenizer",
             "dataset": workspace / "corpus.jsonl",
             "sequence-length": 64,
-            "batch-size": batch // world // int(steps[0]),
+            "batch-size": BATCH // world // int(steps[0]),
             "precision": "fp32",
             "num-steps": STEPS,
             "num-workers": 0,
@@ -439,125 +384,66 @@ def main(workspace: pathlib.Path) -> None:
             "lr-scheduler": "constant",  # runs of any length are comparable
             "output-dir": workspace / f"runs-{world}",
             "cache-dir": workspace / "cache",
-        } | {option.replace("_", "-"): value for option, value in options.items()}
+        } | options
         return [str(part) for option, value in options.items() for part in (f"--{option}", value)] + given
 
-    def observe(kind: str, name: str, look, *args, **options) -> None:
-        try:
-            observed.setdefault(kind, {})[name] = look(*args, **options)
-        except Exception:
-            observed["errors"][f"{kind}: {name}"] = traceback.format_exc(limit=-6)[-3000:]
-            print(f"rank {rank} of {world}: {kind}: {name} failed", flush=True)
-        if rank == 0:
-            file = workspace / f"observed-{world}.json"
-            file.with_suffix(".new").write_text(json.dumps(observed))
-            os.replace(file.with_suffix(".new"), file)
+    def share(tensors: list) -> float:
+        """Of the elements, what the rank holds that holds most."""
+        mine = sum(local(tensor).numel() for tensor in tensors) / sum(tensor.numel() for tensor in tensors)
+        return max(of_all_ranks(mine))
 
-    def train(name: str, flags: str, model: str = "smollm3", **options) -> dict:
+    def train(name: str, model: str, flags: str, **options) -> dict:
         built.clear()
         run_name = name.replace(" ", "-")
-        settings = parse_args([*arguments(model, flags, **options), "--run-name", run_name])
-        train_fsdp.run(settings, device, stop)
+        train_fsdp.run(parse_args([*arguments(model, flags, **options), "--run-name", run_name]), device, stop)
+        if "--compile" in flags:
+            torch.compiler.reset()
         lines = (workspace / f"runs-{world}" / run_name / "metrics.jsonl").read_text().splitlines() if rank == 0 else []
         logged = [line for line in map(json.loads, lines) if not line.get("final")]
-        parameters = list(built["build_model"].parameters())
-        optimizer = built["build_optimizer"]
-        mine = sum(parameter.to_local().numel() for parameter in parameters)
-        held: list = [None] * world
-        dist.all_gather_object(held, mine / sum(parameter.numel() for parameter in parameters))
+        states = [state for of_one in built["build_optimizer"].state.values() for state in of_one.values()]
+        layers = decoder_layers(built["build_model"])
+        linears = [module for layer in layers for module in layer.modules() if isinstance(module, torch.nn.Linear)]
         return {
             "losses": [line["loss"] for line in logged],
             "grad_norms": [line["grad_norm"] for line in logged],
             "initial_weights": built.get("weights"),
-            "largest_share": max(held),
-            "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+            "shares": [share([*built["build_model"].parameters()]), share([s for s in states if s.dim()])],
             "flops_per_token": utils.get_model_flops_per_token(built["build_model"], 64),
-            "float8_linears": sum(type(m).__name__ == "Float8Linear" for m in built["build_model"].modules()),
-            "linears": sum(
-                isinstance(module, torch.nn.Linear)
-                for layer in decoder_layers(built["build_model"])
-                for module in layer.modules()
-            ),
-            "optimizer": type(optimizer).__name__,
-            "state_bytes": sum(state_bytes(t) for s in optimizer.state.values() for t in s.values()),
+            "kinds_of_linears": sorted({type(linear).__name__ for linear in linears}),
         }
-
-    def state_bytes(tensor) -> int:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if hasattr(local, "__tensor_flatten__"):
-            return sum(state_bytes(getattr(local, name)) for name in local.__tensor_flatten__()[0])
-        return local.numel() * local.element_size() if torch.is_tensor(local) else 0
 
     def build(name: str, flags: str, **options):
         settings, config = resolved(arguments(name, flags, **options))
-        return settings, train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
+        return train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
 
     def replicas_of_ranks_that_draw_others(flags: str) -> list[str]:
         """What each rank holds of a model for which it drew random numbers of its own, as on GPUs of two kinds."""
         seed = torch.manual_seed
         with mock.patch.object(torch, "manual_seed", lambda number: seed(number + 1000 * rank)):
-            _, model = build("smollm3", flags)
+            model = build("smollm3", flags)
         digest = hashlib.sha256()
         with torch.no_grad():
             for parameter in model.parameters():
                 digest.update(local(parameter).contiguous().view(-1).numpy().tobytes())
-        held: list = [None] * world
-        dist.all_gather_object(held, digest.hexdigest())
-        return held
+        return of_all_ranks(digest.hexdigest())
 
     def round_trip(name: str) -> float:
         """Largest difference of logits to those that transformers computed with the same weights."""
         folder = workspace / "checkpoints" / name
-        _, model = build(name, "--init pretrained --seed 11", model=folder)
+        model = build(name, "--init pretrained --seed 11", model=folder)
         with torch.no_grad():
             logits = model.eval()(input_ids=round_trip_inputs(), use_cache=False).logits
         return (whole(logits) - torch.load(folder / "logits.pt")).abs().max().item()
 
-    class CountCollectives(TorchDispatchMode):
-        """Counts as CommDebugMode does; that one's module tracker breaks at the second forward (torch 2.13)."""
-
-        def __init__(self):
-            super().__init__()
-            self.counts = collections.Counter()
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if DTensor in types:
-                return NotImplemented  # counted when it has become operations on local tensors
-            kind = re.search("allgather|all_gather|reduce_scatter|allreduce|all_reduce|broadcast|all_to_all", op.name())
-            if kind and "c10d" in op.namespace:
-                self.counts[f"{op.namespace.strip('_')}.{kind[0]}"] += 1
-            return op(*args, **(kwargs or {}))
-
-    def count_collectives(flags: str) -> dict[str, int]:
-        """Collectives of this rank in one optimizer step, the second."""
-        args, model = build("deep", flags, batch=world * 3)
-        optimizer = models.build_optimizer(args, model)
-        tokens = torch.randint(0, 1536, (1, 65))
-        batches = itertools.repeat({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
-        tracker = utils.PerformanceTracker(0, world)
-        train_fsdp.train_step(args, model, optimizer, batches, tracker)
-        with CountCollectives() as counted:
-            train_fsdp.train_step(args, model, optimizer, batches, tracker)
-        return counted.counts
-
-    for name, flags in SAME_LOSSES[world].items():
-        observe("runs", name, train, name, flags)
-        if "--compile" in flags:
-            torch.compiler.reset()
-    for name, flags in UNEVEN.items():
-        observe("runs", name, train, name, flags, "uneven", num_steps=5)
-    for name, flags in NEAR[world].items():
-        observe("runs", name, train, name, flags, num_steps=NEAR_STEPS)
-    if world <= 2:
-        for name in FAMILIES:
-            observe("families", name, train, f"family-{name}", "", name, num_steps=2)
-    if world == 2:
-        for name in ROUND_TRIPS:
-            observe("round_trips", name, round_trip, name)
-    if world == 4:
-        for name, flags in COUNTED.items():
-            observe("collectives", name, count_collectives, flags)
-        for name, flags in REPLICATED.items():
-            observe("replicas", name, replicas_of_ranks_that_draw_others, flags)
-    observe("complete", "yes", bool, 1)
+    observed: dict = {"same": {}, "near": {}}
+    for name, (model, flags) in tables["same"].items():
+        observed["same"][name] = train(name, model, flags, **({"num-steps": 2} if model in FAMILIES else {}))
+    for name, flags in tables["near"].items():
+        observed["near"][name] = train(name, "smollm3", flags, **{"num-steps": NEAR_STEPS})
+    observed["replicas"] = {n: replicas_of_ranks_that_draw_others(flags) for n, flags in tables["replicas"].items()}
+    observed["round trips"] = {name: round_trip(name) for name in tables["round trips"]}
+    build("smollm3", "")
+    observed["drawn after a build"] = of_all_ranks(torch.rand(1).item())
+    if rank == 0:
+        (workspace / f"observed-{world}.json").write_text(json.dumps(observed))
     stop_processes(stop)
