@@ -4,7 +4,6 @@ A reference holds every matrix whole, as a tensor of its own, and gives it to to
 With fp32 iterations both sides leave out the cast to bf16.
 """
 
-import collections
 import contextlib
 import functools
 import json
@@ -14,20 +13,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from multirank import resolved
-from torch.distributed.tensor import DTensor
 from torch.optim import _muon as torchs
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 import train_fsdp
 import utils
 from harness import model as models
-from harness.base.ranks import of_all_ranks
 from harness.flags.parser import parse_args
 from harness.job.signals import StopRequest
 from harness.job.world import start_processes, stop_processes
 from harness.model import newton_schulz
-from harness.model.optimization import local
 
 STEPS, SEQUENCES, TOKENS, LR, ADAMW_LR = 20, 24, 32, 2e-3, 1e-3
 SIZES = {
@@ -58,33 +53,12 @@ MODELS = {
     "fused": ("phi3", SIZES),
     "experts": ("qwen3_moe", SIZES | EXPERTS),
     "interleaved": ("gpt_oss", INTERLEAVED),
-    "all_chosen": ("gpt_oss", INTERLEAVED | {"num_experts_per_tok": 6}),
     "transposed": ("gpt2", GPT2 | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
 }
 # Where a parameter is several matrices: sizes along the dimension of the outputs, or a stride.
 PARTS = {"fused": {"qkv_proj": [48, 24, 24], "gate_up_proj": [56, 56]}, "experts": {"gate_up_proj": [32, 32]}}
-PARTS |= {"interleaved": {"gate_up_proj": 2}, "all_chosen": {"gate_up_proj": 2}}
-PARTS |= {"transposed": {"c_attn": [48, 48, 48]}}
-OUTPUTS_LAST = ("interleaved", "all_chosen", "transposed")  # experts and linears that are stored input by output
-
-LAYOUTS = {
-    "stage 3": "",
-    "stage 2": "--zero-stage 2",
-    "stage 1": "--zero-stage 1",
-    "stage 0": "--zero-stage 0",
-    "stage 3 in 3 microbatches": "--gradient-accumulation-steps 3",
-    "stage 1 in 3 microbatches": "--zero-stage 1 --gradient-accumulation-steps 3",
-    "offloaded": "--cpu-offload",
-}
-HSDP = {"2 replicas": "--dp-replicate-size 2", "2 replicas offloaded": "--dp-replicate-size 2 --cpu-offload"}
-
-
-def layouts(ranks: int) -> dict[str, str]:
-    if ranks == 3:  # which do not share 24 sequences in 3 microbatches
-        return {
-            name.replace("3 micro", "4 micro"): flags.replace("steps 3", "steps 4") for name, flags in LAYOUTS.items()
-        }
-    return LAYOUTS | HSDP if ranks in (4, 8) else LAYOUTS
+PARTS |= {"interleaved": {"gate_up_proj": 2}, "transposed": {"c_attn": [48, 48, 48]}}
+OUTPUTS_LAST = ("interleaved", "transposed")  # experts and linears that are stored input by output
 
 
 def case(
@@ -270,11 +244,9 @@ def main(
 ) -> None:
     """One rank: all runs, one after the other; rank 0 writes their losses."""
     device = start_processes()
-    result = {}
-    for name, run in runs.items():
-        result[name] = losses(folder, run, device, is_reference, steps)
-        if dist.get_rank() == 0:
-            out.write_text(json.dumps(result))
+    result = {name: losses(folder, run, device, is_reference, steps) for name, run in runs.items()}
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
     stop_processes()
 
 
@@ -285,58 +257,3 @@ def train(flags: list[str]) -> None:
         code = train_fsdp.run(parse_args(flags), device, StopRequest())
     assert code == 0
     stop_processes()
-
-
-class Moves(TorchDispatchMode):
-    """Counts the collectives by which an optimizer divides its work, and the bytes that this rank sends in them.
-
-    What a rank keeps in an all-to-all is not sent.
-    """
-
-    def __init__(self, optimizer):
-        super().__init__()
-        self.optimizer = optimizer
-        self.calls, self.sent = collections.Counter(), collections.Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        if "alltoall" in op.name():
-            shards = self.optimizer.ranks.shards
-            self.calls["all_to_all"] += 1
-            self.sent["all_to_all"] += args[1].nbytes * (shards - 1) // shards  # in equal parts
-        elif "c10d" in op.namespace and "allreduce" in op.name():
-            self.calls["all_reduce"] += 1
-        elif "c10d" in op.namespace and "allgather" in op.name():
-            self.calls["all_gather"] += 1
-            self.sent["all_gather"] += args[1].nbytes
-        return op(*args, **(kwargs or {}))
-
-
-def moves(folder: pathlib.Path, run: dict, out: pathlib.Path) -> None:
-    """One rank of the shard group and of all replicas: what an optimizer's step moves, as each rank counts it."""
-    device = start_processes()
-    _, model, optimizer = build(folder, run, device)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with Moves(optimizer) as seen:
-        optimizer.step()
-    owned = sum(len(batch.owned[dist.get_rank()]) for batch in optimizer.batches)
-    mine = {"calls": seen.calls, "sent": seen.sent, "batches": len(optimizer.batches), "owned": owned}
-    mine["states"] = sum(
-        local(state).nbytes for of_one in optimizer.state.values() for state in of_one.values() if state.dim()
-    )
-    everyone = of_all_ranks(mine)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(everyone))
-    stop_processes()
-
-
-def reference_of(run: dict) -> dict:
-    """The run that a run is compared with: the same without its sharding."""
-    return run | {"layout": ""}
-
-
-def worst_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference of a step's loss."""
-    return max(abs(one - other) / other for one, other in zip(losses, reference, strict=True))
