@@ -16,19 +16,6 @@ from harness.base.ranks import of_all_ranks
 from harness.job.world import start_processes, stop_processes
 from harness.model.optimization import local
 
-STAGES = {f"stage {stage}": f"--zero-stage {stage}" for stage in (0, 1, 2, 3)}
-OFFLOADED = {"offloaded": "--cpu-offload"}
-HSDP = {"2 replicas": "--dp-replicate-size 2"}
-QUICK = {"stage 0": "--zero-stage 0"}  # which has replicas
-
-
-def layouts(ranks: int) -> dict[str, str]:
-    """The layouts of so many ranks, of AdamW and of NorMuon, which has the most states."""
-    of_adamw = STAGES | OFFLOADED
-    if ranks >= 4:
-        of_adamw = of_adamw | HSDP
-    return of_adamw | {f"{name}, normuon": f"{flags} --optimizer normuon" for name, flags in of_adamw.items()}
-
 
 def bits_of(model, optimizer) -> dict[str, bytes]:
     """The bytes of this rank's part of every weight and state; NaN equals itself, and 0 is not -0."""
