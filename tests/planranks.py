@@ -1,7 +1,6 @@
 """What a step really holds and sends, beside what --plan says of it; tests/plan/test_planning.py compares the two.
 
-The tests start `main` with 1, 2 and 4 ranks, which measures on real tensors and writes WORKSPACE/measured-RANKS.json,
-and `plan_cases` once, which plans the same and writes WORKSPACE/planned.json.
+`main` is a rank that measures on real tensors, and `plan_all` plans the same; both write a JSON file.
 """
 
 import contextlib
@@ -29,39 +28,31 @@ from harness.model.configs import load_config
 
 CASES = {
     "stage 3": "",
-    "stage 2": "--zero-stage 2",
     "stage 2 in 2 microbatches": "--zero-stage 2 --gradient-accumulation-steps 2",
+    "pure bf16 from full logits": "--precision bf16-pure --no-fused-loss",
+    "pure bf16 with an average": "--precision bf16-pure --ema 0.99",
+    "muon": "--optimizer muon",
+    "normuon": "--optimizer normuon",
     "deferred in 2 microbatches": "--defer-grad-sync --gradient-accumulation-steps 2",
     "stage 1 in 4 microbatches": "--zero-stage 1 --gradient-accumulation-steps 4",
     "stage 0": "--zero-stage 0",
-    "pure bf16 from full logits": "--precision bf16-pure --no-fused-loss",
     "checkpointed": "--activation-checkpointing full",
     "selectively checkpointed": "--activation-checkpointing selective",
     "eager attention": "--attention eager --zero-stage 2",
     "stage 2 with an average": "--zero-stage 2 --ema 0.99",
-    "pure bf16 with an average": "--precision bf16-pure --ema 0.99",
-}
-REPLICATED = {"2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2"}
-MUON = {"muon": "--optimizer muon", "normuon": "--optimizer normuon"}
-MUON_OF_4 = {
+    "2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2",
     "muon, 2 replicas": "--optimizer muon --dp-replicate-size 2",
     "normuon, 2 replicas": "--optimizer normuon --dp-replicate-size 2",
     "muon, stage 0": "--optimizer muon --zero-stage 0",
     "normuon, momentum in bf16": "--optimizer normuon --momentum-dtype bf16 --zero-stage 2",
 }
-RANKS = (1, 2, 4)
+FEW = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits")
+NAMES = {1: (*FEW, "muon"), 2: (*FEW, "pure bf16 with an average", "normuon"), 4: tuple(CASES)}  # by ranks
 
 
-def cases(ranks: int) -> dict[str, str]:
-    if ranks == 4:
-        return CASES | REPLICATED | MUON | MUON_OF_4
-    few = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits", "pure bf16 with an average")
-    return {name: CASES[name] for name in few} | ({"normuon": MUON["normuon"]} if ranks == 2 else MUON)
-
-
-def arguments(workspace: pathlib.Path, flags: str, model: str = "deep") -> list[str]:
+def arguments(model: pathlib.Path, flags: str) -> list[str]:
     plain = ["--sequence-length", "256", "--no-compile", "--precision", "bf16"]  # the last --precision counts
-    return ["--model", str(workspace / "models" / model), *plain, *flags.split()]
+    return ["--model", str(model), *plain, *flags.split()]
 
 
 def measure(argv, device) -> dict:
@@ -143,21 +134,14 @@ def plan(argv, ranks: int) -> dict:
     return planning.make_plan(parse_args([*flags, *argv]), train_fsdp.RECIPE)[1]
 
 
-def plan_cases(workspace: pathlib.Path, worlds: tuple[int, ...], others: dict[str, tuple[int, str, str]]) -> None:
-    """Plans the cases of these numbers of ranks, and `others`, {name: (ranks, model, flags)}, into planned.json."""
-    result = {
-        str(ranks): {name: plan(arguments(workspace, flags), ranks) for name, flags in cases(ranks).items()}
-        for ranks in worlds
-    }
-    for name, (ranks, model, flags) in others.items():
-        result[name] = plan(arguments(workspace, flags, model), ranks)
-    (workspace / "planned.json").write_text(json.dumps(result))
+def plan_all(ranks: int, flags: dict[str, list[str]], out: pathlib.Path) -> None:
+    out.write_text(json.dumps({name: plan(argv, ranks) for name, argv in flags.items()}))
 
 
-def main(workspace: pathlib.Path) -> None:
-    device, ranks = start_processes(), dist.get_world_size()
+def main(flags: dict[str, list[str]], out: pathlib.Path) -> None:
+    device = start_processes()
     newton_schulz.dtype_of_products = lambda x: x.dtype  # as on a GPU
-    result = {name: measure(arguments(workspace, flags), device) for name, flags in cases(ranks).items()}
+    result = {name: measure(argv, device) for name, argv in flags.items()}
     if dist.get_rank() == 0:
-        (workspace / f"measured-{ranks}.json").write_text(json.dumps(result))
+        out.write_text(json.dumps(result))
     stop_processes()

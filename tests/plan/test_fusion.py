@@ -26,48 +26,41 @@ def gated(x, b, weight):
     return c @ weight
 
 
-def test_the_peak_is_the_most_that_is_alive_between_a_tensors_first_and_last_use():
-    memory = planned(gated, "primals_1", "primals_2", "primals_3")
-    assert memory.peak == 2 * UNIT  # a and c, then c and the result
-    assert memory.moved == 3 * UNIT
+def beside(a, b):
+    return a * b, a.neg()
 
 
-@pytest.mark.parametrize("name, units", [("primals_1", 2), ("tangents_1", 1)])
-def test_an_argument_that_the_caller_keeps_is_not_released(name, units):
-    assert planned(gated, name, "primals_2", "primals_3").peak == units * UNIT
+def after(a, b):
+    c = a * b
+    return c, (c @ b) + a
 
 
-def test_each_materialized_tensor_is_written_once_and_read_once():
-    def beside(a, b):
-        return a * b, a.neg()
-
-    def after(a, b):
-        c = a * b
-        return c, (c @ b) + a
-
-    assert planned(beside, "primals_1", "primals_2").moved == 4 * UNIT  # reads a and b, writes both
-    assert (
-        planned(after, "primals_1", "primals_2").moved == 5 * UNIT
-    )  # a, b and the product read, c and the sum written
-
-
-def test_the_largest_of_a_whole_tensor_is_read_before_what_is_divided_by_it():
+def scaled(a, b):
     """As a tensorwise float8 cast: one pass for the scale, another for the cast."""
-
-    def scaled(a, b):
-        c = a * b
-        return c / c.abs().max()
-
-    assert (
-        planned(scaled, "primals_1", "primals_2").moved == 5 * UNIT + 2 * 512
-    )  # a and b twice, the result, the number
+    c = a * b
+    return c / c.abs().max()
 
 
-def test_a_number_in_one_place_of_each_row_of_a_constant_is_a_comparison():
+def one_hot(a):
     """As the gradient of a cross entropy: neither the constant nor the result of the scatter exists."""
+    places = a[:, :1].long()
+    return torch.full((64, 64), 0.0).scatter(1, places, -1.0) * 2
 
-    def one_hot(a):
-        places = a[:, :1].long()
-        return torch.full((64, 64), 0.0).scatter(1, places, -1.0) * 2
 
-    assert planned(one_hot, "primals_1").peak // UNIT == 1
+PRIMALS = ("primals_1", "primals_2", "primals_3")  # as the compiler calls what the caller keeps
+
+
+@pytest.mark.parametrize(
+    "function, names, peak, moved",
+    [
+        (gated, PRIMALS, 2, 3),  # a and c, then c and the result; a, b and c
+        (gated, ("tangents_1", *PRIMALS[1:]), 1, 3),  # what is not kept is released
+        (beside, PRIMALS[:2], 2, 4),  # reads a and b, writes both
+        (after, PRIMALS[:2], 3, 5),  # a, b and the product read, c and the sum written
+        (scaled, PRIMALS[:2], 1, 5),  # a and b twice, the result
+        (one_hot, PRIMALS[:1], 1, 2),
+    ],
+)
+def test_each_materialized_tensor_is_written_once_read_once_and_held_to_its_last_use(function, names, peak, moved):
+    memory = planned(function, *names)
+    assert (memory.peak // UNIT, memory.moved // UNIT) == (peak, moved)

@@ -11,7 +11,7 @@ from harness.base import find_gpu
 from harness.base import gpus as gpu_names
 from harness.base.errors import UserError
 from harness.job import heartbeats
-from harness.plan import measure, predict, rates
+from harness.plan import measure, rates
 from harness.plan.rates import Rates
 
 VALUES = {"matmul_tflops": 2.0, "attention_tflops": 1.0, "memory_gb_per_s": 100.0, "host_us": 1000.0}
@@ -53,13 +53,6 @@ def test_a_collective_takes_its_bytes_and_the_hops_of_its_ring_or_tree(kind, ran
     assert seconds - sending == pytest.approx(3 * hops, rel=1e-6)
 
 
-def test_of_a_ring_one_hop_of_each_node_leaves_it():
-    group, alone = ("forward", "all_gather", 16, 2, 8), ("forward", "all_gather", 1, 1, 1)
-    counts = {("calls", *group): 2.0, ("sent_bytes", *group): 8.0 * 2**30, ("calls", *alone): 5.0}
-    (entry,) = predict.list_collectives(counts)
-    assert (entry["calls"], entry["gib"], entry["gib_between_nodes"]) == (2, 8.0, 1.0)
-
-
 def test_on_a_processor_nothing_runs_beside_anything_and_on_a_gpu_launches_and_collectives_do():
     group = ("forward", "all_gather", 2, 1, 2)
     counts = {("seconds", "forward", "matmul"): 10.0, ("dispatches", "forward"): 2000}
@@ -78,7 +71,7 @@ def test_on_a_processor_nothing_runs_beside_anything_and_on_a_gpu_launches_and_c
 # ---- The file --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("typed", ["H100", "h100-nvl", "A100 80GB", "NVIDIA H200", "RTX4090"])
+@pytest.mark.parametrize("typed", ["H100", "h100-nvl", "A100 80GB", "RTX4090"])
 def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed):
     kind, others = gpu_names.choose_kind(typed)
     found = rates.choose_rates(parse(["--plan", "--plan-gpu", typed, "--plan-rates", "none"]))
@@ -91,9 +84,7 @@ def test_a_bare_name_takes_the_usual_kind_and_says_which_others_there_are(typed)
     "contents, said",
     [
         ("{", "--plan-rates"),
-        ("[1]", "needs a JSON object of positive numbers"),
         ('{"matmul_tflops": -1}', "needs a JSON object of positive numbers"),
-        ('{"memory_gib": NaN}', "needs a JSON object of positive numbers"),
         ('{"memory": 1}', "no such rate: memory"),
     ],
 )
@@ -155,19 +146,9 @@ def test_a_gpu_is_added_by_one_row(tmp_path):
 # ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def three_nodes(monkeypatch):
-    """Six ranks on three nodes."""
+def test_a_slow_link_is_named_with_both_ends(monkeypatch):
+    """Of six ranks on three nodes."""
     monkeypatch.setattr(heartbeats, "RANKS", [("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5), ("c", 6)])
-
-
-def test_a_slow_rank_is_named_with_its_host(three_nodes):
-    said = "rank 3 (b, pid 4): 20 % slower than the median of the ranks"
-    assert measure.slow_ranks([1.0, 1.05, 1.0, 1.2, 1.0, 1.0]) == [said]
-    assert measure.slow_ranks([1.0, 1.05, 1.0, 1.09, 1.0, 1.0]) == []
-
-
-def test_a_slow_link_is_named_with_both_ends(three_nodes):
     speeds = [400.0, 40.0, 390.0, 41.0, 410.0, 20.0]  # to the next rank; 1, 3 and 5 are between nodes
     (line,) = measure.slow_links(speeds)
     ends = "rank 5 (c, pid 6) to rank 0 (a, pid 1)"

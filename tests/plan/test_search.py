@@ -10,8 +10,7 @@ import json
 import pytest
 from conftest import ROOT, parse, python, words
 
-from harness.base.errors import UserError
-from harness.plan import planning, predict, search, text
+from harness.plan import predict, search, text
 
 LEVELS = {"none": 10.0, "selective": 6.0, "full": 1.0}  # GiB a sequence
 UNSEARCHED = {"optimizer", "cpu_offload"}
@@ -100,20 +99,6 @@ def test_the_fastest_is_tight_only_where_nothing_else_fits():
     assert searched("--batch-size 1", least / 0.95).fastest()["verdict"] == "tight"
 
 
-def test_fits_is_what_published_runs_took_of_their_plans():
-    """One constant: a run may take as much more than its plan as the worst of those did."""
-    for reserved, verdict in (100 / 1.19, "fits"), (84.1, "tight"), (100, "tight"), (100.1, "does not fit"):
-        assert predict.verdict_of(reserved, 100) == verdict
-
-
-def test_of_plans_within_a_hundredth_of_the_fastest_the_one_with_most_room_is_taken():
-    found = searched("--batch-size 4 --gradient-accumulation-steps 8", 200)
-    fitting = [row for row in found.rows.values() if row["verdict"] == "fits"]
-    best = max(row["tokens_per_sec"] for row in fitting)
-    alike = [row for row in fitting if row["tokens_per_sec"] * 1.01 >= best]
-    assert found.fastest()["reserved_gib"] == min(row["reserved_gib"] for row in alike)
-
-
 def test_a_batch_that_may_grow_does_up_to_the_memory():
     found = searched("--batch-size auto", 79)
     asked = found.result()
@@ -130,10 +115,9 @@ def test_what_fits_with_no_flag_fits_on_more_gpus():
     assert hopeless.result()["fits_with"] is None and hopeless.result()["fastest"] is None
 
 
-@pytest.mark.parametrize("plans", [1, 2, 3])
-def test_a_search_that_is_out_of_time_has_the_best_of_what_it_planned(plans):
-    found = searched("--batch-size 4", 30, plans=plans)  # does not fit as it is
-    assert not found.is_complete and len(found.rows) == plans
+def test_a_search_that_is_out_of_time_has_the_best_of_what_it_planned():
+    found = searched("--batch-size 4", 30, plans=2)  # does not fit as it is
+    assert not found.is_complete and len(found.rows) == 2
     assert found.result()["configurations"][0]["asked"]
 
 
@@ -142,27 +126,6 @@ def test_other_numbers_of_gpus_have_what_was_asked_one_shard_group_a_node_and_th
     rows = [row for row in found.result()["configurations"] if row["gpus"] == 32]
     assert [row["dp_replicate_size"] for row in rows] == [1, 4, 1]
     assert rows[-1]["changes"] == found.fastest()["changes"] and found.fastest()["gpus"] == 8
-
-
-@pytest.mark.parametrize("kink, slope, limit", [(0, 1.0, 20.5), (10, 3.0, 47.0), (3, 0.01, 12.0), (0, 9.0, 8.0)])
-def test_the_largest_batch_that_fits_is_found_with_few_plans(kink, slope, limit):
-    def activations(size):
-        return 0.1 * size + slope * max(size - kink, 0)
-
-    def plan(settings, world):
-        found = activations(settings.batch_size)
-        return by_formula(settings, world, limit) | {
-            "memory_gib": {"reserved": 10 + found, "host": 0.0},
-            "at_peak_gib": {"activations": found},
-        }
-
-    settings = parse(words("--plan --batch-size auto --sequence-length 8192"))
-    search_of_sizes = search.Search(settings, None, (1,), plan, limit, float("inf"))
-    options = [{"batch_size": size} for size in range(1, search.MAX_BATCH_SIZE + 1)]
-    row = search_of_sizes.largest({}, options, limit)
-    assert len(search_of_sizes.rows) <= 9
-    fitting = [option["batch_size"] for option in options if 10 + activations(option["batch_size"]) <= limit]
-    assert (row["batch_size"] if row else 0) == max(fitting, default=0)
 
 
 def test_batches_that_float8_does_not_take_are_not_planned():
@@ -187,54 +150,24 @@ def test_a_command_trains_what_was_asked_with_the_changes_and_without_the_flags_
     assert search.command(settings, 1, {}).startswith("python train_fsdp.py ")
 
 
-@pytest.mark.parametrize("world, whole", [(4, True), (8, True), (12, False), (16, True), (20, False)])
-def test_a_world_that_is_no_whole_number_of_nodes_is_refused(world, whole):
-    """What is priced is what the printed command starts."""
-    if whole:
-        planning.check_nodes((world,), 8)
-        return
-    with pytest.raises(UserError, match=rf"--plan-gpus {world}: .* --gpus-per-node 4$"):
-        planning.check_nodes((world,), 8)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Real plans, of the embedded model
 
 DEMO = "--plan --demo --no-compile --plan-rates none --plan-gpu H200 --sequence-length 512 --gpu-hour-usd 3"
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """The plan of a card on which the demo does not fit as asked: what it prints, with details and as JSON."""
-    rates = tmp_path_factory.mktemp("rates") / "small.json"
+@pytest.mark.slow
+def test_a_plan_opens_with_the_answer_and_the_advised_command_does_what_it_says(tmp_path):
+    """On a card on which the demo does not fit as asked."""
+    rates = tmp_path / "small.json"
     rates.write_text(json.dumps({"memory_gib": 1.3}))
     flags = [*words(DEMO), "--plan-rates", rates, *words("--plan-gpus 2 --batch-size 8 --num-tokens 10000000")]
     flags += ["--plan-seconds", "600"]  # enough to compare all three, on a busy machine too
-    short, details = python(*flags), python(*flags, "--plan-details")
-    found = json.loads(python(*flags, "--json").stdout)
-    assert short.returncode == details.returncode == 0, short.stderr
-    said, detailed = (process.stdout.partition("\n")[2] for process in (short, details))  # "... loading torch"
-    return said, detailed, found, rates
-
-
-@pytest.mark.slow
-def test_a_plan_opens_with_the_answer_and_keeps_the_rest_for_who_asks(small):
-    said, details, found, _ = small
-    titles = [line.split()[0] for line in said.split("\n\n")[0].splitlines() if line[0] != " "]
-    assert titles[:3] == ["verdict", "this", "fits"] and {"command", "tokens", "search"} <= {*titles}
-    assert said.startswith("verdict    does not fit: ") and details.startswith("verdict")
-    assert f"\ncommand    {found['fastest']['command']}\n" in said
-    assert f"{found['fastest']['tokens_per_step']:,} a step, as asked" in said
-    assert max(len(line) for line in details.splitlines() if "train_fsdp.py" not in line) <= 100
-    for title in ("memory of the fullest GPU", "sent by each GPU", "time of a step", "assumptions"):
-        assert title in details and title not in said
-    assert "memory_gib 1.3" not in said and "matmul_tflops" in details
-
-
-@pytest.mark.slow
-def test_the_advised_command_does_what_the_plan_says_of_it(small):
-    _, _, found, rates = small
-    best = found["fastest"]
+    short, details = (python(*flags, *more).stdout.partition("\n")[2] for more in ((), ("--plan-details",)))
+    best = json.loads(python(*flags, "--json").stdout)["fastest"]
+    assert short.startswith("verdict    does not fit: ") and details.startswith("verdict")
+    assert f"\ncommand    {best['command']}\n" in short.split("\n\n")[0] + "\n"
+    assert "assumptions" in details and "assumptions" not in short
     argv = best["command"].split("train_fsdp.py ")[1].split()
     asked = words("--plan --json --plan-seconds 0 --plan-gpu H200 --plan-gpus 2")
     again = json.loads(python(*argv, *asked, "--plan-rates", rates).stdout)
@@ -247,18 +180,9 @@ def test_a_runs_hours_and_dollars_are_its_steps_times_the_plans():
     flags = [*words(DEMO), *words("--json --plan-seconds 0 --plan-gpus 4 --num-steps 5000")]
     result = json.loads(python(*flags).stdout)
     hours = 5000 * result["step_time_ms"] / 1000 / 3600
-    run = {
-        "steps": 5000,
-        "tokens": 5000 * 4 * 4 * 512,
-        "hours": pytest.approx(hours),
-        "cost": pytest.approx(12 * hours),
-    }
-    assert result["run"] | {"tokens": run["tokens"]} == run
-    assert result["run"]["tokens"] % 5000 == 0
+    run = {"steps": 5000, "tokens": 5000 * 4 * 4 * 512, "hours": hours, "cost": 12 * hours}
+    assert result["run"] == pytest.approx(run)
     assert len(result["configurations"]) == 1  # a plan that is not to search plans once
-    said = text.describe_speed(result | {"run": run | {"hours": 5.2, "cost": 62.4}, "published_share": (0.5, 0.8, 2.0)})
-    assert said["this run"].startswith("5.2 h (2.6 h to 10.4 h), $62 ($31 to $125): 5,000 steps, ")
-    assert "50 to 200 %" in said["expect"]
 
 
 def test_what_published_runs_reached_is_what_their_plans_say():
