@@ -6,7 +6,6 @@ import torch._dynamo
 
 from harness.model import loss
 from harness.model.loss import IGNORE_INDEX, LinearCrossEntropy, loss_and_gradient, tokens_at_once
-from harness.plan import fake_step, rates, recorder
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +28,7 @@ def test_the_compiled_loss_is_the_eager_one():
     torch.testing.assert_close(results[0], results[1])
 
 
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch 2.13 has it first")
-def test_the_loss_is_that_of_torchs_own_chunks():
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(1500, 16, generator=generator, requires_grad=True)
-    weight = torch.randn(40, 16, generator=generator, requires_grad=True)
-    labels = torch.randint(0, 40, (1500,), generator=generator)
-    ours = LinearCrossEntropy.apply(hidden, weight, None, labels)
-    gradients = torch.autograd.grad(ours, (hidden, weight))
-    options = torch.nn.LinearCrossEntropyOptions()
-    torchs = torch.nn.functional.linear_cross_entropy(hidden, weight, labels, options=options)
-    torch.testing.assert_close(ours, torchs)
-    torch.testing.assert_close(gradients, torch.autograd.grad(torchs, (hidden, weight)))
-
-
-@pytest.mark.parametrize("tokens", [1, 1023, 1024, 2500])
+@pytest.mark.parametrize("tokens", [1, 1024, 2500])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
     generator = torch.Generator().manual_seed(tokens)
@@ -61,7 +46,7 @@ def test_the_fused_loss_is_cross_entropy_of_the_logits(tokens, bias):
         torch.testing.assert_close(LinearCrossEntropy.apply(hidden, weight, offset, labels), plain)
 
 
-@pytest.mark.parametrize("microbatches", range(1, 9))
+@pytest.mark.parametrize("microbatches", [1, 3])
 def test_gradients_of_a_microbatch_are_not_biased_by_its_share_of_the_step(microbatches):
     """One microbatch of several gives a share of the gradient, to what bf16 rounds it to: against full logits in
     fp32."""
@@ -80,29 +65,10 @@ def test_gradients_of_a_microbatch_are_not_biased_by_its_share_of_the_step(micro
         torch.testing.assert_close(gradient.float(), other, rtol=0, atol=0.01 * other.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    "vocab, dtype, tokens",
-    [
-        (1536, torch.float32, 4096),
-        (128256, torch.bfloat16, 4096),
-        (128256, torch.float32, 2048),
-        (10**7, torch.half, 1024),
-    ],
-)
-def test_logits_of_a_chunk_take_a_gibibyte_at_most_or_are_of_the_least_tokens(vocab, dtype, tokens):
-    weight = torch.empty(vocab, 8, dtype=dtype, device="meta")
-    assert tokens_at_once(weight) == tokens
-    assert tokens * vocab * weight.element_size() <= loss.LOGITS_BYTES or tokens == 1024
-
-
-@pytest.mark.parametrize("on_gpu, products", [(True, 0), (False, 1)])
-def test_a_plan_adds_to_the_weights_gradient_in_place_where_the_device_does(on_gpu, products):
-    step = recorder.StepRecorder(8, rates.Rates("a device", 1, None, {}, {}))
-    with fake_step.on_fake_tensors(step, on_gpu=on_gpu):
-        total, a, b = torch.zeros(30, 8), torch.ones(30, 20).bfloat16(), torch.ones(20, 8).bfloat16()
-        storages = len(step.kinds)
-        loss.add_product(total, a, b)
-        assert len(step.kinds) == storages + products
+@pytest.mark.parametrize("vocab, tokens", [(1536, 4096), (128256, 2048), (10**7, 1024)])
+def test_logits_of_a_chunk_take_a_gibibyte_at_most_or_are_of_the_least_tokens(vocab, tokens):
+    assert tokens_at_once(torch.empty(vocab, 8, device="meta")) == tokens
+    assert tokens * vocab * 4 <= loss.LOGITS_BYTES or tokens == 1024
 
 
 def compiled_fused(hidden, weight, labels):
