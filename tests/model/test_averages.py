@@ -4,9 +4,9 @@ import json
 
 import averageranks
 import pytest
-from conftest import forked, slow_case
+from conftest import forked
 
-LAYOUTS = {  # {ranks: {name: flags}}; two ranks are quick
+LAYOUTS = {  # {ranks: {name: flags}}
     1: {"bf16": "--precision bf16", "offloaded": "--cpu-offload"},
     2: {
         "stage 3": "",
@@ -24,7 +24,8 @@ LAYOUTS = {  # {ranks: {name: flags}}; two ranks are quick
 TOLERANCES = {"bf16": 5e-4, "fp8": 5e-3}  # of a loss, relative; otherwise that of fp32
 
 
-@pytest.mark.parametrize("ranks", [slow_case(1), 2, slow_case(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", LAYOUTS)
 def test_the_average_is_to_the_bit_that_of_whole_tensors_in_one_process(workspace, tmp_path, ranks):
     forked(ranks, averageranks.main, workspace, tmp_path / "found.json", LAYOUTS[ranks])
     for name, found in json.loads((tmp_path / "found.json").read_text()).items():

@@ -57,6 +57,7 @@ def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_p
     assert abs(together - across) > 1e-4  # it does matter
 
 
+@pytest.mark.slow
 def test_flex_attention_gives_the_same_and_is_compiled_once_whatever_the_documents(monkeypatch):
     """torch trains with it on a GPU only: the forward pass alone, as the compiler sees it."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -188,6 +188,7 @@ def test_a_plan_for_a_hundred_thousand_gpus_takes_no_longer_than_another():
     assert found >= {("all_gather", 8, 1), ("all_reduce", 12_500, 12_500)}
 
 
+@pytest.mark.slow
 def test_a_loss_in_many_chunks_is_planned_by_three_of_them():
     forked(1, plan_many_chunks)
 

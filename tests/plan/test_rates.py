@@ -158,6 +158,7 @@ def test_a_slow_link_is_named_with_both_ends(monkeypatch):
 QUICK = words("--model demo --sequence-length 32 --batch-size 2 --no-compile --precision fp32")
 
 
+@pytest.mark.slow
 def test_measuring_names_a_slow_rank_and_a_plan_of_the_processor_reads_the_rates(tmp_path):
     """The second of two ranks does all work three times."""
     said = forked(2, multirank.measured, 1, *QUICK, "--cache-dir", str(tmp_path))

@@ -176,6 +176,7 @@ def test_a_plan_opens_with_the_answer_and_the_advised_command_does_what_it_says(
     assert again["tokens_per_sec"] == pytest.approx(best["tokens_per_sec"])
 
 
+@pytest.mark.slow
 def test_a_runs_hours_and_dollars_are_its_steps_times_the_plans():
     flags = [*words(DEMO), *words("--json --plan-seconds 0 --plan-gpus 4 --num-steps 5000")]
     result = json.loads(python(*flags).stdout)
