@@ -27,13 +27,6 @@ def windows(count: int, length: int) -> list[np.ndarray]:
     return list(tokens)
 
 
-def test_positions_begin_again_after_each_end_of_text():
-    batch = create_collate_fn(END)([np.array([5, END, 6, 7, END, END, 8, 9]), np.arange(1, 9)])
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5, 6]]
-    assert batch["labels"].tolist()[0] == [END, 6, 7, END, END, 8, 9]
-    assert "position_ids" not in create_collate_fn()(windows(1, 8))
-
-
 @pytest.mark.parametrize("name, attention", [("smollm3", "sdpa"), ("llama", "eager"), ("qwen3_sliding", "sdpa")])
 def test_a_masked_windows_loss_is_that_of_its_documents_one_by_one(device, tmp_path, name, attention):
     flags = ["--model", write_model(tmp_path / name, name.removesuffix("_sliding"), **MODELS[name])]

@@ -9,12 +9,10 @@ import pytest
 import torch
 from conftest import PROGRAM, forked, losses_of, parse, train, words, write_model
 from multirank import MODELS, SIZES, resolved
-from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
-from harness import model as models
 from harness.base import versions
 from harness.base.errors import UserError
 from harness.model import tokenizer as tokenizer_module
@@ -192,36 +190,6 @@ class NoSharedKeys(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         assert "attention" not in op.name() or args[0].shape == args[1].shape
         return op(*args, **kwargs or {})
-
-
-def test_flash_is_torchs_flash_kernel_and_no_other():
-    query, bias = torch.randn(1, 2, 8, 16), torch.zeros(1, 2, 8, 8, requires_grad=True)  # which flash does not take
-    for attention, kernels in (("flash", {"flash"}), ("sdpa", {"flash", "mem_efficient", "cudnn", "math"})):
-        flags = words(f"--model demo --sequence-length 64 --precision bf16 --attention {attention}")
-        settings, _ = resolved(flags)
-        assert settings.attention == attention
-        names = ("flash", "mem_efficient", "cudnn", "math")
-        assert {name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()} == kernels
-        assert torch._fused_sdp_choice(query, query, query, is_causal=True) == SDPBackend.FLASH_ATTENTION.value
-        if attention == "flash":
-            with pytest.raises(RuntimeError, match=r"No viable|No available"):
-                torch.nn.functional.scaled_dot_product_attention(query, query, query, bias)
-
-
-def test_a_continuation_is_drawn_by_the_seed_whatever_was_drawn_before(device):
-    settings, config = resolved(["--demo", "--seed", "5"])
-    tokenizer, drawn = load_tokenizer(settings, config), []
-
-    class Model(torch.nn.Linear):
-        def generate(self, input_ids, **options):
-            drawn.append(torch.rand(1).item())
-            return input_ids
-
-    model = Model(1, 1)
-    for before in (1, 2):
-        torch.manual_seed(before)
-        models.sample(settings, "Once", model, tokenizer, device)
-    assert drawn == [torch.rand(1, generator=torch.Generator().manual_seed(5)).item()] * 2
 
 
 def test_a_preset_whose_tokenizer_cannot_be_had_names_the_flag_and_the_login(monkeypatch):
