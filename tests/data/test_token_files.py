@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, parse, train, words
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from harness import data
 from harness.base.errors import UserError
@@ -72,7 +71,6 @@ def npy(file: pathlib.Path, array) -> pathlib.Path:
 
 
 MAPPED = {  # how a corpus is written; whether its format has the ends of documents
-    "Megatron, int32": (lambda folder: megatron(folder, dtype="int32"), True),
     "Megatron, int64": (lambda folder: megatron(folder, dtype="int64"), True),
     "Megatron, a folder": (several_megatron, True),
     "datatrove, 2 bytes": (lambda folder: datatrove(folder, f"gpt2|2\n{len(FLAT)}\n1.0 kT"), True),
@@ -107,20 +105,6 @@ def test_the_same_documents_give_the_same_windows_in_every_format(tmp_path, load
     assert tokens.knows_ends == has_ends and tokens.ends[: len(expected)].tolist() == expected.tolist()
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 30), st.integers(0, 30), st.data())
-def test_files_end_to_end_and_stretches_of_them_are_one_array(sizes, first, last, draw):
-    """Slices within a file, over several and over empty ones, as those of a list."""
-    arrays = [np.arange(100 * number, 100 * number + size, dtype="<u4") for number, size in enumerate(sizes)]
-    tokens, flat = Tokens([TokenFile(array) for array in arrays], 1000), np.concatenate(arrays)
-    assert len(tokens) == len(flat)
-    assert tokens[first:last].tolist() == flat[first:last].tolist() and tokens[first:last].dtype == np.uint16
-    cuts = sorted(draw.draw(st.lists(st.integers(0, len(flat)), min_size=4, max_size=4)))
-    part = tokens.stretches(np.array(cuts[::2]), np.array(cuts[1::2]))
-    expected = np.concatenate([flat[cuts[0] : cuts[1]], flat[cuts[2] : cuts[3]]])
-    assert len(part) == len(expected) and part[first:last].tolist() == expected[first:last].tolist()
-
-
 def test_a_document_of_megatron_may_be_several_sequences_or_none(tmp_path):
     flat(tmp_path / "a.bin", range(10))
     formats.write_index(tmp_path / "a.idx", [2, 3, 1, 4], [0, 4, 10, 12], [0, 0, 2, 2, 4])
@@ -147,7 +131,6 @@ def test_held_out_are_the_same_documents_by_an_index_and_by_end_of_text_tokens(t
         assert held[:].tolist() == expected
         assert sorted([*kept[:].tolist(), *expected]) == sorted(FLAT.tolist())
         assert held.ends.tolist() == np.cumsum([len(DOCUMENTS[number]) for number in numbers]).tolist()
-    assert held_out_numbers(120).tolist() == [9, 23, 57, 71, 88, 106]
     few = Tokens([TokenFile(FLAT[: ENDS[5]], find_ends=lambda: ENDS[:6])])
     assert [len(part) for part in few.divide()] == [ENDS[5] * 95 // 100, ENDS[5] - ENDS[5] * 95 // 100]
 
@@ -176,23 +159,18 @@ def write_bytes(file: pathlib.Path, content: bytes) -> pathlib.Path:
 
 DAMAGED = {  # how a file is written; what its error says
     "Megatron, cut": (lambda d: resized(megatron(d), -2), r"its index .*a\.idx has"),
-    "Megatron, an odd size": (lambda d: resized(megatron(d), -1), "no whole number of 2-byte numbers"),
     "Megatron, a cut index": (lambda d: resized(megatron(d), -8, "a.idx"), r"a\.idx: .* its 60 sequences"),
-    "Megatron, a cut header": (lambda d: resized(with_index(d), -60, "a.idx"), r"a\.idx: .* no whole index"),
     "Megatron, out of order": (lambda d: with_index(d, [12, 0]), "do not lie end to end in"),
-    "Megatron, multimodal": (lambda d: resized(with_index(d), 2, "a.idx"), "one of text and nothing else"),
     "Megatron, floats": (lambda d: with_index(d, dtype="float32"), "type 7 of tokens, where integers"),
     "Megatron, another version": (lambda d: with_index(d, version=2), "version 2 with type 8"),
     "datatrove, cut": (lambda d: resized(datatrove(d, "gpt2|2"), -2), r"a\.ds: it has [\d,]+ tokens, its index"),
     "datatrove, a cut index": (lambda d: resized(datatrove(d), -8, "a.ds.index"), "its index or metadata"),
-    "datatrove, 3 bytes a token": (lambda d: datatrove(d, "gpt2|3\n7"), "3 bytes a token"),
     "nanoGPT, empty": (lambda d: write_bytes(d / "a.bin", b""), r"a\.bin: it is empty"),
     "nanoGPT, 4 bytes a token": (lambda d: flat(d / "a.bin", FLAT, "<u4"), "seem to have 4; save them as"),
     "llm.c, cut": (lambda d: resized(llmc(d, "uint16"), -2), r"it has [\d,]+ tokens, its header says"),
     "NumPy, cut": (lambda d: resized(npy(d / "a.npy", FLAT), -8), r"it has [\d,]+ tokens, its header says"),
     "NumPy, floats": (lambda d: npy(d / "a.npy", FLAT.astype(np.float32)), "its numbers are float32"),
     "NumPy, columns": (lambda d: npy(d / "a.npy", np.asfortranarray(TWO_ROWS)), "with rows end to end"),
-    "NumPy, no array": (lambda d: write_bytes(d / "a.npy", b"no array at all"), r"a\.npy: cannot be read \(the magic"),
     "packed": (lambda d: write_bytes(d / "a.ds.gz", b"x"), "it is packed, and token files are mapped; unpack it"),
 }
 
@@ -203,8 +181,15 @@ def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(tmp_path, load, nam
     source = write(tmp_path)
     with pytest.raises(UserError, match=said) as raised:
         load(source)
-    assert "\n" not in str(raised.value)
-    assert str(source.parent) in str(raised.value)
+    assert "\n" not in str(raised.value) and str(source.parent) in str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{"document_mask": True}, {"packing": "best-fit"}, {"split": "train[:50%]"}])
+def test_where_nothing_tells_the_ends_of_documents_the_run_is_refused(tmp_path, load, options):
+    endless = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo", eos_token=None)
+    source = flat(tmp_path / "a.bin")
+    with pytest.raises(UserError, match=r"a.bin: it does not say where its documents end, and .* no end-of-text token"):
+        load(source, with_tokenizer=endless, **options)
 
 
 def test_a_token_without_an_embedding_is_named_with_file_and_place(tmp_path, load):
@@ -213,15 +198,11 @@ def test_a_token_without_an_embedding_is_named_with_file_and_place(tmp_path, loa
     said = f"a.ds, token {ENDS[39]:,}: token id {VOCAB}, the model has 1,536"
     formats.write_datatrove(tmp_path, documents)
     packed = load(tmp_path / "a.ds", 16)
-    holding = (ENDS[39]) // 16
     assert packed[0].tolist() == FLAT[:17].tolist()  # a window without it
     with pytest.raises(UserError, match=said):
-        packed[int(holding)]
+        packed[int(ENDS[39]) // 16]
     with pytest.raises(UserError, match=said):  # also before the run
         packed.tokens.fingerprint()
-    packed = load(flat(tmp_path / "a.bin", np.concatenate(documents)), 16)
-    with pytest.raises(UserError, match=rf"a\.bin, token {ENDS[39]:,}: token id {VOCAB}, "):
-        packed[int(holding)]
     npy(tmp_path / "a.npy", np.where(np.arange(100) == 70, -5, 3))
     with pytest.raises(UserError, match=r"a\.npy, token 70: token id -5, the model has 1,536; it was made with"):
         load(tmp_path / "a.npy", 16)[4]
@@ -233,8 +214,7 @@ def test_a_token_without_an_embedding_is_named_with_file_and_place(tmp_path, loa
 
 def test_what_belongs_to_a_token_file_is_not_listed(tmp_path):
     datatrove(megatron(tmp_path).parent)
-    (tmp_path / "a.ds.loss").write_bytes(b"")
-    assert find_files(str(tmp_path)).left_out == ["a.ds.loss"]
+    assert find_files(str(tmp_path)).left_out == []
     with pytest.raises(UserError, match=r"no such file or folder; there is .*/a\.bin"):
         find_files(str(tmp_path / "a"))  # as Megatron's flags name it
 
@@ -242,44 +222,33 @@ def test_what_belongs_to_a_token_file_is_not_listed(tmp_path):
 def test_token_files_are_not_joined_with_text_or_with_another_format(tmp_path, load):
     flat(tmp_path / "a.bin")
     (tmp_path / "b.txt").write_text("A fox.")
-    with pytest.raises(
-        UserError, match=rf"a\.bin has tokens that are read in place, .*b\.txt is of .*'{tmp_path}/\*\.bin'"
-    ):
+    with pytest.raises(UserError, match=r"a\.bin has tokens that are read in place, .*b\.txt is of "):
         load(tmp_path)
     (tmp_path / "b.txt").unlink()
     npy(tmp_path / "b.npy", FLAT)
     with pytest.raises(UserError, match=r"b\.npy is of another format"):
         load(tmp_path)
-    assert load(tmp_path / "*.npy").tokens.line.startswith("read in place, 1 file (NumPy's .npy, int64")
+    assert len(load(tmp_path / "*.npy"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The tokenizer
 
 
-def test_the_run_warns_of_another_tokenizer_and_the_header_names_the_files_own(tmp_path, arguments, device, capfd):
+def test_the_run_warns_of_another_tokenizer_than_that_of_the_files(tmp_path, arguments, device, capfd):
     source = datatrove(tmp_path, f"gpt2|2\n{len(FLAT)}")
     assert train([*arguments, "--dataset", source], device) == 0
-    said = capfd.readouterr()
-    assert f"warning: --tokenizer {ROOT / 'assets' / 'demo'}: {source} was tokenized by gpt2" in said.err
-    assert "tokenizer  gpt2, as the files say" in said.out
+    said = capfd.readouterr().err
+    assert f"warning: --tokenizer {ROOT / 'assets' / 'demo'}: {source} was tokenized by gpt2" in said
 
 
-def test_a_run_on_token_files_needs_no_tokenizer(tmp_path, arguments, device, capsys):
-    """Nor one with a tokenizer that cannot be had: it is not asked for."""
+def test_a_run_on_token_files_needs_no_tokenizer(tmp_path, arguments, device):
     place = arguments.index("--tokenizer")
     without = [*arguments[:place], *arguments[place + 2 :]]
-    source = flat(tmp_path / "a.bin", FLAT % 90)
-    assert train([*without, "--dataset", source], device) == 0
-    said = capsys.readouterr().out
-    assert "tokenizer  not known (tokens are read in place)" in said
-    assert "nanoGPT's flat .bin without header, uint16" in said
+    assert train([*without, "--dataset", flat(tmp_path / "a.bin", FLAT % 90)], device) == 0
 
 
-ASKING = ["--tokenizer x", "--sample-prompt x", "--eval-interval 1", "--export x", "--document-mask"]
-
-
-@pytest.mark.parametrize("flags", [*ASKING, "--packing best-fit", "--dataset-split train[:5%]"])
+@pytest.mark.parametrize("flags", ["--sample-prompt x", "--eval-interval 1", "--document-mask"])
 def test_a_tokenizer_is_taken_where_a_flag_asks_for_text_or_ends_of_documents(device, tmp_path, flags):
     settings = parse(["--dataset", flat(tmp_path / "a.bin"), *words(flags)])
     assert data.needs_tokenizer(settings, data.find(settings))
