@@ -1,29 +1,20 @@
 """The benchmark drivers: what they run, keep, refuse and draw. No figure of theirs is checked for its size."""
 
 import argparse
-import itertools
 import json
 import sys
 import time
 
-import numpy as np
 import pytest
-import torch
 from conftest import ROOT, parse, start
-from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench
 import contact
 import covering
+import plan_published
 import psutil
-
-
-def rehearse(out, *arguments) -> dict:
-    process = start([sys.executable, ROOT / "benchmarks/bench.py", *arguments, "--rehearse", "--out", out])
-    assert process.returncode == 0, process.stderr
-    return json.loads((out / f"{arguments[0]}.json").read_text())
 
 
 @pytest.mark.parametrize("suite", ["cpu", "gpu", "compare", "compare-cpu"])
@@ -40,55 +31,28 @@ def test_every_command_of_a_suite_is_one_that_the_program_takes(suite):
             assert args["num_steps"] > args["perf_warmup_steps"] or args["eval_interval"] or args["num_steps"] == 1
 
 
+def test_every_published_run_has_a_source_and_flags_that_the_program_takes():
+    for run in json.loads(plan_published.RESULTS.read_text())["runs"].values():
+        settings = parse(["--plan", "--json", *run["flags"].split()])
+        assert run["source"] and settings.plan_gpus
+        assert ("--model CONFIG" in run["flags"]) == (run["config"] is not None)
+        assert {*run["otherwise"]} <= plan_published.OTHERWISE.keys()
+
+
 @pytest.mark.slow
 def test_a_rehearsed_ladder_keeps_commands_and_runs_and_adds_rounds(tmp_path):
-    ladder = ["gpu", "--only", "ladder/*published*", "--repeats", "1"]
-    rehearse(tmp_path, *ladder)
-    results = rehearse(tmp_path, *ladder)
-    assert results["rehearsal"]
+    ladder = ["gpu", "--only", "ladder/*published*", "--repeats", "1", "--rehearse", "--out", tmp_path]
+    for _ in range(2):
+        process = start([sys.executable, ROOT / "benchmarks/bench.py", *ladder])
+        assert process.returncode == 0, process.stderr
+    results = json.loads((tmp_path / "gpu.json").read_text())
     rung = results["parts"]["ladder"]["configs"]["published settings"]
-    assert "--precision bf16-pure --no-compile --no-fused-loss --attention flash" in rung["command"]
-    assert "--model demo" in rung["command"]
+    assert results["rehearsal"] and "--model demo" in rung["command"]
     assert rung["predicted"] == {}  # what was said of a GPU does not stand beside a CPU's figures
     assert len(rung["runs"]) == 2
     for run in rung["runs"]:
         assert run["tokens_per_sec_per_gpu"] > 0
         assert 0 < run["first_step_s"] < run["wall_s"]
-
-
-def figures_of(*command) -> dict:
-    process = start([sys.executable, *command])
-    assert process.returncode == 0, process.stderr
-    return json.loads(next(line for line in process.stdout.splitlines() if line.startswith('{"')))
-
-
-@pytest.fixture(scope="module")
-def same_work(tmp_path_factory):
-    """Flags of first weights and a token file, and the loss of the bare loop after three steps on them."""
-    folder = tmp_path_factory.mktemp("peers")
-    config = AutoConfig.from_pretrained(ROOT / "assets/demo")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "start")
-    np.random.default_rng(0).integers(1536, size=4000, dtype=np.uint16).tofile(folder / "tokens.bin")
-    flags = ["--model", folder / "start", "--tokens", folder / "tokens.bin", "--sequence-length", "32"]
-    flags += ["--batch-size", "2", "--num-steps", "3"]
-    bare = figures_of(ROOT / "benchmarks/bare_loop.py", *flags, "--warmup-steps", "1")
-    return flags, bare["loss"]
-
-
-def test_missing_runs_only_what_is_not_there_yet(tmp_path, monkeypatch):
-    seconds = itertools.count()
-    monkeypatch.setattr(bench, "now", lambda: str(next(seconds)))
-    (tmp_path / "works.py").write_text("print('{\"speed\": 2.0}')")
-    store: dict = {}
-    for repeats in (1, 2, 2):
-        args = argparse.Namespace(only="*", repeats=repeats, missing=True, gpus=1, rehearse=True)
-        args.deadline = time.monotonic() + 900
-        configs = {"works": bench.Config(str(tmp_path / "works.py"), {}, env={"A": "1"})}
-        bench.measure("part", ("what", "speed", {}, configs), args, store, lambda: None)
-        kept = store["part"]["configs"]["works"]
-        assert len(kept["runs"]) == repeats and kept["command"].startswith("A=1 ")
-    assert all(run["peak_process_gib"] > 0 for run in kept["runs"])
 
 
 @pytest.mark.slow
@@ -104,15 +68,12 @@ def test_the_programs_of_compare_cpu_have_the_same_loss(tmp_path, optimizer):
     assert {label: config.get("error") for label, config in configs.items()} == dict.fromkeys(configs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("peer", ["hf_trainer", "accelerate_fsdp2", "lightning_fabric", "fully_shard_loop"])
-def test_a_peer_has_the_bare_loops_loss_and_prints_our_figures(peer, same_work):
-    pytest.importorskip(bench.PEERS.get(peer, "torch"))
-    flags, loss = same_work
-    flags = [*flags, "--perf-warmup-steps", "1", "--precision", "fp32", "--no-compile"]
-    figures = figures_of(ROOT / f"benchmarks/peers/{peer}.py", *flags)
-    assert figures["tokens_per_sec_per_gpu"] == pytest.approx(64 / (figures["step_time_ms"] / 1000))
-    assert figures["loss"] == pytest.approx(loss, rel=1e-5)
+def measured(configs: dict, pairs: dict, seconds: float) -> dict:
+    """What is kept of a part that was measured twice, up to so many seconds from now."""
+    given = {"only": "*", "repeats": 2, "missing": False, "gpus": 1, "rehearse": True}
+    args, store = argparse.Namespace(**given, deadline=time.monotonic() + seconds), {}
+    bench.measure("part", ("what", "speed", pairs, configs), args, store, lambda: None)
+    return store["part"]
 
 
 @pytest.mark.slow
@@ -127,15 +88,11 @@ def test_what_fails_is_kept_with_its_error_and_stops_nothing(tmp_path, monkeypat
     monkeypatch.setattr(bench, "ENOUGH", 0)
     names = ("absent", "fails", "works", "hangs")
     configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}) for name in names}
-    args = argparse.Namespace(only="*", repeats=2, missing=False, gpus=1, rehearse=True, deadline=time.monotonic() + 30)
-    store: dict = {}
-    bench.measure("part", ("what", "speed", {"ratio": ("works", "fails", "1")}, configs), args, store, lambda: None)
-    kept = store["part"]["configs"]
+    kept = measured(configs, {"ratio": ("works", "fails", "1")}, seconds=30)["configs"]
     assert kept["absent"]["error"] == "not installed: a_package_that_nobody_has"
     assert kept["fails"]["error"] == "MemoryError: out of memory"
     assert kept["hangs"]["error"].startswith("did not end within")
     assert kept["works"]["runs"][0]["speed"] == 2.0
-    assert "MemoryError: out of memory" in bench.table(store["part"])
 
 
 def test_runs_whose_losses_differ_are_not_compared(tmp_path):
@@ -143,32 +100,10 @@ def test_runs_whose_losses_differ_are_not_compared(tmp_path):
         (tmp_path / f"{name}.py").write_text(f'print(\'{{"speed": 2.0, "loss": {loss}}}\')')
     configs = {name: bench.Config(str(tmp_path / f"{name}.py"), {}, same_loss_as="bare") for name in ("near", "far")}
     configs = {"bare": bench.Config(str(tmp_path / "bare.py"), {})} | configs
-    args = argparse.Namespace(
-        only="*", repeats=2, missing=False, gpus=1, rehearse=True, deadline=time.monotonic() + 300
-    )
-    pairs = {name: (name, "bare", "1") for name in ("near", "far")}
-    store: dict = {}
-    bench.measure("part", ("what", "speed", pairs, configs), args, store, lambda: None)
-    far = store["part"]["configs"]["far"]
-    assert far["error"].startswith("not compared: its last loss is 5.100000, that of bare 5.000000")
-    assert bench.ratios(store["part"], "near", "bare", "1") == [1, 1]
-    assert bench.ratios(store["part"], "far", "bare", "1") == []
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["gpu", "--rehearse", "--out", str(bench.RESULTS)], "do not belong"),
-        (["compare"], "no GPU"),
-        (["cpu", "--only", "nothing"], "harness, start"),
-    ],
-)
-def test_a_wrong_use_is_refused_in_a_line(arguments, said, monkeypatch, capsys, tmp_path):
-    out = [] if "--out" in arguments else ["--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments, *out])
-    with pytest.raises(SystemExit) as ended:
-        bench.main()
-    assert said in capsys.readouterr().err + str(ended.value)
+    part = measured(configs, {name: (name, "bare", "1") for name in ("near", "far")}, seconds=300)
+    assert part["configs"]["far"]["error"].startswith("not compared: its last loss is 5.100000")
+    assert bench.ratios(part, "near", "bare", "1") == [1, 1]
+    assert bench.ratios(part, "far", "bare", "1") == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------

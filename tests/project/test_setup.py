@@ -33,10 +33,6 @@ def test_the_floor_is_what_the_program_refuses_to_go_below():
     assert least.keys() <= pins("requirements.txt").keys()
 
 
-def test_what_only_tests_use_is_pinned_apart():
-    assert not pins("requirements-dev.txt").keys() & pins("requirements.txt").keys()
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A folder with setup.sh, its lists, and an interpreter that writes down what it is asked to install."""
