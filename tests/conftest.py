@@ -4,6 +4,7 @@ Everything runs on the CPU, whatever the machine has, with one thread a process;
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import io
@@ -11,7 +12,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import re
 import shutil
 import socket
 import subprocess
@@ -52,23 +52,10 @@ multiprocessing.set_forkserver_preload(
 
 
 def pytest_configure(config) -> None:
-    """A test that is named as FILE::TEST runs in whatever tier it is."""
+    """A test that is named as FILE::TEST runs in whatever tier it is; why tests were skipped is said at the end."""
+    config.option.reportchars += "s"
     if config.option.markexpr == "not slow" and any("::" in argument for argument in config.args):
         config.option.markexpr = ""
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Says how many tests were skipped, by reason."""
-    reasons = collections.Counter()
-    for report in terminalreporter.stats.get("skipped", []):
-        _, _, reason = report.longrepr
-        reason = reason.removeprefix("Skipped: ")
-        missing = re.match(r"could not import '(\w+)'", reason)
-        reasons[f"needs the package {missing[1]}" if missing else reason] += 1
-    if reasons:
-        terminalreporter.write_line("\nskipped:")
-    for reason, count in reasons.most_common():
-        terminalreporter.write_line(f"{count:5}  {reason}")
 
 
 def slow_case(*values, id: str | None = None):

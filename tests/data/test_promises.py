@@ -12,7 +12,6 @@ from collections import Counter
 import fsspec
 import multirank
 import numpy as np
-import object_stores
 import psutil
 import pytest
 from conftest import ROOT, STORIES, forking, losses_of, metrics_of, slow_case, train, words
@@ -91,17 +90,6 @@ def batches_of(windows) -> list[dict[str, np.ndarray]]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tokens and windows
-
-
-def test_no_token_is_lost_but_the_last_partial_window(tokenizer, corpora, tmp_path):
-    texts = [json.loads(line)["text"] for line in (corpora / "a.jsonl").open()]
-    expected = [id for text in texts for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-    batches = batches_of(utils.get_dataset(tokenizer, 100, dataset=str(corpora / "a.jsonl"), cache_dir=tmp_path))
-    assert len(batches) == (len(expected) - 1) // 100
-    found = np.concatenate([batch["input_ids"] for batch in batches] + [batches[-1]["labels"][-1:]])
-    assert found.tolist() == expected[: len(batches) * 100 + 1]
-    for batch in batches:
-        assert np.array_equal(batch["input_ids"][1:], batch["labels"][:-1])
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
@@ -202,7 +190,6 @@ def test_the_order_is_a_pure_function_of_the_seed_and_of_the_samples_number(show
 # Resumes
 
 RESUMED = {
-    "a mixture": "--dataset a=a.jsonl:0.6 ids=ids.npy:0.4",
     "streams": "--dataset a=a.jsonl:0.6 many=many:0.4 --streaming --streams 8",
     "masked documents of a stream": "--dataset many --document-mask --streaming",
     "conversations": "--dataset chat.jsonl --chat-template chat.jinja",
@@ -292,13 +279,3 @@ def test_a_store_has_the_samples_of_a_local_folder_streamed_and_cached(start, me
         start("--dataset", memory, "--run-name", f"store-{way}", *flags)
         start("--dataset", "many", "--run-name", f"local-{way}", *flags)
         assert losses_of(tmp_path / f"store-{way}") == losses_of(tmp_path / f"local-{way}")
-
-
-def test_a_server_with_faults_gives_the_samples_of_the_local_file(start, corpora, tmp_path):
-    pytest.importorskip("aiohttp")
-    with object_stores.http_store() as (url, contents, faults):
-        contents["a.jsonl"], faults.plan = (corpora / "a.jsonl").read_bytes(), ["none", "503", "short", "reset"]
-        start("--dataset", f"{url}/a.jsonl", "--streaming", "--run-name", "served")
-        assert not faults.plan
-    start("--dataset", "a.jsonl", "--streaming", "--run-name", "local")
-    assert losses_of(tmp_path / "served") == losses_of(tmp_path / "local")

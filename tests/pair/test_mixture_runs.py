@@ -105,20 +105,15 @@ def windows_of(name: str, *runs: dict[int, list]) -> list:
     return [window for window in found if source_of(window) == name]
 
 
-def line_of(text: str, name: str) -> str:
-    """The last line of the console that begins with a name."""
-    return [line for line in text.splitlines() if line.startswith(name)][-1]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Samples
 
 
-@pytest.mark.parametrize("layout", ["--batch-size 1 --gradient-accumulation-steps 2 --num-workers 2"])
-def test_two_ranks_train_on_the_samples_of_one_in_their_order(run, flags, corpora, tmp_path, layout):
+def test_two_ranks_train_on_the_samples_of_one_in_their_order(run, flags, corpora, tmp_path):
     mixed = words("--dataset a=a.npy:0.5 web=web.jsonl:0.3 b=b.npy:0.2 --mixture-stage 0.5:web=1,b=1")
     expected = run(*mixed, output=tmp_path / "one")
-    argv = [*flags, *mixed, "--output-dir", tmp_path / "two", *words(layout)]
+    layout = words("--batch-size 1 --gradient-accumulation-steps 2 --num-workers 2")
+    argv = [*flags, *mixed, "--output-dir", tmp_path / "two", *layout]
     forked(2, program_with_records, str(tmp_path), str(corpora), *map(str, argv))
     lines = [line for rank in range(2) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()]
     steps: dict[int, list] = {}
@@ -157,25 +152,20 @@ def test_a_source_whose_file_changed_is_refused_in_one_line(run, corpora, tmp_pa
     for name in ("x", "y"):
         shutil.copy(corpora / "a.npy", tmp_path / f"{name}.npy")
     both = [f"x={tmp_path / 'x.npy'}:1", f"y={tmp_path / 'y.npy'}:1"]
-    run("--dataset", *both, stop_after=2)
     run("--dataset", tmp_path / "x.npy", stop_after=2, output=tmp_path / "single")
-    run("--dataset", *both, stop_after=1, output=tmp_path / "left")
-    run("--dataset", both[1], stop_after=1, output=tmp_path / "left")
+    run("--dataset", *both, stop_after=1)
+    run("--dataset", both[1], stop_after=1)  # x is left out, and has its place
     np.save(tmp_path / "x.npy", np.load(tmp_path / "x.npy")[::-1])
-    for output in (tmp_path, tmp_path / "single", tmp_path / "left"):
+    for output in (tmp_path, tmp_path / "single"):
         with pytest.raises(UserError) as refused:
             run("--dataset", *both, output=output)
         said = "--dataset: the source x is not what it was at the checkpoint (dataset); give it as it was"
         assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
-    with pytest.raises(UserError, match=r"--dataset: .*x.npy is not what it was at the checkpoint"):
-        run("--dataset", tmp_path / "x.npy", output=tmp_path / "single")
 
 
 def test_too_many_epochs_are_refused_before_the_run_with_their_number(run, tmp_path):
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=r"--max-epochs 2\.9: b would be read 3 times in 62 steps"):
         run(*words("--dataset a=a.npy:1 b=b.npy:3 --num-steps 62 --max-epochs 2.9"))
-    said = "--max-epochs 2.9: b would be read 3 times in 62 steps; give it a smaller weight, or fewer --num-steps"
-    assert str(refused.value) == said
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
     assert run(*words("--dataset a=a.npy:1 b=b.npy:3 --num-steps 62 --max-epochs 3"), stop_after=1)
 
@@ -231,10 +221,8 @@ def test_show_samples_prints_what_a_step_trained_on(run, flags, corpora, device,
     steps = run(*mixed, stop_after=3)
     steps |= run(*mixed, "--batch-size", 2)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    places = {"--resume": saved.newest_checkpoint(tmp_path / "r"), "--config": tmp_path / "r" / "config.json"}
-    ways = [[flag, str(path)] for flag, path in places.items()]
-    ways.append([*flags, *mixed, "--output-dir", str(tmp_path), "--resume", "none"])
-    for way in ways:
+    of_a_run = ["--resume", str(saved.newest_checkpoint(tmp_path / "r"))]
+    for way in (of_a_run, [*flags, *mixed, "--output-dir", str(tmp_path), "--resume", "none"]):
         for step, first in ((2, BATCH), (5, 3 * BATCH + 2)):
             capsys.readouterr()
             train([*way, "--cache-dir", corpora / "cache", "--show-samples", step], device)

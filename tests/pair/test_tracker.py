@@ -13,31 +13,23 @@ PEAKS = {
     "NVIDIA H100 NVL": 835,
     "NVIDIA H800": None,
     "NVIDIA H200": 989,
-    "NVIDIA GH200 480GB": 989,
     "NVIDIA H20": 148,
-    "NVIDIA B200": 2250,
     "NVIDIA GB200": 2500,
-    "NVIDIA A100-SXM4-80GB": 312,
     "NVIDIA A100-PCIE-40GB": 312,
     "NVIDIA A10": 125,
-    "NVIDIA L4": 121,
     "NVIDIA L40S": 362,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # another chip under the same name
-    "NVIDIA GeForce RTX 3090": 71,
     "AMD Instinct MI300X": 1307.4,
-    "AMD Instinct MI300A": None,
     "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
     "H100": None,
-    "Tesla V100-SXM2-16GB": None,
     "Some GPU of 2031": None,
     "": None,
 }
 
 
-@pytest.mark.parametrize("name, peak", PEAKS.items())
-def test_peak_of_a_gpu_by_its_drivers_name(name, peak):
-    assert utils.get_gpu_peak_tflops(name) == peak
+def test_peak_of_a_gpu_by_its_drivers_name():
+    assert {name: utils.get_gpu_peak_tflops(name) for name in PEAKS} == PEAKS
 
 
 def test_a_cpu_has_no_peak():
@@ -79,13 +71,13 @@ def test_warmup_says_nothing_then_that_it_is_over_then_gives_figures(clock):
     assert not any("warmup_completed" in metrics for metrics in seen[3:])
 
 
-def test_slow_warmup_steps_are_in_no_figure(clock):
+def test_a_window_has_its_own_steps_and_the_summary_all_after_the_warmup(clock):
     tracker = utils.PerformanceTracker(warmup_steps=2)
-    for seconds in (100, 100, 1, 1):
+    for seconds in (100, 100, 1, 4):
         clock.advance(seconds)
         metrics = tracker.step(TOKENS, FLOPS)
-    assert metrics["step_time_ms"] == pytest.approx(1000)
-    assert tracker.summary()["step_time_ms"] == pytest.approx(1000)
+    assert metrics["step_time_ms"] == pytest.approx(4000)
+    assert tracker.summary()["step_time_ms"] == pytest.approx(2500)
 
 
 def test_number_of_gpus_divides_once(clock):
@@ -115,16 +107,6 @@ def test_steps_that_are_only_counted_join_the_window_that_the_next_one_closes(cl
         assert bool(metrics) == synchronize
     assert metrics["tokens_per_sec"] == pytest.approx(TOKENS)
     assert metrics["step_time_ms"] == pytest.approx(1000)
-
-
-def test_windows_are_apart_and_the_summary_covers_all(clock):
-    tracker = utils.PerformanceTracker(warmup_steps=0)
-    speeds = []
-    for seconds in (1, 4):
-        clock.advance(seconds)
-        speeds.append(tracker.step(TOKENS, FLOPS)["tokens_per_sec"])
-    assert speeds == pytest.approx([4000, 1000])
-    assert tracker.summary()["tokens_per_sec"] == pytest.approx(8000 / 5)
 
 
 def test_steps_of_different_size_are_weighted_by_their_tokens(clock):
@@ -194,14 +176,6 @@ def test_what_a_run_stood_still_is_not_productive(clock):
 def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there_was(clock):
     tracker = utils.PerformanceTracker(warmup_steps=10)
     for seconds in [0.1] * 10 + [0.5, 0.5]:  # 12 steps, the last of which a busy machine held up
-        clock.advance(seconds)
-        tracker.step(TOKENS, FLOPS)
-    assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(2)
-    tracker.reset()
-    for number, seconds in enumerate([0.1] * 10 + [0.5, 0.5]):
-        if number in (0, 5):
-            with tracker.excluded():  # an evaluation in the warmup
-                clock.advance(60)
         clock.advance(seconds)
         tracker.step(TOKENS, FLOPS)
     assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(2)

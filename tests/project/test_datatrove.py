@@ -27,7 +27,7 @@ def command(corpus: pathlib.Path, output: pathlib.Path, *flags: str) -> list[str
     return [*map(str, words)]
 
 
-def write_corpus(folder: pathlib.Path, copies: int = 1) -> list[str]:
+def write_corpus(folder: pathlib.Path, copies: int) -> list[str]:
     """Stories in .jsonl, .jsonl.gz and .parquet, one file of them without a document; returns their texts."""
     texts = [json.loads(line)["text"] for line in (STORIES / "train.jsonl").open()][:3000]
     texts[3] = "Zażółć gęślą jaźń, 日本語\r\nin lines. " * 20
@@ -66,21 +66,7 @@ def test_the_help_needs_no_package():
 
 @pytest.mark.slow
 @needs_datatrove
-def test_a_run_trains_on_the_tokens_of_every_document(tmp_path):
-    texts = write_corpus(tmp_path / "corpus")
-    ended = start(command(tmp_path / "corpus", tmp_path / "tokens", "--workers", "2"))
-    assert ended.returncode == 0, ended.stderr
-    assert documents_of(tmp_path / "tokens") == tokenized(texts)
-    flags = ["--demo", "--num-steps", 2, "--sequence-length", 64, "--dataset", tmp_path / "tokens", "--no-own-plan"]
-    run = python(*flags, "--output-dir", tmp_path / "out", "--run-name", "r")
-    assert run.returncode == 0, run.stderr
-    again = start(command(tmp_path / "corpus", tmp_path / "tokens"))
-    assert again.returncode == 1 and "it is there already" in again.stderr
-
-
-@pytest.mark.slow
-@needs_datatrove
-def test_a_killed_start_is_taken_up_and_no_document_is_lost_or_doubled(tmp_path):
+def test_a_killed_start_is_taken_up_no_document_is_lost_or_doubled_and_a_run_trains_on_them(tmp_path):
     texts = write_corpus(tmp_path / "corpus", copies=8)
     words = command(tmp_path / "corpus", tmp_path / "tokens", "--workers", "2")
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -96,6 +82,11 @@ def test_a_killed_start_is_taken_up_and_no_document_is_lost_or_doubled(tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert documents_of(tmp_path / "tokens") == tokenized(texts)
     assert done.items() <= completions(tmp_path).items()  # not done again
+    flags = ["--demo", "--num-steps", 2, "--sequence-length", 64, "--dataset", tmp_path / "tokens", "--no-own-plan"]
+    run = python(*flags, "--output-dir", tmp_path / "out", "--run-name", "r")
+    assert run.returncode == 0, run.stderr
+    again = start(words)
+    assert again.returncode == 1 and "it is there already" in again.stderr
 
 
 def completions(folder: pathlib.Path) -> dict[str, int]:

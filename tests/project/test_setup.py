@@ -1,6 +1,5 @@
 """setup.sh installs lists of pins into a folder; an interpreter that cannot run the program is named in one line."""
 
-import ast
 import shutil
 import sys
 import tomllib
@@ -103,13 +102,3 @@ def test_a_python_without_any_package_says_so_and_still_helps():
     lacks = ", ".join(versions.IMPORTED)
     assert process.stderr.startswith(f"train_fsdp.py: error: this is {sys.executable}, which lacks {lacks}; ")
     assert start([*bare, "--help"]).returncode == 0
-
-
-def test_the_packages_that_are_looked_for_are_those_that_the_program_imports_at_its_start():
-    files = [*ROOT.glob("*.py"), *(ROOT / "harness").rglob("*.py")]
-    nodes = [node for file in files for node in ast.parse(file.read_text()).body]
-    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"harness", "utils"}
-    assert packages - {"huggingface_hub"} <= set(versions.IMPORTED)  # which transformers stands on
-    assert set(versions.IMPORTED) <= {name.replace("-", "_") for name in pins("requirements.txt")}
