@@ -1,6 +1,7 @@
 """What the data wing promises, seen from outside: by runs, their files and what they print, and by `utils.get_dataset`.
 No name of harness/data is used, so that the file holds for any way to keep the promises."""
 
+import functools
 import itertools
 import json
 import os
@@ -125,10 +126,31 @@ def test_best_fit_cuts_no_document_that_fits_and_positions_begin_again_with_each
     assert pieces == {1: 1, 2: 1, 3: 1, 4: 2, 5: 1}
 
 
-@pytest.mark.parametrize("name", formats.LAYOUTS)
+def write_two_of_megatron(folder, documents, texts) -> None:
+    formats.write_megatron(folder, documents[20:], dtype="int32")
+    for suffix in (".bin", ".idx"):
+        (folder / f"a{suffix}").rename(folder / f"b{suffix}")
+    formats.write_megatron(folder, documents[:20])
+
+
+def write_rows(folder, documents, texts) -> None:
+    tokens = np.concatenate(documents).astype(">u4")
+    np.save(folder / "a.npy", tokens[: len(tokens) // 2 * 2].reshape(2, -1))
+
+
+LAYOUTS = formats.LAYOUTS | {
+    "Megatron, int64": functools.partial(formats.write_megatron, dtype="int64"),
+    "Megatron, a folder": write_two_of_megatron,
+    "datatrove, 4 bytes": functools.partial(formats.write_datatrove, dtype="uint32"),
+    "llm.c, uint16": functools.partial(formats.write_llmc, dtype="uint16"),
+    "NumPy, big-endian in two rows": write_rows,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_documents_are_the_same_windows_in_every_format(tokenizer, tmp_path, name):
     documents, texts = formats.read_stories(50)
-    formats.LAYOUTS[name](tmp_path, documents, texts)
+    LAYOUTS[name](tmp_path, documents, texts)
     windows = utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache")
     flat = np.concatenate(documents)
     assert len(windows) == (len(flat) - 1) // 64

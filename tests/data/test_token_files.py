@@ -1,5 +1,5 @@
-"""Tokenized corpora are trained on where they lie: the same documents give the same windows in every format, and one
-line says what is wrong with a file."""
+"""Tokenized corpora are trained on where they lie: their documents, slices and what is held out of them, and one line
+says what is wrong with a file. test_promises.py has the windows of every format."""
 
 import os
 import pathlib
@@ -35,21 +35,13 @@ ENDS = np.cumsum([len(document) for document in DOCUMENTS])
 TWO_ROWS = FLAT[: len(FLAT) // 2 * 2].reshape(2, -1)
 
 
-def megatron(folder: pathlib.Path, **options) -> pathlib.Path:
-    formats.write_megatron(folder, DOCUMENTS, **options)
+def megatron(folder: pathlib.Path) -> pathlib.Path:
+    formats.write_megatron(folder, DOCUMENTS)
     return folder / "a.bin"
 
 
-def several_megatron(folder: pathlib.Path) -> pathlib.Path:
-    formats.write_megatron(folder, DOCUMENTS[:20])
-    for suffix in (".bin", ".idx"):
-        (folder / "a").with_suffix(suffix).rename(folder / f"0{suffix}")
-    formats.write_megatron(folder, DOCUMENTS[20:], dtype="int32")
-    return folder
-
-
-def datatrove(folder: pathlib.Path, metadata: str | None = None, dtype: str = "uint16") -> pathlib.Path:
-    formats.write_datatrove(folder, DOCUMENTS, dtype=dtype)
+def datatrove(folder: pathlib.Path, metadata: str | None = None) -> pathlib.Path:
+    formats.write_datatrove(folder, DOCUMENTS)
     if metadata is not None:
         (folder / "a.ds.metadata").write_text(metadata)
     return folder / "a.ds"
@@ -60,8 +52,8 @@ def flat(file: pathlib.Path, tokens=FLAT, dtype: str = "<u2") -> pathlib.Path:
     return file
 
 
-def llmc(folder: pathlib.Path, dtype: str) -> pathlib.Path:
-    formats.write_llmc(folder, DOCUMENTS, dtype=dtype)
+def llmc(folder: pathlib.Path) -> pathlib.Path:
+    formats.write_llmc(folder, DOCUMENTS, dtype="uint16")
     return folder / "stories.bin"
 
 
@@ -70,39 +62,13 @@ def npy(file: pathlib.Path, array) -> pathlib.Path:
     return file
 
 
-MAPPED = {  # how a corpus is written; whether its format has the ends of documents
-    "Megatron, int64": (lambda folder: megatron(folder, dtype="int64"), True),
-    "Megatron, a folder": (several_megatron, True),
-    "datatrove, 2 bytes": (lambda folder: datatrove(folder, f"gpt2|2\n{len(FLAT)}\n1.0 kT"), True),
-    "datatrove, 4 bytes by its index": (lambda folder: datatrove(folder, dtype="uint32"), True),
-    "nanoGPT": (lambda folder: flat(folder / "a.bin"), False),
-    "llm.c, uint16": (lambda folder: llmc(folder, "uint16"), False),
-    "NumPy, big-endian": (lambda folder: npy(folder / "a.npy", FLAT.astype(">u4")), False),
-    "NumPy, two dimensions": (lambda folder: npy(folder / "a.npy", TWO_ROWS), False),
-}
-
-
 def open_tokens(place: pathlib.Path, vocab_size: int = VOCAB) -> Tokens:
     opened = [open_token_file(file, vocab_size) for file in find_files(str(place)).of_split("train")]
     return Tokens(opened, vocab_size, END)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The same documents
-
-
-@pytest.mark.parametrize("name", MAPPED)
-def test_the_same_documents_give_the_same_windows_in_every_format(tmp_path, load, name):
-    write, has_ends = MAPPED[name]
-    packed = load(write(tmp_path), 16)
-    tokens = packed.tokens
-    assert len(FLAT) - 1 <= len(tokens) <= len(FLAT) and len(packed) == (len(tokens) - 1) // 16
-    for index in range(len(packed)):
-        assert packed[index].dtype == np.uint16
-        assert packed[index].tolist() == FLAT[16 * index : 16 * index + 17].tolist()
-    assert tokens.is_mapped and not (tmp_path / "cache").exists()
-    expected = ENDS[len(tokens) >= ENDS]
-    assert tokens.knows_ends == has_ends and tokens.ends[: len(expected)].tolist() == expected.tolist()
+# Documents
 
 
 def test_a_document_of_megatron_may_be_several_sequences_or_none(tmp_path):
@@ -112,15 +78,11 @@ def test_a_document_of_megatron_may_be_several_sequences_or_none(tmp_path):
     assert tokens.ends.tolist() == [5, 10]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Splits and held-out documents
-
-
-@pytest.mark.parametrize("name", ["datatrove, 2 bytes", "nanoGPT"])
-def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load, name):
-    packed = load(MAPPED[name][0](tmp_path), 16, split="train[10%:50%]")
-    assert len(packed.tokens) == ENDS[29] - ENDS[5]
-    assert packed[1].tolist() == FLAT[ENDS[5] + 16 : ENDS[5] + 33].tolist()
+def test_a_slice_is_cut_at_the_ends_of_documents(tmp_path, load):
+    for file in (datatrove(tmp_path), flat(tmp_path / "a.bin")):
+        packed = load(file, 16, split="train[10%:50%]")
+        assert len(packed.tokens) == ENDS[29] - ENDS[5]
+        assert packed[1].tolist() == FLAT[ENDS[5] + 16 : ENDS[5] + 33].tolist()
 
 
 def test_held_out_are_the_same_documents_by_an_index_and_by_end_of_text_tokens(tmp_path):
@@ -167,7 +129,7 @@ DAMAGED = {  # how a file is written; what its error says
     "datatrove, a cut index": (lambda d: resized(datatrove(d), -8, "a.ds.index"), "its index or metadata"),
     "nanoGPT, empty": (lambda d: write_bytes(d / "a.bin", b""), r"a\.bin: it is empty"),
     "nanoGPT, 4 bytes a token": (lambda d: flat(d / "a.bin", FLAT, "<u4"), "seem to have 4; save them as"),
-    "llm.c, cut": (lambda d: resized(llmc(d, "uint16"), -2), r"it has [\d,]+ tokens, its header says"),
+    "llm.c, cut": (lambda d: resized(llmc(d), -2), r"it has [\d,]+ tokens, its header says"),
     "NumPy, cut": (lambda d: resized(npy(d / "a.npy", FLAT), -8), r"it has [\d,]+ tokens, its header says"),
     "NumPy, floats": (lambda d: npy(d / "a.npy", FLAT.astype(np.float32)), "its numbers are float32"),
     "NumPy, columns": (lambda d: npy(d / "a.npy", np.asfortranarray(TWO_ROWS)), "with rows end to end"),

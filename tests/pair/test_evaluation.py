@@ -1,7 +1,9 @@
-"""Evaluation without training: --num-steps 0 with --eval-interval, of a checkpoint and of an export."""
+"""Evaluation in a run and without training: of a checkpoint, of an export and of other texts, and never on what the run
+trained on."""
 
 import json
 import math
+import shlex
 
 import multirank
 import pytest
@@ -10,89 +12,187 @@ import transformers
 from conftest import ROOT, STORIES, forked, metrics_of, python, train, words, write_model
 
 from harness import data
+from harness.base import UserError
+
+
+def write_stories(path, first: int = 0, count: int = 200) -> None:
+    lines = (STORIES / "train.jsonl").read_text().splitlines(True)
+    path.write_text("".join(lines[first : first + count]))
 
 
 @pytest.fixture(scope="module")
-def trained(device, tmp_path_factory):
-    """A folder with a text, a run of two steps on it, which ended with an evaluation, and its export."""
-    folder = tmp_path_factory.mktemp("evaluation")
-    with (STORIES / "train.jsonl").open() as stories:
-        texts = [json.loads(story)["text"] for story, _ in zip(stories, range(80), strict=False)]
-    (folder / "my.txt").write_text("\n\n".join(texts))
+def start(tmp_path_factory):
+    """`start(name, *flags)`: the flags of a run of two steps on my.jsonl in `start.folder`."""
+    folder = tmp_path_factory.mktemp("held-out")
+    write_stories(folder / "my.jsonl")
+    write_stories(folder / "other.jsonl", 1000)
     model = write_model(folder / "model", "llama", **multirank.SIZES)
-    flags = words(
-        "--num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --precision fp32 --eval-interval 2"
-    )
-    flags += ["--model", model, "--tokenizer", ROOT / "assets" / "demo", "--dataset", folder / "my.txt"]
-    flags += ["--checkpoint-interval", 2, "--export", folder / "export", "--cache-dir", folder / "cache"]
-    assert train([*flags, "--output-dir", folder, "--run-name", "r"], device) == 0
-    return folder
+    small = words("--num-steps 2 --sequence-length 32 --batch-size 2 --num-workers 0 --precision fp32 --no-own-plan")
+    small += ["--model", model, "--tokenizer", ROOT / "assets" / "demo", "--output-dir", folder]
+
+    def flags(name: str, *others) -> list:
+        return [*small, "--dataset", folder / "my.jsonl", "--cache-dir", folder / "cache", "--run-name", name, *others]
+
+    flags.folder = folder
+    return flags
+
+
+@pytest.fixture(scope="module")
+def runs(start, device):
+    """The folder of four runs: `all` and `streamed` trained on every document, `held` held some out and was exported,
+    `part` trained on a slice."""
+    assert train(start("all"), device) == 0
+    assert train(start("streamed", "--streaming"), device) == 0
+    assert train(start("held", "--eval-interval", 2, "--export", start.folder / "export"), device) == 0
+    assert train(start("part", "--dataset-split", "train[:90%]"), device) == 0
+    return start.folder
 
 
 @pytest.fixture
-def evaluation(trained, device, capfd, monkeypatch):
-    """`evaluation(*flags)`: the object of an evaluation with --json; its windows are `evaluation.windows`."""
+def evaluate(start, device, capfd):
+    """`evaluate(*flags)`: the object of an evaluation."""
 
     def evaluate(*flags) -> dict:
-        def load_data(*args):
-            train_set = load(*args)
-            (evaluate.windows,) = train_set.held_out.values()
-            return train_set
-
-        load = data.load
-        with monkeypatch.context() as patch:
-            patch.setattr(data, "load", load_data)
-            start = ["--num-steps", 0, "--eval-interval", 1, "--json", "--cache-dir", trained / "cache"]
-            capfd.readouterr()
-            assert train([*start, *flags], device) == 0
+        capfd.readouterr()
+        given = ["--num-steps", 0, "--eval-interval", 1, "--json", "--cache-dir", start.folder / "cache", *flags]
+        assert train(given, device) == 0
         return json.loads(capfd.readouterr().out)
 
     return evaluate
 
 
-def test_a_checkpoint_and_its_export_have_the_held_out_loss_of_the_run_and_of_transformers_trainer(trained, evaluation):
-    found = evaluation("--resume", trained / "r")
-    assert found["eval_loss"] == pytest.approx(metrics_of(trained / "r")[-2]["eval_loss"], rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
-    assert (found["step"], found["tokens"]) == (2, 32 * len(evaluation.windows))
+@pytest.fixture
+def refused(evaluate):
+    """`refused(*flags)`: the one line with which an evaluation is refused."""
 
-    flags = ["--dataset", trained / "my.txt", "--sequence-length", 32, "--precision", "fp32", "--batch-size", 3]
-    exported = evaluation("--init", "pretrained", "--model", trained / "export", *flags)
+    def refused(*flags) -> str:
+        with pytest.raises(UserError) as raised:
+            evaluate(*flags)
+        assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
+        return str(raised.value)
+
+    return refused
+
+
+def held_out_loss(run) -> float:
+    return [line["eval_loss"] for line in metrics_of(run) if "eval_loss" in line][-1]
+
+
+def test_a_checkpoint_and_its_export_have_the_held_out_loss_of_the_run_and_of_transformers_trainer(
+    runs, evaluate, monkeypatch
+):
+    opened = []
+    load = data.load
+    monkeypatch.setattr(data, "load", lambda *args: opened.append(load(*args)) or opened[-1])
+    found = evaluate("--resume", runs / "held")
+    (windows,) = opened[-1].held_out.values()
+    assert found["eval_loss"] == pytest.approx(held_out_loss(runs / "held"), rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+    assert (found["step"], found["tokens"]) == (2, 32 * len(windows))
+
+    flags = ["--dataset", runs / "my.jsonl", "--sequence-length", 32, "--precision", "fp32", "--batch-size", 3]
+    exported = evaluate("--init", "pretrained", "--model", runs / "export", *flags)
     assert exported["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6) and exported["step"] is None
 
-    windows = [torch.from_numpy(window.astype("int64")) for window in evaluation.windows]
-    rows = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in windows]
+    tokens = [torch.from_numpy(window.astype("int64")) for window in windows]
+    rows = [{"input_ids": w[:-1], "labels": w[1:], "shift_labels": w[1:]} for w in tokens]
     options = {"report_to": "none", "use_cpu": True, "remove_unused_columns": False, "per_device_eval_batch_size": 1}
     trainer = transformers.Trainer(
-        transformers.AutoModelForCausalLM.from_pretrained(trained / "export"),
-        transformers.TrainingArguments(trained / "trainer", **options),
+        transformers.AutoModelForCausalLM.from_pretrained(runs / "export"),
+        transformers.TrainingArguments(runs / "trainer", **options),
         eval_dataset=rows,
     )
     assert found["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-6)
 
 
-def test_another_text_another_split_and_fewer_batches_are_evaluated_as_they_are_named(trained, evaluation):
-    whole = evaluation("--resume", trained / "r")
-    some = evaluation("--resume", trained / "r", "--eval-steps", 2, "--batch-size", 1)
+def test_another_text_another_split_and_fewer_batches_are_evaluated_as_they_are_named(runs, evaluate):
+    whole = evaluate("--resume", runs / "held")
+    some = evaluate("--resume", runs / "held", "--eval-steps", 2, "--batch-size", 1)
     assert some["tokens"] == 2 * 32 < whole["tokens"]
-    exported = ["--init", "pretrained", "--model", trained / "export", "--sequence-length", 32, "--precision", "fp32"]
-    every = evaluation(*exported, "--dataset", trained / "my.txt", "--eval-split", "train")
+    exported = ["--init", "pretrained", "--model", runs / "export", "--sequence-length", 32, "--precision", "fp32"]
+    every = evaluate(*exported, "--dataset", runs / "my.jsonl", "--eval-split", "train")
     assert every["tokens"] > 10 * whole["tokens"] and every["eval_loss"] != whole["eval_loss"]
-    (trained / "short.txt").write_text("The fox ran home. " * 300)  # less than a global batch would need to train
-    assert evaluation("--resume", trained / "r", "--dataset", trained / "short.txt", "--batch-size", 999)["tokens"]
+    (runs / "short.txt").write_text("The fox ran home. " * 300)  # less than a global batch would need to train
+    assert evaluate("--resume", runs / "held", "--dataset", runs / "short.txt", "--batch-size", 999)["tokens"]
 
 
-def test_two_ranks_have_the_loss_of_one_also_where_they_have_no_equal_share(trained, evaluation):
-    found = evaluation("--resume", trained / "r")
-    flags = ["--resume", str(trained / "r"), "--cache-dir", str(trained / "cache"), "--batch-size", "3"]
-    assert len(evaluation.windows) % 6
+def test_two_ranks_have_the_loss_of_one_also_where_they_have_no_equal_share(runs, evaluate):
+    found = evaluate("--resume", runs / "held")
+    flags = ["--resume", str(runs / "held"), "--cache-dir", str(runs / "cache"), "--batch-size", "3"]
+    assert found["tokens"] // 32 % 6
     said = forked(2, multirank.program, "--num-steps", "0", "--eval-interval", "1", *flags)
     held_out = f"held-out loss {found['eval_loss']:.4f} (perplexity {found['perplexity']:,.2f})"
-    assert f"{trained / 'my.txt'}: {held_out}, {found['tokens']:,} tokens" in said
+    assert f"{runs / 'my.jsonl'}: {held_out}, {found['tokens']:,} tokens" in said
 
 
-def test_an_error_of_an_evaluation_as_json_is_an_object_and_a_line(trained):
-    flags = ["--json", "--resume", trained / "r", "--dataset", "no/such.txt"]
+def test_an_error_of_an_evaluation_as_json_is_an_object_and_a_line(runs):
+    flags = ["--json", "--resume", runs / "held", "--dataset", "no/such.txt"]
     ended = python("--num-steps", 0, "--eval-interval", 1, *flags)
     assert ended.stderr.splitlines()[-1] == f"train_fsdp.py: error: {json.loads(ended.stdout)['error']}"
     assert ended.returncode == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the run trained on
+
+
+@pytest.mark.parametrize("run", ["all", "streamed"])
+def test_a_run_that_trained_on_every_document_has_no_held_out_loss(runs, refused, run):
+    assert refused("--resume", runs / run).startswith("--eval-interval: the run held out nothing")
+
+
+def test_it_is_evaluated_on_another_text_and_gets_no_evaluation_when_it_goes_on(runs, start, evaluate, device):
+    assert evaluate("--resume", runs / "all", "--dataset", runs / "other.jsonl")["eval_loss"] > 0
+    with pytest.raises(UserError, match="--eval-interval"):
+        train(start("all", "--num-steps", 4, "--eval-interval", 2, "--resume", "auto"), device)
+
+
+def test_the_split_that_was_trained_on_is_not_evaluated_by_any_name_of_the_file(runs, refused):
+    assert "--eval-split train" in refused("--resume", runs / "held", "--eval-split", "train")
+    (runs / "link.jsonl").symlink_to(runs / "my.jsonl")
+    run = ["--resume", runs / "all", "--dataset", runs / "link.jsonl"]
+    assert "--eval-split train" in refused(*run, "--eval-split", "train")
+
+
+def test_slices_are_evaluated_where_they_are_apart_from_what_was_trained_on(runs, refused, evaluate):
+    run = ["--resume", runs / "part"]
+    assert "--eval-split train[50%:]" in refused(*run, "--eval-split", "train[50%:]")
+    assert "--eval-split train[-20:]" in refused(*run, "--eval-split", "train[-20:]")  # not known without counting
+    assert "train[:90%]" in refused(*run, "--dataset-split", "train[50%:]")
+    assert evaluate(*run, "--eval-split", "train[90%:]")["tokens"] > 0
+    assert evaluate(*run, "--eval-split", "train[-10%:]")["tokens"] > 0
+
+
+def test_a_folder_with_the_file_that_was_trained_on_is_not_another_text(runs, refused):
+    (runs / "both").mkdir()
+    for name in ("my.jsonl", "other.jsonl"):
+        (runs / "both" / name).symlink_to(runs / name)
+    assert "my.jsonl" in refused("--resume", runs / "held", "--dataset", runs / "both")
+
+
+def test_a_run_does_not_evaluate_on_what_it_trains_on(start, device):
+    for split, eval_split in (("train", "train"), ("train[:90%]", "train[50%:]"), ("train[:90%]", "train[80:]")):
+        with pytest.raises(UserError, match="--eval-split") as raised:
+            train(start("no", "--eval-interval", 1, "--dataset-split", split, "--eval-split", eval_split), device)
+        assert raised.value.exit_code == 2
+    assert not (start.folder / "no").exists()
+
+
+def test_a_corpus_that_changed_is_refused_by_an_evaluation(start, device, refused, tmp_path):
+    corpus = tmp_path / "grows.jsonl"
+    write_stories(corpus)
+    assert train(start("grown", "--dataset", corpus, "--eval-interval", 2), device) == 0
+    corpus.write_text(corpus.read_text() + '{"text": "One more story."}\n')
+    assert "is not what it was at the checkpoint" in refused("--resume", start.folder / "grown")
+
+
+@pytest.mark.parametrize("flags", ["", "--streaming --eval-steps 3 --streams 4"])
+def test_the_command_that_a_run_prints_evaluates_what_the_run_held_out(start, device, capfd, evaluate, flags):
+    name = f"printed{'-'.join(flags.split())}"
+    assert train(start(name, "--eval-interval", 2, *words(flags)), device) == 0
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("evaluate"))
+    printed = shlex.split(line)
+    found = evaluate(*printed[printed.index("--num-steps") :])
+    assert found["eval_loss"] == pytest.approx(held_out_loss(start.folder / name), rel=1e-6)
+    if "--eval-steps" in flags:
+        assert found["tokens"] == 3 * 2 * 32

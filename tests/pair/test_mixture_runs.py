@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import pathlib
 import shutil
 
 import multirank
@@ -52,7 +50,7 @@ def run(device, flags, corpora, tmp_path, monkeypatch):
 
     def start_run(*more, stop_after: int = -1, output=tmp_path) -> dict[int, list[list[int]]]:
         steps: dict[int, list[list[int]]] = {}
-        with recording(lambda step, _, windows: steps.setdefault(step, []).extend(windows)):
+        with recording(steps):
             train([*flags, "--output-dir", output, *more], device, Stop(stop_after))
         return steps
 
@@ -60,28 +58,19 @@ def run(device, flags, corpora, tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def recording(record):
-    """Calls `record` with the step, the microbatch and the windows of each batch that the training step takes."""
+def recording(steps: dict[int, list]):
+    """Adds to `steps` the windows of each batch that a training step takes."""
     training_batches = data.training_batches
 
     def recorded(settings, train_set, state, device):
-        for number, batch in enumerate(training_batches(settings, train_set, state, device)):
+        for batch in training_batches(settings, train_set, state, device):
             windows = np.concatenate([batch["input_ids"].numpy(), batch["labels"].numpy()[:, -1:]], axis=1)
-            record(state.step + 1, number % settings.gradient_accumulation_steps, windows.tolist())
+            steps.setdefault(state.step + 1, []).extend(windows.tolist())
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "training_batches", recorded)
         yield
-
-
-def program_with_records(folder: str, corpora: str, *argv: str) -> None:
-    """A rank that writes down what it trains on."""
-    os.chdir(corpora)
-    rank = int(os.environ["RANK"])
-    file = (pathlib.Path(folder) / f"rank-{rank}.jsonl").open("w", buffering=1)  # the rank ends without closing it
-    with recording(lambda step, number, windows: print(json.dumps([step, number, rank, windows]), file=file)):
-        multirank.program(*argv)
 
 
 def source_of(window: list[int]) -> str:
@@ -110,16 +99,12 @@ def windows_of(name: str, *runs: dict[int, list]) -> list:
 
 
 def test_two_ranks_train_on_the_samples_of_one_in_their_order(run, flags, corpora, tmp_path):
-    mixed = words("--dataset a=a.npy:0.5 web=web.jsonl:0.3 b=b.npy:0.2 --mixture-stage 0.5:web=1,b=1")
-    expected = run(*mixed, output=tmp_path / "one")
+    sources = {"a": ("a.npy", 0.5), "web": ("web.jsonl", 0.3), "b": ("b.npy", 0.2)}
+    mixed = ["--dataset", *(f"{name}={corpora / file}:{weight}" for name, (file, weight) in sources.items())]
+    mixed += words("--mixture-stage 0.5:web=1,b=1")
+    run(*mixed, output=tmp_path / "one")
     layout = words("--batch-size 1 --gradient-accumulation-steps 2 --num-workers 2")
-    argv = [*flags, *mixed, "--output-dir", tmp_path / "two", *layout]
-    forked(2, program_with_records, str(tmp_path), str(corpora), *map(str, argv))
-    lines = [line for rank in range(2) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()]
-    steps: dict[int, list] = {}
-    for step, _, _, windows in sorted(map(json.loads, lines)):
-        steps.setdefault(step, []).extend(windows)
-    assert steps == expected
+    forked(2, multirank.program, *map(str, [*flags, *mixed, "--output-dir", tmp_path / "two", *layout]))
     assert losses_of(tmp_path / "two" / "r") == pytest.approx(losses_of(tmp_path / "one" / "r"), rel=1e-6)
 
 

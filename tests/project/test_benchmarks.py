@@ -12,7 +12,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench
 import contact
-import covering
 import plan_published
 import psutil
 
@@ -142,17 +141,3 @@ def test_contact_goes_on_where_a_call_ended_and_ends_what_that_left(tmp_path, mo
     assert "late: done, in time" in said and "a ..." not in said and "2 done, 1 failed, 1 left out" in said
     state = json.loads((twice / contact.STATE).read_text())
     assert (state["late"]["tries"], state["a"]["tries"]) == (2, 1)
-
-
-@pytest.mark.slow
-def test_a_pair_of_techniques_is_trained_or_refused_by_name(tmp_path):
-    base = covering.prepare(tmp_path)
-    chosen = covering.covering(covering.FACTORS, lambda one: covering.is_accepted(base, one))
-    quick = [one["compile"] is False and one["optimizer"] == "adamw-bf16" for one in chosen]
-    first, *_, last = (number for number, is_quick in enumerate(quick) if is_quick)
-    command = [sys.executable, ROOT / "benchmarks/covering.py", "--ranks", "1", "--out", tmp_path / "out.json"]
-    process = start([*command, "--only", str(first), str(last)])
-    assert process.returncode == 0, process.stdout + process.stderr
-    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert [run["outcome"] for run in runs] == ["trained", "refused"]
-    assert len(runs[0]["losses"]) == 2 and runs[1]["says"].startswith("--optimizer: with bf16-pure")
