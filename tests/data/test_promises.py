@@ -15,7 +15,7 @@ import multirank
 import numpy as np
 import psutil
 import pytest
-from conftest import ROOT, STORIES, forking, losses_of, metrics_of, slow_case, train, words
+from conftest import ROOT, STORIES, forking, losses_of, metrics_of, train, words
 
 import utils
 
@@ -218,7 +218,8 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "streams" else slow_case(kind) for kind in RESUMED])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_run_that_was_killed_goes_on_exactly_on_another_number_of_ranks(kind, start, small, corpora, tmp_path):
     """SIGKILL to both ranks, at any moment after the first save; one rank goes on for three steps."""
     flags = words(RESUMED[kind])
