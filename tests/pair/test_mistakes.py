@@ -1,0 +1,280 @@
+"""The table of a user's mistakes: each is one line that names the flag or the file, what is wrong and what to do, with
+exit code 2; nothing is trained, and nothing is left behind. Mistakes that need a model, data or a checkpoint of their
+own to be made stand beside the tests of those."""
+
+import math
+import re
+import sys
+
+import pytest
+from conftest import ROOT, cold_python, copy_program, parse, python, slow_case, start, torchrun, train, words
+
+from harness.base import UserError
+from harness.flags.parser import make_parser
+
+PREFIX = "train_fsdp.py: error: "
+NO_NETWORK = {"HF_ENDPOINT": "https://hub.invalid", "HTTPS_PROXY": None, "https_proxy": None}
+
+
+def refused(*arguments) -> str:
+    """The line with which a command line ends."""
+    with pytest.raises(UserError) as raised:
+        parse(list(arguments))
+    assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the flags themselves
+
+FLAGS = {  # a command line: how its error begins; where it is empty, with the first flag
+    # values that no flag takes
+    "--batch-size 0": "--batch-size: 0 is not at least 1",
+    "--lr nan": "--lr: nan is not a positive number",
+    "--lr": "--lr: expected one argument",
+    "--betas 0.9": "--betas: expected 2 arguments",
+    "--zero-stage 4": "--zero-stage: invalid choice: 4",
+    "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number",
+    "--run-name a/b": "--run-name: 'a/b' is not a plain folder name",
+    "--run-name ..": "--run-name: '..' is not a plain folder name",
+    "--run-name=a\x1b[2Jb": "--run-name: 'a\\x1b[2Jb' is not a plain folder name",
+    f"--run-name {'é' * 101}": "",
+    "--project-name ../tales --log-with tensorboard": "",
+    # names that are near a flag's
+    "--batch-siz 3": "--batch-siz: no such flag; did you mean --batch-size?",
+    "--learning-rate 1e-3": "--learning-rate: no such flag; did you mean --lr?",
+    "--per_device_train_batch_size 4": "--per_device_train_batch_size: no such flag; did you mean --batch-size?",
+    "--zyx": "--zyx: no such flag",
+    "--model smolm3-3b": "--model smolm3-3b: no preset, folder or hub id; did you mean smollm3-3b?",
+    "positional": "positional: it stands behind no flag; --help lists them",
+    # files that are not there
+    "--dataset ./tales": "--dataset ./tales: no such file or folder",
+    "--resume none-such": "--resume none-such: no such folder",
+    "--config none-such.toml": "--config none-such.toml: No such file or directory",
+    f"--config {ROOT}/assets/demo/config.json": f"--config {ROOT}/assets/demo/config.json: it is not the config.json",
+    "--model ./none-such": "--model ./none-such: no such folder",
+    # sources of a mixture and its stages
+    "--dataset a=x:1 a=y:1": "--dataset: two sources are called a; give them other names",
+    "--dataset x:1 synthetic:1": "--dataset: synthetic tokens cannot be mixed with others",
+    "--dataset x:1 y": "--dataset: y has no weight and others have",
+    "--dataset x:0 y:0": "--dataset: all weights are 0",
+    "--dataset x:1 y:0": "--dataset: y has the weight 0 and no --mixture-stage uses it",
+    "--dataset x:1 y:1 --mixture-stage 0.5:z=1": "--mixture-stage: no source is called z; there is x, y",
+    "--dataset x:1 y:1 --mixture-stage 0.5:x=1 --mixture-stage 0.50:y=1": "--mixture-stage: two stages begin at 0.5",
+    "--mixture-stage 1:x=1 --dataset x:1 y:1": "",
+    "--mixture-stage 0.8:x --dataset x:1 y:1": "",
+    "--mixture-stage 0.8:x=1,x=2 --dataset x:1 y:1": "",
+    "--mixture-stage 0.5:x=0 --dataset x:1 y:1": "",
+    # what does not go together
+    "--num-steps 3 --num-tokens 20e9": "--num-tokens: --num-steps is given too; leave out one of them",
+    "--attention flash --precision fp32": "--attention flash: takes no fp32; use sdpa",
+    "--document-mask --dataset synthetic": "",
+    "--document-mask --attention flash_attention_2": "",
+    "--streaming --dataset synthetic": "",
+    "--streaming --packing best-fit": "--packing best-fit: it needs the lengths",
+    "--streaming --max-epochs 3": "--max-epochs: ",
+    "--dp-replicate-size 2 --zero-stage 0": "",
+    "--activation-memory-budget 0.5 --no-compile": "",
+    "--optimizer adamw-bf16 --betas 0.9 0.99": "--betas: with adamw-bf16 at most 0.98",
+    "--warmup-steps 5 --lr-scheduler constant": "--warmup-steps: the constant scheduler has no warmup",
+    "--warmup-steps 20 --num-steps 10": "--warmup-steps 20: the run ends after 10 steps; give at most so many",
+    "--export e --export-weights ema": "--export-weights ema: there is no average of the weights",
+    "--min-mfu 40 --num-steps 10": "--min-mfu: no step is left to measure; give --num-steps at least 11",
+    "--num-steps 0": "--num-steps: 0 trains nothing; it goes with",
+    "--num-steps 0 --sample-prompt Once": "--num-steps: 0 trains nothing, and random weights have nothing to show",
+    "--resume auto --num-steps 0 --export e": "--resume: --num-steps 0 takes one checkpoint",
+    "--measure --plan": "",
+    "--plan-gpu Voodoo": "--plan-gpu 'Voodoo': not a kind that plans know",
+    "--json": "--json: only with --plan, or with --num-steps 0 and --eval-interval",
+    "--fp8-recipe rowwise": "--fp8-recipe/--fp8-emulate: only with --precision fp8",
+}
+
+
+@pytest.mark.parametrize("argv, said", FLAGS.items())
+def test_a_mistake_in_the_flags(argv, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused(*argv.split()).startswith(said or argv.split()[0])
+
+
+FILES = {  # a file of flags: how its error goes on after the file's name
+    "batch_siz = 3": "batch_siz: no such flag; did you mean --batch-size?",
+    "config = 'more.toml'": "config: no such flag",
+    "num_steps = 5.0": "--num-steps: invalid int value: '5.0'",
+    "dataset = ''": "--dataset: ",
+    "lr = true": "lr: true where a value belongs",
+    "cpu_offload = 1": "cpu_offload: 1 where true or false belongs",
+    "lr = 1\n[more]\nlr = 2": "lr stands there twice",
+    "lr: 3": "it is no TOML (Expected '=' after a key",
+}
+
+
+@pytest.mark.parametrize("text, said", FILES.items())
+def test_a_mistake_in_a_file_of_flags(text, said, tmp_path):
+    (tmp_path / "flags.toml").write_text(text)
+    assert refused("--config", tmp_path / "flags.toml").startswith(f"--config {tmp_path}/flags.toml: {said}")
+
+
+WITHOUT_EFFECT = {  # flags, of which the first has no effect: what gives it one
+    "--eval-split test": "--eval-interval 5",
+    "--no-async-checkpoint": "--checkpoint-interval 5",
+    "--decay-steps 3": "--lr-scheduler warmup_stable_decay",
+    "--plan-gpus 8": "--plan",
+    "--keep-checkpoints 3 --no-final-checkpoint": "--checkpoint-interval 5",
+    "--sample-prompt Once --dataset synthetic": "--init pretrained",
+    "--skip-bad-records --dataset synthetic": "--dataset demo",
+    "--text-field story --dataset tales.txt": "--dataset tales.jsonl",
+    "--dataset-config wikitext-2 --dataset demo": "--dataset wikitext",
+    "--mixture-stage 0.5:demo=1 --dataset demo": "--dataset demo:1 other=stories:1",
+    "--defer-grad-sync": "--gradient-accumulation-steps 2",
+    "--defer-grad-sync --gradient-accumulation-steps 2 --zero-stage 1": "--zero-stage 2",
+    "--adamw-lr 1e-3": "--optimizer muon",
+    "--plan-gpu B200 --no-own-plan": "--batch-size auto",
+}
+
+
+@pytest.mark.parametrize("argv, with_effect", WITHOUT_EFFECT.items())
+def test_a_flag_without_effect_is_a_mistake_and_none_where_it_has_one(argv, with_effect):
+    assert re.match(rf"{argv.split()[0].replace('no-async', 'async')}: .*leave it out", refused(*argv.split()))
+    parse([*argv.split(), *with_effect.split()])
+    parse([*argv.split(), "--num-steps", "0", "--init", "pretrained", "--export", "e"])  # it takes a run's flags
+
+
+ODD_TEXTS = ["\udcff", "two\nlines", "x" * 10_000, "/x" * 5_000, "~no_such_user_here/x", "-dash", "\x1b[2J"]
+ODD_NUMBERS = ["0", "-1", "1e300", "nan", "inf", "-inf", str(2**64), str(2**63), str(2**31), "1e-300", "1e400"]
+ODD = dict.fromkeys(("text", "path"), ODD_TEXTS)
+ODD |= dict.fromkeys(("int", "float", "gpu_counts", "batch_size"), ODD_NUMBERS)
+ACTIONS = {action.dest: action for action in make_parser().flags().values()}
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_an_odd_value_is_in_the_flags_range_or_is_one_line_that_names_the_flag(name):
+    flag, action = f"--{name.replace('_', '-')}", ACTIONS[name]
+    if action.nargs in (None, "+", 2):
+        for empty in ([flag, ""], [f"{flag}="], [flag, "  "]):
+            assert refused(*empty).startswith(f"{flag}: ")
+    kind = getattr(action.type, "__name__", "")
+    for value in [] if action.choices else ODD.get(kind, []):
+        argv = [flag, value, value] if action.nargs == 2 else [f"{flag}={value}"]
+        try:
+            taken = getattr(parse([*argv, "--plan"]), name)
+        except UserError as error:  # it need not be raised
+            assert error.exit_code == 2 and "\n" not in str(error) and flag in str(error)  # noqa: PT017
+            continue
+        if ODD[kind] is ODD_TEXTS:
+            assert "\udcff" not in value
+            continue
+        for number in taken if isinstance(taken, tuple) else [taken]:
+            assert math.isfinite(number) and number >= 0
+            assert isinstance(number, float) or number < (2**63 if name == "seed" else 2**31)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In what a run finds
+
+RUNS = {  # flags beside those of a run that works: how the error begins, with {} for the folder of the test
+    "--dataset {}/short.txt": "--dataset {}/short.txt",
+    "--dataset {}/data.txt --batch-size 1000": "--dataset {}/data.txt",
+    "--dataset {}/data.txt --eval-interval 1 --eval-split test": "--dataset {}/data.txt, split 'test': there is none",
+    "--dp-replicate-size 2": "--dp-replicate-size 2: ",
+    "--output-dir {}/data.txt": "--output-dir {}/data.txt: ",
+    "--output-dir {}/data.txt/deeper": "--output-dir {}/data.txt/deeper: ",
+    "--tokenizer /absent/path": "--tokenizer /absent/path: no such folder; ",
+}
+
+
+@pytest.mark.parametrize("flags, said", RUNS.items())
+def test_a_mistake_that_a_run_finds(mistake, tmp_path, flags, said):
+    (tmp_path / "short.txt").write_text("The fox.")
+    (tmp_path / "data.txt").write_text("The fox had a red ball. " * 100)
+    assert mistake(*words(flags.replace("{}", str(tmp_path)))).startswith(said.replace("{}", str(tmp_path)))
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_the_folder_of_a_run_is_neither_written_over_nor_taken_for_a_model(device, arguments, mistake, tmp_path):
+    train(arguments, device)
+    run = tmp_path / "out" / "r"
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    assert len(before) >= 2
+    assert mistake().startswith("--run-name r: ")
+    for folder in (run, *(run / "checkpoints").glob("step-*")):
+        said = mistake("--model", folder, "--run-name", "other")
+        assert said.startswith(f"--model {folder}: a folder of a run, not of a model; ")
+        assert f"--num-steps 0 --resume {folder} --export DIR" in said
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From outside
+
+
+def only_line(process) -> str:
+    """The one line that a failed command left on stderr."""
+    assert process.returncode == 2, process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(PREFIX)
+    return line.removeprefix(PREFIX)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "run, flags, said",
+    [
+        (cold_python, "--num-stpes 3", "--num-stpes: no such flag; did you mean --num-steps?"),
+        (python, "--attention flash", "--attention flash: takes no fp32"),  # the precision that a CPU has by default
+        (python, "--dataset {}/short.txt", "--dataset {}/short.txt"),
+    ],
+)
+def test_the_program_ends_with_2_one_line_and_no_run(run, flags, said, tmp_path):
+    (tmp_path / "short.txt").write_text("The fox.")
+    places = ["--output-dir", tmp_path / "out", "--cache-dir", tmp_path / "cache"]
+    process = run("--demo", *words(flags.replace("{}", str(tmp_path))), *places)
+    assert only_line(process).startswith(said.replace("{}", str(tmp_path)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_one_has_is_one_line_at_once_without_a_network(arguments):
+    process = cold_python(*arguments, "--model", "no-such-company/no-such-model", **NO_NETWORK)
+    assert only_line(process).startswith("--model no-such-company/no-such-model: ")
+
+
+@pytest.mark.slow
+def test_wandb_without_a_login_is_one_line(arguments, tmp_path):
+    (tmp_path / "home").mkdir()
+    home = {"HOME": str(tmp_path / "home"), "NETRC": str(tmp_path / "home" / ".netrc")}
+    assert only_line(cold_python(*arguments, "--log-with", "wandb", **home)).startswith("--log-with wandb: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_what_accelerates_launcher_asks_for_is_told_and_not_followed():
+    asked = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    process = cold_python("--demo", "--model", ROOT / "docs", **asked)
+    warning, error = process.stderr.splitlines()
+    assert warning.startswith("train_fsdp.py: warning: ACCELERATE_USE_FSDP=true ") and "--zero-stage" in warning
+    assert error.startswith("train_fsdp.py: error: --model")
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, named", [(2, "--batch-size 0", "--batch-size"), slow_case(3, "--dp-replicate-size 2", "--dp-rep")]
+)
+def test_a_mistake_of_every_rank_is_one_line_of_one_rank(arguments, ranks, flags, named):
+    process = torchrun(ranks, *arguments, *flags.split())
+    assert process.returncode != 0
+    ours, _, launchers_report = process.stderr.partition("torch/distributed/elastic")
+    (error,) = [line for line in ours.splitlines() if PREFIX in line]
+    assert error.startswith(f"{PREFIX}{named}") and "Traceback" not in ours
+    assert process.stderr.rstrip().splitlines()[-2].strip() == error  # and the last line is a rule
+    assert launchers_report
+
+
+@pytest.mark.slow
+def test_a_bug_keeps_its_traceback(arguments, tmp_path):
+    broken = copy_program(tmp_path / "program")
+    program = broken / "train_fsdp.py"
+    step = "def train_step("
+    program.write_text(
+        program.read_text().replace(step, f"def train_step(*_):\n    1 // 0\n\n\n{step[:-1]}_before(", 1)
+    )
+    process = start([sys.executable, program, *arguments])
+    assert process.returncode == 1
+    assert "Traceback" in process.stderr and "ZeroDivisionError" in process.stderr
