@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 from conftest import parse
@@ -23,68 +22,33 @@ def test_a_container_bounds_memory_and_cores(monkeypatch, tmp_path):
     assert host.cores() == 1
 
 
-@pytest.fixture
-def threads(monkeypatch):
-    """`threads(flags, busy, **environment)`: (threads, how they wait) of a rank on a machine with eight cores and no
-    GPU, `busy` of which others use."""
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    monkeypatch.setattr(host, "cores", lambda: 8)
-    monkeypatch.setattr(os.path, "exists", lambda path: False)
-
-    def choose(flags=(), busy=0.0, **environment):
-        monkeypatch.setattr(host, "busy_cores", lambda: busy)
-        with pytest.MonkeyPatch.context() as patch:
-            for name in names:
-                patch.delenv(name, raising=False)
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            host.set_threads(parse([*flags]))
-            policy, spins = os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")
-            chosen = os.environ["OMP_NUM_THREADS"], policy or f"spin {spins}"
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ["OMP_NUM_THREADS"] = "1"
-        return chosen
-
-    return choose
-
-
 SPIN = f"spin {host.SPIN_COUNT}"
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "it", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}  # of which it set the last
 
 
 @pytest.mark.parametrize(
-    "environment, flags, busy, chosen",
+    "environment, busy, chosen",
     [
-        ({}, [], 0.3, ("8", SPIN)),
-        ({"LOCAL_WORLD_SIZE": "3"}, [], 2.0, ("2", SPIN)),  # busy: the other two ranks, which are starting
-        ({"OMP_NUM_THREADS": "7"}, ["--streaming"], 0.0, ("7", SPIN)),
-        # threads that would take a core from somebody sleep while they wait
-        ({}, [], 1.0, ("8", "passive")),
-        ({}, ["--streaming"], 0.0, ("8", "passive")),  # its reader needs a core
-        ({"OMP_NUM_THREADS": "9"}, [], 0.0, ("9", "passive")),  # more than the affinity mask or a quota leaves
-        ({"LOCAL_WORLD_SIZE": "16"}, [], 0.0, ("1", "passive")),
-        # what the environment says stays
-        ({"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "active"}, [], 0.0, ("5", "active")),
-        ({"GOMP_SPINCOUNT": "7"}, [], 0.0, ("8", "spin 7")),
+        ({}, 0.3, ("8", SPIN)),
+        ({"LOCAL_WORLD_SIZE": "3"}, 2.0, ("2", SPIN)),  # busy: the other two ranks, which are starting
+        ({}, 1.0, ("8", "passive")),  # threads that would take a core from somebody sleep while they wait
+        ({"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "active"}, 0.0, ("5", "active")),  # what the user says stays
+        (TORCHRUN, 1.0, ("4", SPIN)),
     ],
 )
-def test_ranks_share_the_cores_and_wait_on_them_where_they_are_free(threads, environment, flags, busy, chosen):
-    assert threads(flags, busy, **environment) == chosen
-
-
-@pytest.mark.parametrize("given, expected", [({}, "4"), ({"OMP_NUM_THREADS": "1"}, "1")])
-def test_what_torchrun_sets_by_itself_is_not_the_users(threads, monkeypatch, given, expected):
-    with subprocess.Popen(["sleep", "60"], env=given) as torchrun:
-        monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
-        chosen = threads(OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="it", LOCAL_WORLD_SIZE="2")
+def test_ranks_share_the_cores_and_wait_on_them_where_they_are_free(monkeypatch, environment, busy, chosen):
+    """On a machine with eight cores and no GPU, `busy` of which others use."""
+    monkeypatch.setattr(host, "cores", lambda: 8)
+    monkeypatch.setattr(host, "busy_cores", lambda: busy)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    with subprocess.Popen(["sleep", "60"], env={}) as torchrun, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: torchrun.pid)
+        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+            patch.setenv(name, "")  # so that it is restored in the end
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        host.set_threads(parse([]))
+        policy = os.environ.get("OMP_WAIT_POLICY") or f"spin {os.environ.get('GOMP_SPINCOUNT')}"
+        assert (os.environ["OMP_NUM_THREADS"], policy) == chosen
         torchrun.kill()
-    assert chosen[0] == expected
-
-
-def test_a_process_that_computes_beside_this_one_counts_as_a_busy_core():
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
-        try:
-            busy = host.busy_cores(0.5)
-        finally:
-            spinning.kill()
-    assert 0.3 < busy <= os.cpu_count()
