@@ -1,13 +1,12 @@
 """Nothing foreign is run, whatever a folder asks for, and nothing is written through a link.
 
-Each attack leaves a mark where it succeeds; each test also shows that it does succeed against the bare library.
+Code of an attacker leaves a mark where it runs; each such test also shows that it does run with the bare library.
 """
 
 import collections
 import dataclasses
 import io
 import json
-import os
 import pathlib
 import pickle
 import shutil
@@ -15,8 +14,6 @@ import socket
 import sys
 
 import jinja2
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import torch
 import transformers
@@ -27,16 +24,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.auto import tokenization_auto
 
-from harness.base import UserError, saved
+from harness.base import saved
 from harness.data.files import find_files
 from harness.data.records import read_documents, read_records
-from harness.model import tokenizer as tokenizer_module
 from harness.model.configs import load_config
 from harness.model.tokenizer import any_class_from_name
-from harness.model.weights import PretrainedWeights, decoder_layers, on_meta
+from harness.model.weights import on_meta
 from harness.report import prometheus
-
-STORY = json.dumps({"text": "Once upon a time there was a fox. " * 40}) + "\n"
 
 
 @pytest.fixture
@@ -130,19 +124,12 @@ def test_code_of_a_tokenizers_folder_is_not_run_though_stdin_says_yes(mistake, m
     assert mark.exists()
 
 
-@pytest.mark.parametrize("guard", ["class", "question"])
-def test_a_class_that_is_no_tokenizer_does_not_run_the_code_for_it(
-    mistake, mark, tokenizer, bare, monkeypatch, guard, arguments, device
-):
+def test_a_class_that_is_no_tokenizer_does_not_run_the_code_for_it(mistake, mark, tokenizer, bare):
     """transformers loads whatever class tokenizer_class names, and does not tell it trust_remote_code=False."""
     write_code(tokenizer, mark, "config.json")
     change(tokenizer / "config.json", model_type="foreign")
     change(tokenizer / "tokenizer_config.json", tokenizer_class="AutoConfig")
-    if guard == "class":
-        assert "tokenizer_class AutoConfig is no tokenizer" in mistake("--tokenizer", tokenizer)
-    else:  # each of the two is enough by itself
-        monkeypatch.setattr(tokenizer_module, "tokenizer_class_from_name", any_class_from_name)
-        assert "never run" in mistake("--tokenizer", tokenizer)
+    assert "tokenizer_class AutoConfig is no tokenizer" in mistake("--tokenizer", tokenizer)
     assert not mark.exists()
     bare(AutoTokenizer.from_pretrained, tokenizer, trust_remote_code=False)
     assert mark.exists()
@@ -176,13 +163,10 @@ def test_a_kernel_that_a_config_names_is_not_fetched_from_the_hub(tmp_path, argu
     assert set(fetched) == {"foreign/kernel:run"}
 
 
-TEMPLATE = "{{ cycler.__init__.__globals__.os.mkdir('MARK') }}"
-
-
 def test_a_chat_template_that_calls_the_operating_system_is_refused_in_the_sandbox(
     device, arguments, mistake, mark, tokenizer, tmp_path
 ):
-    template = TEMPLATE.replace("MARK", str(mark))
+    template = "{{ cycler.__init__.__globals__.os.mkdir('MARK') }}".replace("MARK", str(mark))
     (tokenizer / "chat_template.jinja").write_text(template)
     flags = ["--tokenizer", tokenizer, "--sample-prompt", "Once", "--sample-tokens", "2", "--export", tmp_path / "e"]
     assert train([*arguments, *flags], device) == 0
@@ -210,41 +194,7 @@ def test_a_chat_templates_name_does_not_lead_out_of_the_export(mistake, tokenize
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files that are not what they should be
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [{"model_type": ["llama"]}, {"model_type": "../../llama"}, {"auto_map": "AutoConfig"}]
-    + [{name: "x"} for name in ("__class__", "to_dict", "get_text_config", "hidden_size")],
-    ids=str,
-)
-def test_a_config_with_odd_values_is_one_line(mistake, tmp_path, keys):
-    change(tmp_path / "model" / "config.json", **keys)
-    assert mistake().startswith(f"--model {tmp_path / 'model'}: its config.json cannot be used (")
-
-
-def header(tensors: dict) -> bytes:
-    """A safetensors file of 64 zero bytes of data."""
-    text = json.dumps(tensors).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(64)
-
-
-def f32(shape: list[int], begin: int, end: int) -> dict:
-    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", (2**62).to_bytes(8, "little") + b"{}", header({"a": f32([800], 0, 3200)})],
-    ids=["empty", "huge header", "past the end"],
-)
-def test_a_broken_safetensors_file_is_one_line(arguments, tmp_path, content):
-    folder = str(tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").write_bytes(content)
-    model = on_meta(load_config(folder))
-    with pytest.raises(UserError, match=f"^--init pretrained: no weights from {folder} .*header"):
-        PretrainedWeights(model, decoder_layers(model), folder, torch.float32)
+# Weights
 
 
 def test_a_pickle_of_weights_is_not_read(mistake, mark, tmp_path):
@@ -259,59 +209,29 @@ def test_a_pickle_of_weights_is_not_read(mistake, mark, tmp_path):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("absolute", [True, False])
-def test_weights_are_read_from_the_models_folder_alone(mistake, tmp_path, absolute):
+def test_weights_are_read_from_the_models_folder_alone(mistake, tmp_path):
     save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "other.safetensors")
-    name = str(tmp_path / "other.safetensors") if absolute else "../other.safetensors"
+    name = "../other.safetensors"
     change(tmp_path / "model" / "model.safetensors.index.json", weight_map={"model.norm.weight": name})
     assert f"its index names {name}, which is not in the folder" in mistake("--init", "pretrained")
-    assert list(safe_open(os.path.join(tmp_path / "model", name), framework="pt").keys()) == ["model.norm.weight"]
+    assert list(safe_open(tmp_path / "model" / name, framework="pt").keys()) == ["model.norm.weight"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data
 
 
-@pytest.fixture
-def data(tmp_path) -> pathlib.Path:
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data"
-
-
-def read(folder: pathlib.Path) -> list[str]:
-    """Every text of a data set, as the program reads it, cached or streamed."""
-    records = (record for file in find_files(str(folder)).of_split("train") for record in read_records(file, "text"))
-    return list(read_documents(records, 2**32, True, collections.Counter()))
-
-
-def test_a_script_and_a_card_in_a_data_folder_change_nothing(data, mark, tmp_path):
-    (data / "train.jsonl").write_text(STORY)
+def test_a_script_and_a_card_in_a_data_folder_change_nothing(mark, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text('{"text": "Once"}\n')
     (tmp_path / "secret.jsonl").write_text('{"text": "secret"}\n')
     (data / "data.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()")
     (data / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: ../secret.jsonl\n---\n")
-    assert read(data) == [json.loads(STORY)["text"]]
+    records = (record for file in find_files(str(data)).of_split("train") for record in read_records(file, "text"))
+    assert [*read_documents(records, 2**32, True, collections.Counter())] == ["Once"]
     assert not mark.exists()
     exec((data / "data.py").read_text())
-    assert mark.exists()
-
-
-def test_a_parquet_file_unpickles_nothing_and_fetches_nothing(data, mark):
-    attack = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Attack(mark))}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.2)
-        address = f"http://127.0.0.1:{server.getsockname()[1]}/x.png"
-        fields = [pa.field("text", pa.string(), metadata=attack)]
-        fields.append(pa.field("image", pa.struct({"bytes": pa.binary(), "path": pa.string()})))
-        features = {"text": {"dtype": "string", "_type": "Value"}, "image": {"_type": "Image"}}
-        described = {"huggingface": json.dumps({"info": {"features": features}})}
-        columns = [pa.array(["Once"]), pa.array([{"bytes": None, "path": address}])]
-        table = pa.table(columns, schema=pa.schema(fields, metadata=described))
-        pyarrow.parquet.write_table(table, data / "train.parquet")
-        assert read(data) == ["Once"]
-        with pytest.raises(TimeoutError):
-            server.accept()
-    assert not mark.exists()
-    pickle.loads(attack["ARROW:extension:metadata"])
     assert mark.exists()
 
 
@@ -319,51 +239,28 @@ def test_a_parquet_file_unpickles_nothing_and_fetches_nothing(data, mark):
 # A folder that somebody else has prepared
 
 
-NAMES = "config.json metrics.jsonl .config.json.writing .metrics.jsonl.writing .lock checkpoints profile/rank-0.json"
-
-
-@pytest.mark.parametrize("name", NAMES.split())
+@pytest.mark.parametrize(
+    "name", ["", "config.json", ".metrics.jsonl.writing", ".lock", "checkpoints", "profile/rank-0.json"]
+)
 def test_a_link_that_leads_out_of_the_runs_folder_is_refused_and_its_target_stays(mistake, tmp_path, name):
     link, target = tmp_path / "out" / "r" / name, tmp_path / "target"
     link.parent.mkdir(parents=True)
-    target.write_text("precious")
+    if name in ("", "checkpoints"):
+        target.mkdir()
+    else:
+        target.write_text("precious")
     link.symlink_to(target)
-    if name != ".lock":
+    if name not in ("", ".lock"):
         (tmp_path / "out" / "r" / ".lock").touch()  # as a run has it
-    flags = [] if name != "metrics.jsonl" else ["--resume", "auto"]  # it is a run already, otherwise
-    message = mistake(*flags)
+    message = mistake()
     assert message.startswith(("--run-name r: ", "--output-dir ")) and "link" in message
-    assert target.read_text() == "precious"
+    assert not any(target.iterdir()) if target.is_dir() else target.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "target"]
-    with link.open("a") as file:
-        file.write(" no more")
-    assert target.read_text() == "precious no more"
 
 
-def test_the_files_of_a_run_and_an_export_have_the_permissions_of_the_umask(device, arguments, tmp_path):
-    umask = 0o002
-    before = os.umask(umask)
-    try:
-        train([*arguments, "--checkpoint-interval", "2", "--export", tmp_path / "exported"], device)
-    finally:
-        os.umask(before)
-    written = [path for folder in ("out", "cache", "exported") for path in (tmp_path / folder).rglob("*")]
-    assert {"model.safetensors", ".lock", "config.json", "manifest.json", ".metadata"} <= {p.name for p in written}
-    wrong = {
-        p.name: oct(p.stat().st_mode)
-        for p in written
-        if p.stat().st_mode & 0o777 != (0o777 if p.is_dir() else 0o666) & ~umask
-    }
-    assert wrong == {}
-
-
-@pytest.fixture
-def checkpoint(device, arguments, tmp_path) -> pathlib.Path:
+def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, device, arguments, tmp_path):
     train([*arguments, "--checkpoint-interval", "2"], device)
-    return tmp_path / "out" / "r" / "checkpoints" / "step-00000002"
-
-
-def test_a_checkpoint_reads_no_file_from_outside_its_folder(mistake, checkpoint):
+    checkpoint = tmp_path / "out" / "r" / "checkpoints" / "step-00000002"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     shard = next(name for name in manifest["files"] if name.endswith(".distcp"))
     shutil.copy(checkpoint / shard, checkpoint.parent / "outside")
