@@ -24,6 +24,7 @@ def test_restarts_on_several_nodes_need_a_store_of_their_own(nodes, restarts, sh
         world.check_restarts(dict(zip(names, ("2", "3", "True"), strict=True)))
 
 
+@pytest.mark.slow
 def test_a_rank_has_the_answer_of_its_own_node():
     assert "[0, 1, 1]" in forked(3, multirank.asking_on_two_nodes, timeout=100).splitlines()
 

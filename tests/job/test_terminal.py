@@ -48,6 +48,7 @@ def run_until_ctrl_c(folder: pathlib.Path) -> tuple[str, int]:
     return sent.decode(), process.wait()
 
 
+@pytest.mark.slow
 def test_a_terminal_has_log_lines_and_a_bar_that_fits_and_after_ctrl_c_the_command_that_goes_on(tmp_path):
     sent, exit_code = run_until_ctrl_c(tmp_path)
     folder = tmp_path / "it"

@@ -232,6 +232,7 @@ def test_the_program_ends_with_2_one_line_and_no_run(run, flags, said, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_no_one_has_is_one_line_at_once_without_a_network(arguments):
     process = cold_python(*arguments, "--model", "no-such-company/no-such-model", **NO_NETWORK)
     assert only_line(process).startswith("--model no-such-company/no-such-model: ")
