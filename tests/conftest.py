@@ -3,8 +3,6 @@
 Everything runs on the CPU, whatever the machine has, with one thread a process; `pytest -m gpu` alone sees GPUs.
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import io

@@ -2,9 +2,6 @@
 configurations in one process group, into WORKSPACE/observed-RANKS.json."""
 
 import ctypes
-import datetime
-import fcntl
-import functools
 import hashlib
 import itertools
 import json
@@ -27,11 +24,10 @@ import train_fsdp
 import utils
 from harness import base, data, plan
 from harness import model as models
-from harness.base import from_main_process, of_all_ranks, on_main_rank
+from harness.base import from_main_process, of_all_ranks
 from harness.flags import parse_args
 from harness.job import heartbeats, start_processes, stop_processes, world
 from harness.job.signals import StopRequest
-from harness.job.world import new_group
 from harness.model.configs import load_config
 from harness.model.optimization import local
 from harness.model.weights import decoder_layers
@@ -201,15 +197,11 @@ def uneven(*argv: str) -> None:
 
 
 def stalled(how: str, *argv: str) -> None:
-    """The program, of which one rank stalls: it reads data, evaluates or saves for ever, is stopped before or
-    while the ranks meet or inside an all-reduce among replicas, or nobody reads what rank 0 prints. With `lock` rank 1
-    reads for ever, and rank 0 holds the interpreter's lock meanwhile."""
+    """The program, of which one rank stalls: it reads or saves for ever, or is stopped before the ranks meet. With
+    `lock` rank 1 reads for ever, and rank 0 holds the interpreter's lock meanwhile."""
 
     def forever(*_, **__):
         time.sleep(1000)
-
-    def stopped(*_, **__):
-        os.kill(os.getpid(), signal.SIGSTOP)
 
     if how == "lock":  # rank 0 waits as a launch into a full queue does: no thread of it runs
         enter_phase = heartbeats.enter_phase
@@ -222,86 +214,29 @@ def stalled(how: str, *argv: str) -> None:
                 hang()
 
         heartbeats.enter_phase = hang_there
-    if how in ("alone", "signalled"):  # rank 1 dies, and rank 0 is where it cannot notice
+    if how == "signalled":  # rank 1 dies as SIGTERM reaches rank 0, which cannot notice that
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+        entered = heartbeats.enter_phase
 
-        def die(*_, **__):
-            if how == "signalled":
+        def end_there(phase: str, step: int | None = None):
+            entered(phase, step)
+            if (phase, heartbeats.HERE.step) == ("backward", 3):
+                if os.environ["RANK"] == "0":
+                    forever()
                 os.kill(heartbeats.RANKS[0][1], signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        ends = forever if os.environ["RANK"] == "0" else die
-        if how == "alone":
-            data.load = ends
-        else:
-            entered = heartbeats.enter_phase
-
-            def end_there(phase: str, step: int | None = None):
-                entered(phase, step)
-                if (phase, heartbeats.HERE.step) == ("backward", 3):
-                    ends()
-
-            heartbeats.enter_phase = end_there
+        heartbeats.enter_phase = end_there
     if os.environ["RANK"] == "1":
         if how == "never":
-            stopped()
-        if how == "meeting":
-            dist.init_process_group = stopped
-        if how == "replicas":
-            all_reduce = dist.all_reduce
-
-            def stop_in_backward(*args, **options):
-                if (heartbeats.HERE.phase, heartbeats.HERE.step) == ("backward", 3):
-                    time.sleep(9)  # until a beat has said so
-                    stopped()
-                return all_reduce(*args, **options)
-
-            dist.all_reduce = stop_in_backward
+            os.kill(os.getpid(), signal.SIGSTOP)
         if how == "data":
             packed = data.PackedDataset
             read, calls = packed.__getitem__, itertools.count()
             packed.__getitem__ = lambda *args: forever() if next(calls) > 20 else read(*args)
-        if how == "evaluation":
-            data.held_out_batches = lambda *_: (forever() for _ in range(1))
         if how == "save":
             store.sha256 = forever
-    elif how == "print":
-        full = os.pipe()[1]
-        fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)
-        os.dup2(full, 1)
     program(*argv)
-
-
-def abandoned() -> None:
-    """Rank 0 waits in each group of a job for a rank that never comes; prints what came of it."""
-    world.AFTER_HEARTBEATS = datetime.timedelta(seconds=1)
-    device = start_processes(timeout_minutes=0.2)  # in which both have to come to each group
-    mesh = train_fsdp.build_mesh(parse_args(["--demo", "--zero-stage", "0"]), device)
-    groups = {"replicas": mesh.get_group("replicate"), "objects": new_group()}
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank():
-        store.wait(["done"], datetime.timedelta(hours=1))
-        store.set("heard", "")
-        return
-    for name, group in groups.items():
-        try:
-            dist.all_reduce(torch.ones(1), group=group)
-        except RuntimeError:
-            print(f"{name}: gave up", flush=True)
-    store.set("done", "")
-    store.wait(["heard"], datetime.timedelta(hours=1))  # the store ends with this rank
-
-
-def asking_in_two_worlds() -> None:
-    """Rank 1 prints what rank 0 answered in two worlds, one after the other, and how many groups each world made."""
-    store = world.open_store()
-    for world_name in ("one", "two"):
-        start_processes(timeout_minutes=1, store=dist.PrefixStore(world_name, store))
-        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-            answers = [on_main_rank(functools.partial(str.join, " ", (world_name, call))) for call in ("1", "2")]
-        if dist.get_rank() == 1:
-            print(*answers, new_group.call_count, sep=", ", flush=True)
-        stop_processes()
 
 
 def asking_on_two_nodes() -> None:

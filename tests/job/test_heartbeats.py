@@ -20,6 +20,7 @@ STALLS = {
     "stop": "last seen .* ago in [a-z]+ of step \\d+; stopped, killed or cut off",
     "lock": "in data of step \\d+ for \\d+ s",
     "data": "in data of step \\d+ for \\d+ s",
+    "save": "in save of step 2 for \\d+ s",
     "never": "never seen; stopped or killed before the ranks met, or not started",
 }
 TIMEOUT_MINUTES = 0.3  # much longer than a start or a step of ranks that share two cores with other drills
@@ -42,6 +43,7 @@ def stalled(tmp_path_factory):
         can_end = {"lock": slice(1, 2), "stop": slice(0, 1), "never": slice(0, 1)}.get(how, slice(0, 2))
         flags = ["--demo", *SIZES, "--output-dir", folder, "--run-name", how, "--cache-dir", folder / "cache"]
         flags += ["--eval-interval", 0, "--num-steps", 1_000_000, "--timeout-minutes", TIMEOUT_MINUTES]
+        flags += words("--checkpoint-interval 2 --no-async-checkpoint") if how == "save" else []
         with forking(2, multirank.stalled, how, *map(str, flags)) as (world, output):
             pids = [process.pid for process in world.processes]
             if how in ("stop", "kill"):
