@@ -110,7 +110,7 @@ def test_another_text_another_split_and_fewer_batches_are_evaluated_as_they_are_
     some = evaluate("--resume", runs / "held", "--eval-steps", 2, "--batch-size", 1)
     assert some["tokens"] == 2 * 32 < whole["tokens"]
     exported = ["--init", "pretrained", "--model", runs / "export", "--sequence-length", 32, "--precision", "fp32"]
-    every = evaluate(*exported, "--dataset", runs / "my.jsonl", "--eval-split", "train")
+    every = evaluate(*exported, "--dataset", runs / "my.jsonl", "--eval-split", "train", "--batch-size", 64)
     assert every["tokens"] > 10 * whole["tokens"] and every["eval_loss"] != whole["eval_loss"]
     (runs / "short.txt").write_text("The fox ran home. " * 300)  # less than a global batch would need to train
     assert evaluate("--resume", runs / "held", "--dataset", runs / "short.txt", "--batch-size", 999)["tokens"]

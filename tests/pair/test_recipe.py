@@ -176,6 +176,7 @@ def test_each_kind_of_layer_is_compiled_once_and_whole(trainer, monkeypatch, che
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (2 + 2, {})
 
 
+@pytest.mark.slow
 def test_a_smaller_memory_budget_keeps_fewer_activations_and_gives_the_same_loss(trainer, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
     kept, losses = [], []
