@@ -48,10 +48,10 @@ def test_a_split_is_a_folder_or_a_whole_file_name_and_nothing_else(tmp_path):
 
 
 def test_what_is_no_data_is_left_out_by_name_and_hidden_files_are_not_looked_at(tmp_path):
-    make(tmp_path, "a.txt", "NOTES.TXT", "README.md", "sub/c.tsv", ".hidden.txt", ".cache/a.txt", "b.txt.gz")
+    make(tmp_path, "a.txt", "NOTES.TXT", "README.md", "sub/c.unread", ".hidden.txt", ".cache/a.txt", "b.txt.gz")
     found = files.find_files(str(tmp_path))
     assert [file.name for file in found.splits["train"]] == ["NOTES.TXT", "a.txt", "b.txt.gz"]
-    assert found.describe() == "3 of 5 (left out: README.md, sub/c.tsv)"
+    assert found.describe() == "3 of 5 (left out: README.md, sub/c.unread)"
     assert files.find_files(str(tmp_path / "README.md")).splits["train"]
 
 

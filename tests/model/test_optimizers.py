@@ -3,13 +3,11 @@
 import dataclasses
 import functools
 import gc
-import json
-import sys
 
 import pytest
 import torch
 import torch._dynamo
-from conftest import copy_program, metrics_of, parse, start, words
+from conftest import parse, words
 from multirank import resolved
 from torch._dynamo.utils import counters
 
@@ -244,50 +242,3 @@ def test_an_optimizer_whose_package_is_missing_is_refused_by_name(built, monkeyp
     with pytest.raises(UserError, match=r"^--optimizer adamw8bit: needs the package no_such_package \(pip install no_"):
         built("--optimizer", "adamw8bit")
     assert memory_saving_optimizers("adamw") == []
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One more file
-
-SGD = '''"""SGD with momentum. The first of --betas is the momentum."""
-
-import torch
-
-from harness.model.optimization import OptimizerKind
-
-
-def build(groups, settings):
-    optimizer = torch.optim.SGD(groups, settings.lr, momentum=settings.betas[0])
-    for group in groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-    return optimizer
-
-
-OPTIMIZER = OptimizerKind(build, state_bytes=lambda weight: weight)
-'''
-
-
-@pytest.mark.slow
-def test_an_optimizer_is_added_by_one_file(tmp_path):
-    """In a copy of the program: --help has it, a plan counts its states, a run trains and goes on bit for bit."""
-    copy_program(tmp_path)
-    (tmp_path / "harness" / "model" / "optimizers" / "sgd.py").write_text(SGD)
-
-    def program(*arguments) -> str:
-        process = start([sys.executable, "train_fsdp.py", *arguments], cwd=tmp_path)
-        assert process.returncode == 0, process.stderr
-        return process.stdout
-
-    help_text = " ".join(program("--help").split())
-    assert "--optimizer {adamw,adamw-bf16,adamw8bit,muon,normuon,sgd}" in help_text
-    assert "; sgd: SGD with momentum [adamw]" in help_text
-    flags = words("--model demo --dataset synthetic --optimizer sgd --lr 0.01 --num-steps 4 --sequence-length 32")
-    flags += words("--no-compile --log-interval 1 --precision fp32 --lr-scheduler constant")
-    memory = json.loads(program(*flags, *words("--plan --json --plan-gpus 2 --plan-seconds 0")))["memory_gib"]
-    assert memory["optimizer"] == pytest.approx(memory["parameters"], rel=0.01) and memory["optimizer"] > 0
-    program(*flags, *words("--run-name all --checkpoint-interval 2"))
-    program(*flags, *words("--run-name half --resume outputs/all/checkpoints/step-00000002"))
-    whole, half = (metrics_of(tmp_path / "outputs" / run) for run in ("all", "half"))
-    for key in ("step", "loss", "grad_norm"):
-        assert [line[key] for line in half[:2]] == [line[key] for line in whole[2:4]]

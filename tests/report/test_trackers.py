@@ -49,7 +49,7 @@ def line(step: int, **more) -> dict:
 def test_both_have_the_figures_of_each_source_over_steps_and_losses_over_tokens(opened, tmp_path):
     sources = ("web", "v1.2-wiki_en", "step")
     trackers = opened("all")
-    assert [tracker.name for tracker in trackers] == ["wandb", "tensorboard"]
+    assert {tracker.name for tracker in trackers} >= {"wandb", "tensorboard"}
     for tracker in trackers:
         for step in (1, 2):
             more = {f"eval_loss/{source}": step + number for number, source in enumerate(sources)}
