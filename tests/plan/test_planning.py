@@ -109,7 +109,7 @@ def test_shallow_models_extrapolate_to_what_the_whole_model_gives(tmp_path):
 def test_a_plan_as_json_is_one_object_and_writes_nothing(tmp_path):
     flags = (
         "--demo --plan --json --plan-gpus 16 --plan-gpu B200 --gpu-hour-usd 4 --batch-size auto --sequence-length 512"
-        " --plan-seconds 30"
+        " --plan-seconds 120"  # enough on a busy machine too
     )
     capacity = tmp_path / "rates.json"
     capacity.write_text(json.dumps({"memory_gib": 2.2}))
