@@ -1,5 +1,6 @@
 """The world: its ranks meet in a store, work, and leave; whatever ends them becomes one line and an exit code."""
 
+import gc
 import math
 import os
 import socket
@@ -40,6 +41,8 @@ class World:
         self.watch: heartbeats.Heartbeats | None = None  # once the job's store was reached
 
     def __enter__(self) -> "World":
+        gc.freeze()  # what the imports made stays, and need not be looked at again
+        gc.enable()  # after `begin`
         return self
 
     def meet(self) -> torch.device:
