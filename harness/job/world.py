@@ -41,8 +41,9 @@ class World:
         self.watch: heartbeats.Heartbeats | None = None  # once the job's store was reached
 
     def __enter__(self) -> "World":
-        gc.freeze()  # what the imports made stays, and need not be looked at again
-        gc.enable()  # after `begin`
+        if not gc.isenabled():  # since `begin`
+            gc.freeze()  # what the imports made stays, and need not be looked at again
+            gc.enable()
         return self
 
     def meet(self) -> torch.device:
