@@ -59,7 +59,7 @@ def logged(folder) -> list[dict]:
 def test_a_run_through_bad_batches_is_one_without_their_updates(device, arguments, tmp_path, monkeypatch, capfd):
     """With more skipped ones in all than --max-skipped in a row. What is saved after one still gives a finite loss."""
     flags = [*arguments, "--num-steps", 12, "--log-interval", 4, "--max-skipped", 3]
-    flags += ["--checkpoint-interval", 4, "--keep-checkpoints", 9]
+    flags += ["--checkpoint-interval", 4, "--keep-checkpoints", 9, "--no-async-checkpoint"]
     with monkeypatch.context() as planting:
         plant(planting, {3: math.nan, 6: 0.0, 7: math.nan, 8: math.nan})
         train(flags, device)
