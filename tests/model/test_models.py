@@ -7,7 +7,7 @@ import types
 import multirank
 import pytest
 import torch
-from conftest import PROGRAM, forked, losses_of, parse, train, words, write_model
+from conftest import forked, losses_of, parse, train, words, write_model
 from multirank import MODELS, SIZES, resolved
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,24 +19,6 @@ from harness.model import tokenizer as tokenizer_module
 from harness.model.attention import choose_attention
 from harness.model.configs import load_config
 from harness.model.tokenizer import load_tokenizer
-
-MISTAKES = {  # flags beside those of the smallest run that works: how the message begins
-    "--model {}/empty": "--model {}/empty: the folder has no config.json",
-    "--model ./none": "--model ./none: ",
-    f"--model {PROGRAM}": f"--model {PROGRAM}: ",
-    "--tokenizer {}/empty": "--tokenizer {}/empty: ",
-    "--sample-prompt Once --sample-tokens 256": "--sample-tokens 256: ",  # the model has 256 positions
-    "--init pretrained": "--init pretrained: ",
-    "--precision bf16 --attention cudnn": "--attention cudnn",
-    "--precision bf16 --attention flash_attention_2": "--attention flash_attention_2",
-    "--precision bf16 --attention flex_attention": "--attention flex_attention",
-}
-
-
-@pytest.mark.parametrize("flags, said", MISTAKES.items())
-def test_what_is_not_there_or_cannot_be_used_is_named(mistake, tmp_path, flags, said):
-    (tmp_path / "empty").mkdir()
-    assert mistake(*words(flags.replace("{}", str(tmp_path)))).startswith(said.replace("{}", str(tmp_path)))
 
 
 @pytest.mark.parametrize("config", ["{", "[]", '{"model_type": "nothing"}'])

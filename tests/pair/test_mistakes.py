@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, cold_python, copy_program, parse, python, slow_case, start, torchrun, train, words
+from conftest import PROGRAM, ROOT, cold_python, copy_program, parse, python, slow_case, start, torchrun, train, words
 
 from harness.base import UserError
 from harness.flags.parser import make_parser
@@ -179,11 +179,21 @@ RUNS = {  # flags beside those of a run that works: how the error begins, with {
     "--output-dir {}/data.txt": "--output-dir {}/data.txt: ",
     "--output-dir {}/data.txt/deeper": "--output-dir {}/data.txt/deeper: ",
     "--tokenizer /absent/path": "--tokenizer /absent/path: no such folder; ",
+    "--tokenizer {}/empty": "--tokenizer {}/empty: ",
+    "--model {}/empty": "--model {}/empty: the folder has no config.json",
+    "--model ./none": "--model ./none: ",
+    f"--model {PROGRAM}": f"--model {PROGRAM}: ",
+    "--init pretrained": "--init pretrained: ",
+    "--sample-prompt Once --sample-tokens 256": "--sample-tokens 256: ",  # the model has 256 positions
+    "--precision bf16 --attention cudnn": "--attention cudnn",
+    "--precision bf16 --attention flash_attention_2": "--attention flash_attention_2",
+    "--precision bf16 --attention flex_attention": "--attention flex_attention",
 }
 
 
 @pytest.mark.parametrize("flags, said", RUNS.items())
 def test_a_mistake_that_a_run_finds(mistake, tmp_path, flags, said):
+    (tmp_path / "empty").mkdir()
     (tmp_path / "short.txt").write_text("The fox.")
     (tmp_path / "data.txt").write_text("The fox had a red ball. " * 100)
     assert mistake(*words(flags.replace("{}", str(tmp_path)))).startswith(said.replace("{}", str(tmp_path)))
