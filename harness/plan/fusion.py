@@ -3,7 +3,7 @@ by `recorder`. Independent of the step that the region belongs to and of any GPU
 
 import operator
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,10 +43,15 @@ def has_own_kernel(node: Node) -> bool:
     return bool(UNFUSED_OPERATORS.search(str(node.target)))
 
 
-def is_number_of_tensor(node: Node) -> bool:
-    """Whether the node makes one number of a whole tensor, as the largest magnitude that float8 scales by."""
+def is_scale_of_tensor(node: Node) -> bool:
+    """Whether the node makes one number of a whole tensor, or one of each of its columns, as the largest magnitudes
+    that float8 scales by. That of a row is none: a kernel has the whole row."""
     if node.op != "call_function" or is_view(node):
         return False
+    if node.target is torch.ops.aten.amax.default:
+        given: Any = node.args[0]
+        if any(given.meta["val"].stride(dim) != 1 for dim in cast(list, node.args[1])):
+            return True
     if [t.numel() for t in tensors_in(node.meta.get("val"))] != [1]:
         return False
     return any(t.numel() > 1 for given in node.all_input_nodes for t in tensors_in(given.meta.get("val")))
@@ -56,15 +61,15 @@ def fused_memory(graph: GraphModule) -> RegionMemory:
     """What the graph takes when it is compiled.
 
     Its fused kernels write each materialized tensor once and read each once, however many of them use it. One number of
-    a whole tensor, such as float8's scale, takes a further pass over what it is made of, which it shares with other
-    numbers of the same: nothing can be scaled before all is read.
+    a whole tensor or of each column, such as float8's scale, takes a further pass over what it is made of, which it
+    shares with other numbers of the same: nothing can be scaled before all is read.
     """
     nodes = list(graph.graph.nodes)
     sizes = {node: sum(allocated_bytes(t.nbytes) for t in tensors_in(node.meta.get("val"))) for node in nodes}
     materialized, reads = find_materialized(nodes)
     made = [node for node in nodes if node in materialized and node.op == "call_function" and not has_own_kernel(node)]
-    passes = {reads[node] for node in made if is_number_of_tensor(node)}
-    read = {tensor for node in made if not is_number_of_tensor(node) for tensor in reads[node]}
+    passes = {reads[node] for node in made if is_scale_of_tensor(node)}
+    read = {tensor for node in made if not is_scale_of_tensor(node) for tensor in reads[node]}
     moved = sum(sizes[tensor] for tensors in (made, read, *passes) for tensor in tensors)
     return RegionMemory(find_peak(nodes, sizes, materialized, reads), moved)
 
@@ -74,7 +79,7 @@ def find_materialized(nodes: list[Node]) -> tuple[set[Node], dict[Node, frozense
     that are fused into it.
 
     Materialized is an argument, what a kernel of its own makes or reads, what the graph returns, what is copied into an
-    argument, and one number made of a whole tensor. What lies between is fused, and exists in registers only::
+    argument, and what `is_scale_of_tensor`. What lies between is fused, and exists in registers only::
 
         x -> [mm] -> a -> silu -> s -> mul -> c -> [mm] -> d -> returned
                                         ^
@@ -91,7 +96,7 @@ def find_materialized(nodes: list[Node]) -> tuple[set[Node], dict[Node, frozense
         copies_into_argument = node.target is torch.ops.aten.copy_.default
         if has_own_kernel(node) or node.op == "output" or copies_into_argument:
             materialized.update(base[argument] for argument in node.all_input_nodes)
-        if is_number_of_tensor(node):
+        if is_scale_of_tensor(node):
             materialized.add(node)
 
     reads: dict[Node, frozenset[Node]] = {}
