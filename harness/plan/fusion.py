@@ -3,7 +3,7 @@ by `recorder`. Independent of the step that the region belongs to and of any GPU
 
 import operator
 import re
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -48,9 +48,11 @@ def is_scale_of_tensor(node: Node) -> bool:
     that float8 scales by. That of a row is none: a kernel has the whole row."""
     if node.op != "call_function" or is_view(node):
         return False
-    if node.target is torch.ops.aten.amax.default:
-        given: Any = node.args[0]
-        if any(given.meta["val"].stride(dim) != 1 for dim in cast(list, node.args[1])):
+    given: Any
+    dims: Any
+    if node.target is torch.ops.aten.amax.default and len(node.args) > 1:  # otherwise of all dimensions
+        given, dims = node.args[:2]
+        if any(given.meta["val"].stride(dim) != 1 for dim in dims):
             return True
     if [t.numel() for t in tensors_in(node.meta.get("val"))] != [1]:
         return False
@@ -79,7 +81,7 @@ def find_materialized(nodes: list[Node]) -> tuple[set[Node], dict[Node, frozense
     that are fused into it.
 
     Materialized is an argument, what a kernel of its own makes or reads, what the graph returns, what is copied into an
-    argument, and what `is_scale_of_tensor`. What lies between is fused, and exists in registers only::
+    argument, and what `is_scale_of_tensor` finds. What lies between is fused, and exists in registers only::
 
         x -> [mm] -> a -> silu -> s -> mul -> c -> [mm] -> d -> returned
                                         ^

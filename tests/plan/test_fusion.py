@@ -41,6 +41,11 @@ def scaled(a, b):
     return c / c.abs().max()
 
 
+def scaled_by_amax(a, b):
+    c = a * b
+    return c / c.abs().amax()
+
+
 def scaled_by_column(a, b):
     """As the casts of rowwise float8 of what a weight's gradient is made of."""
     c = a * b
@@ -69,6 +74,7 @@ PRIMALS = ("primals_1", "primals_2", "primals_3")  # as the compiler calls what 
         (beside, PRIMALS[:2], 2, 4),  # reads a and b, writes both
         (after, PRIMALS[:2], 3, 5),  # a, b and the product read, c and the sum written
         (scaled, PRIMALS[:2], 1, 5),  # a and b twice, the result
+        (scaled_by_amax, PRIMALS[:2], 1, 5),
         (scaled_by_column, PRIMALS[:2], 1, 5),
         (scaled_by_row, PRIMALS[:2], 1, 3),  # a kernel has a row whole
         (one_hot, PRIMALS[:1], 1, 2),
