@@ -74,8 +74,10 @@ def test_the_rank_for_which_the_others_wait_is_named(stalled, how):
     assert "Traceback" not in case["said"]
     if how != "never":  # each rank that waited leaves where its threads were
         left = [path.read_text() for path in case["folder"].glob("stalled-rank-*.txt")]
-        assert left and all("did not come" in text for text in left)
-        assert any("train_fsdp.py" in text for text in left)  # one that is ending meanwhile is elsewhere
+        assert left and all("most recent call first" in text for text in left)
+        # one that ends later may find the other one or its store gone, and one that is ending meanwhile is elsewhere
+        assert any(text.startswith(line) for text in left)
+        assert any('train_fsdp.py", line' in text for text in left)
 
 
 @pytest.mark.slow
