@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import utils
 from harness import data, report
+from harness.report import profiling
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -31,6 +33,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         "--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices in the layers"
     )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--profile", action="store_true", help="where the time of the last three steps went; no figures"
+    )
     return parser
 
 
@@ -136,8 +141,11 @@ class Clock:
         the mean of all ranks."""
         self.steps += 1
         last = self.steps == self.args.num_steps
-        self.tracker.step(self.tokens, self.flops, synchronize=last)
         main = int(os.environ.get("RANK", 0)) == 0
+        if self.args.profile:
+            self.profile(last, main)
+            return
+        self.tracker.step(self.tokens, self.flops, synchronize=last)
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
@@ -149,6 +157,20 @@ class Clock:
             figures["loss"] = loss.item()
             if main:
                 print(json.dumps(figures), flush=True)
+
+    def profile(self, last: bool, main: bool) -> None:
+        """On the main rank, as train_fsdp.py's `--profile` does."""
+        if main and self.steps == self.args.num_steps - 3:
+            self.profiler = torch.profiler.profile().__enter__()
+            self.start = time.perf_counter()
+        if main and last:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - self.start
+            self.profiler.__exit__(None, None, None)
+            shares = profiling.time_shares(self.profiler.events(), seconds)
+            table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
+            print(f"3 steps of {1000 * seconds / 3:,.1f} ms: {table}", flush=True)
 
 
 def leave() -> None:

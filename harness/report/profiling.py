@@ -56,14 +56,14 @@ def time_shares(events, seconds: float) -> dict[str, float]:
 
     Args:
         events: of a `torch.profiler.profile`. Where there are GPU kernels they alone count, NCCL's as communication;
-            on a CPU every operator counts, collectives and gloo's threads as communication.
+            on a CPU every operator counts for what it does itself, collectives and gloo's threads as communication.
     """
     events = [event for event in events if not event.is_user_annotation or event.name.startswith("gloo:")]
     kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     spans: dict[bool, list] = {False: [], True: []}
     for event in kernels or events:
         communicates = re.match("nccl|gloo:|c10d::|_c10d_functional::", event.name) is not None
-        spans[communicates].append((event.time_range.start, event.time_range.end))
+        spans[communicates] += own_spans(event)
     compute, busy = covered(spans[False]), covered(spans[False] + spans[True])
     microseconds = {
         "compute": compute,
@@ -72,6 +72,15 @@ def time_shares(events, seconds: float) -> dict[str, float]:
         "idle": 1e6 * seconds - busy,
     }
     return {name: 100 * value / (1e6 * seconds) for name, value in microseconds.items()}
+
+
+def own_spans(event) -> Iterator[tuple[float, float]]:
+    """When an event ran, without the events inside it: FSDP waits for a collective inside an operator of autograd."""
+    reached = event.time_range.start
+    for child in sorted(event.cpu_children, key=lambda child: child.time_range.start):
+        yield reached, child.time_range.start
+        reached = child.time_range.end
+    yield reached, event.time_range.end
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

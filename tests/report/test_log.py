@@ -96,8 +96,8 @@ def test_a_run_leaves_a_trace_and_a_table(run, capsys):
 
 
 class Event:
-    def __init__(self, name, start, end, device="CPU", annotation=False):
-        self.name, self.is_user_annotation = name, annotation
+    def __init__(self, name, start, end, device="CPU", annotation=False, inside=()):
+        self.name, self.is_user_annotation, self.cpu_children = name, annotation, inside
         self.device_type = getattr(torch.autograd.DeviceType, device)
         self.time_range = type("Range", (), {"start": start, "end": end})
 
@@ -112,6 +112,19 @@ def test_shares_of_a_gpu_by_hand():
         Event("ncclDevKernel_ReduceScatter", 60, 80, "CUDA"),
     ]
     expected = {"compute": 40, "communication": 40, "exposed communication": 30, "idle": 30}
+    assert time_shares(events, 100e-6) == pytest.approx(expected)
+
+
+def test_shares_of_a_cpu_by_hand():
+    """FSDP waits inside an operator of autograd for a collective, the first 10 us of it for the other rank."""
+    waiting = Event("FSDP::post_backward_reduce", 50, 80, annotation=True)
+    events = [
+        Event("aten::mm", 0, 40),
+        Event("RegisterPostBackwardFunctionBackward", 45, 85, inside=[waiting]),
+        waiting,
+        Event("gloo:all_reduce", 60, 80, annotation=True),
+    ]
+    expected = {"compute": 50, "communication": 20, "exposed communication": 20, "idle": 30}
     assert time_shares(events, 100e-6) == pytest.approx(expected)
 
 
