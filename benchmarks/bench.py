@@ -199,15 +199,20 @@ def peers_cpu(ranks: int, tokens: int, threads: int, optimizer: str) -> tuple:
         others = {"bare loop": Config(BARE, SAME | TOKENS | size)} | others
     ours = {"train_fsdp.py": Config("train_fsdp.py", DEMO | SAME | size | plain)}
     if ranks > 1:
-        ours["train_fsdp.py, stage 0"] = Config("train_fsdp.py", DEMO | SAME | size | plain | {"zero_stage": 0})
+        for stage in (2, 0):
+            ours[f"train_fsdp.py, stage {stage}"] = Config(
+                "train_fsdp.py", DEMO | SAME | size | plain | {"zero_stage": stage}
+            )
     configs = others | ours
     reference = next(iter(configs))  # a bare loop
     for label, config in configs.items():
         config.ranks, config.same_loss_as = ranks, "" if label == reference else reference
         config.env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} | SAME_WAITING
     pairs = {f"train_fsdp.py / {other}": ("train_fsdp.py", other, "at least 1") for other in others}
-    if ranks > 1:  # replicas send half as much as shards do: stage 0 is what they compare with
-        pairs |= {f"stage 0 / {other}": ("train_fsdp.py, stage 0", other, "at least 1") for other in replicas}
+    if ranks > 1:  # each beside the stage that sends what it sends: the Fabric program keeps layers gathered
+        alike = {"Fabric, FSDP2": 2} | dict.fromkeys(replicas, 0)
+        for other, stage in alike.items():
+            pairs[f"stage {stage} / {other}"] = (f"train_fsdp.py, stage {stage}", other, "at least 1")
     who = "one process" if ranks == 1 else f"{ranks} ranks"
     each = f"{threads} thread" + ("s" if threads > 1 else "") + (" each" if ranks > 1 else "")
     return f"demo model, {who}, {each}, {tokens:,} tokens a step, {optimizer}", "steps_per_sec", pairs, configs
