@@ -17,7 +17,6 @@ sys.path.insert(0, str(ROOT))
 
 import utils
 from harness import data, report
-from harness.report import profiling
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -168,7 +167,7 @@ class Clock:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - self.start
             self.profiler.__exit__(None, None, None)
-            shares = profiling.time_shares(self.profiler.events(), seconds)
+            shares = report.time_shares(self.profiler.events(), seconds)
             table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
             print(f"3 steps of {1000 * seconds / 3:,.1f} ms: {table}", flush=True)
 
