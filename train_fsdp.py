@@ -88,7 +88,7 @@ def build_model(settings: flags.Settings, config, mesh: DeviceMesh, read_weights
     if settings.init == "pretrained" and read_weights:
         weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
     if settings.precision == "fp8":
-        convert_to_fp8 = models.fp8_converter(settings.fp8_recipe, settings.fp8_emulate, settings.compile)
+        convert_to_fp8 = models.fp8_converter(layers, settings.fp8_recipe, settings.fp8_emulate, settings.compile)
     if settings.activation_memory_budget is not None:
         # private: the share of a compiled region's activations that is kept has no public option
         torch._functorch.config.activation_memory_budget = settings.activation_memory_budget

@@ -1,5 +1,8 @@
 """Models of a few layers for tests of one step, and a guard against reads of the device."""
 
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
@@ -14,9 +17,42 @@ END = 0  # token that ends a document
 
 
 class NoReadBack(TorchDispatchMode):
-    """Raises where a GPU would have to finish all that it was given before the host can go on."""
+    """Raises where a GPU would have to finish all that it was given before the host can go on: a value is read, or the
+    host sends numbers from memory that is not pinned. On a CPU the latter is seen by the calls: an index that is a list
+    of numbers, a tensor that is made of numbers on a named device or moved to one."""
+
+    def __enter__(self):
+        self.sends = NoUnpinnedCopy()
+        self.sends.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.sends.__exit__(*error)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op.__name__.partition(".")[0]
         assert name not in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select"), name
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), f"{name} by a mask"
         return op(*args, **kwargs or {})
+
+
+class NoUnpinnedCopy(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.of_host: list[torch.Tensor] = []  # made of numbers in this step
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list | np.ndarray) for part in index), f"{name} with a list of numbers"
+        elif name in ("to", "cuda", "copy_") and any(tensor is host for host in self.of_host for tensor in args):
+            assert kwargs.get("non_blocking"), f"Tensor.{name} of what the host made"
+        result = func(*args, **kwargs)
+        if name in ("tensor", "as_tensor", "from_numpy") and not isinstance(args[0], torch.Tensor):
+            assert kwargs.get("device") is None, f"torch.{name} on a device"
+            self.of_host.append(result)
+        return result

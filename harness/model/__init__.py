@@ -17,7 +17,7 @@ __getattr__, __all__ = doors.open_door(
         "attention": "any_attention_kernel choose_attention describe_attention",
         "loss": "IGNORE_INDEX adapt_forward choose_loss full_loss",
         "precision": "choose_precision",
-        "float8": "check_float8 compute_float8_scales fp8_converter",
+        "float8": "check_float8 compute_float8_scales describe_float8 fp8_converter",
         "routing": "describe_routing",
         "flops": "MENDED computes_every_score count_flops eager_on_meta known_flops",
         "collectives": "finish_sharding fsdp_group sharded_modules",

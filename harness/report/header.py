@@ -45,6 +45,7 @@ def describe_setup(
         "sharding": sharding,
         "verified": verified,
         "precision": describe_precision(settings, device_type, checkpoint),
+        "float8": models.describe_float8(models.decoder_layers(model)) if settings.precision == "fp8" else "",
         "technique": describe_techniques(settings, model, device_type),
         "optimizer": f"{settings.optimizer} on {optimizer.describe(model)}" if optimizer.describe else "",
         "experts": models.describe_routing(model),

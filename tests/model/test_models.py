@@ -13,11 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
+from harness import model as models
 from harness.base import versions
 from harness.base.errors import UserError
+from harness.flags import PRESETS
 from harness.model import tokenizer as tokenizer_module
 from harness.model.attention import choose_attention
 from harness.model.configs import load_config
+from harness.model.float8 import float8_filter
 from harness.model.tokenizer import load_tokenizer
 
 
@@ -114,6 +117,57 @@ def test_fp8_is_refused_with_a_torchao_whose_compiled_casts_may_store_nan(mistak
     monkeypatch.setattr(versions, "installed", lambda package: "0.17.0")
     message = mistake("--precision", "fp8", "--fp8-emulate")
     assert message.startswith("--precision fp8: this is torchao 0.17.0, ") and "0.18 or newer" in message
+
+
+@pytest.mark.parametrize(
+    "preset, recipe, taken",
+    [
+        ("smollm3-3b", "tensorwise", "self_attn.q_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"),
+        ("smollm3-3b", "rowwise", "mlp.gate_proj mlp.up_proj"),
+        ("smollm3-3b", "rowwise_with_gw_hp", "mlp.gate_proj mlp.up_proj"),
+        ("qwen3-30b-a3b", "tensorwise", "self_attn.q_proj self_attn.o_proj"),
+        ("qwen3-30b-a3b", "rowwise", ""),
+    ],
+)
+def test_float8_takes_the_linears_that_gain(preset, recipe, taken):
+    """Keys and values of 2,048 by 512 cost more in casts than their matmuls save."""
+    config = AutoConfig.for_model(**json.loads(PRESETS[preset].read_text()))
+    layer = models.decoder_layers(models.on_meta(config))[0]
+    takes = float8_filter(recipe, emulate=False)
+    assert [path for path, module in layer.named_modules() if takes(module, path)] == taken.split()
+
+
+@pytest.mark.parametrize(
+    "family, experts, sizes",
+    [
+        ("afmoe", 64, {}),
+        ("hunyuan_v1_moe", 64, {"num_experts": 64, "moe_topk": 2, "head_dim": 128}),
+        ("longcat_flash", 768, {"num_layers": 1}),
+        ("llama4_text", 16, {}),
+        ("phimoe", 16, {}),
+        ("jetmoe", 16, {"num_local_experts": 16}),
+    ],
+)
+def test_a_router_of_experts_is_never_float8(family, experts, sizes):
+    """Where it is an nn.Linear; other families keep its weight in a module of their own."""
+    sizes = {"num_hidden_layers": 4, "vocab_size": 256} | sizes
+    model = models.on_meta(AutoConfig.for_model(family, **sizes))
+    linears = [(module, path) for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    routers = [(module, path) for module, path in linears if module.out_features == experts]
+    assert routers
+    for recipe, emulate in (("tensorwise", False), ("tensorwise", True), ("rowwise", False)):
+        takes = float8_filter(recipe, emulate)
+        assert not any(takes(module, path) for module, path in routers)
+
+
+def test_the_header_says_which_linears_are_float8(device, arguments, capsys):
+    train([*arguments, *words("--precision fp8 --fp8-emulate --num-steps 1")], device)
+    assert " 14 of 14 linears of the layers are float8" in " ".join(capsys.readouterr().out.split())
+
+
+def test_float8_that_gains_nothing_is_refused():
+    with pytest.raises(UserError, match=r"--precision fp8: no linear .* large enough to gain from it \(tensorwise\)"):
+        models.fp8_converter([torch.nn.Linear(64, 64)], "tensorwise", emulate=False, compiled=False)
 
 
 @pytest.mark.slow

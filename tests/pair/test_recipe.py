@@ -52,7 +52,11 @@ def trainer(device, tmp_path):
         ("smollm3", "--attention eager --activation-checkpointing selective"),
         ("smollm3", "--no-fused-loss --gradient-accumulation-steps 2 --zero-stage 2"),
         ("smollm3", "--precision fp8 --fp8-emulate"),
+        ("smollm3", "--precision fp8 --fp8-emulate --fp8-recipe rowwise"),
+        ("smollm3", "--precision fp8 --fp8-emulate --fp8-recipe rowwise_with_gw_hp"),
         ("llama", "--document-mask"),
+        ("llama", "--optimizer muon --gradient-accumulation-steps 3 --zero-stage 1"),
+        ("llama", "--optimizer adamw-bf16 --betas 0.9 0.95"),
         ("qwen3_moe", "--precision fp32"),
     ],
 )
@@ -62,6 +66,23 @@ def test_a_step_reads_nothing_back_from_the_device(trainer, model, flags):
     with NoReadBack():
         loss, norm, skipped, *_ = step()
     assert loss.item() > 0 and norm.item() > 0 and skipped.item() == 0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda tensor: tensor.sum().item(),
+        lambda tensor: tensor[[0, 2]],
+        lambda tensor: tensor.__setitem__([0, 2], 1.0),
+        lambda tensor: tensor[tensor > 0],
+        lambda tensor: torch.tensor([1.0, 2.0], device="cpu"),
+        lambda tensor: torch.tensor([1.0, 2.0]).to("cpu"),
+        lambda tensor: tensor.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0])),
+    ],
+)
+def test_what_a_gpu_would_wait_for_is_seen(read):
+    with NoReadBack(), pytest.raises(AssertionError):
+        read(torch.ones(4))
 
 
 @pytest.mark.parametrize("flags, gathers", [("", 1), ("--cpu-offload", 4)])

@@ -1,6 +1,8 @@
 """torch's fused AdamW. Its kernel gets local tensors: going through DTensor costs the host time for each parameter, and
 in torch 2.11 it leaks. The states are DTensors."""
 
+from typing import Any
+
 import torch
 from torch.optim.adamw import adamw
 
@@ -9,16 +11,17 @@ from harness.model.optimization import OptimizerKind, local
 
 
 class AdamW(torch.optim.AdamW):
-    """`moments` is the dtype of the moments, by default that of the parameters, the only one that the kernel takes.
+    """`moments` is the dtype of the moments, by default that of the parameters. `update` updates one tensor, with the
+    arguments of the function of that name; by default torch's kernel updates all, which takes no other dtype.
 
-    `grad_scale` is what the kernel divides the gradients by in the next step; it writes them back, which costs less
-    than a pass of its own. Where `skip` is 1 the kernel returns at once, and torch takes the step counts back.
+    `grad_scale` is what the next step divides the gradients by; torch's kernel writes them back, which costs less than
+    a pass of its own. Where `skip` is 1 nothing changes, no step count either.
     """
 
     @torch.no_grad()
-    def __init__(self, groups: list[dict], moments: torch.dtype | None = None, **options):
+    def __init__(self, groups: list[dict], moments: torch.dtype | None = None, update: Any = None, **options):
         super().__init__(groups, **options, fused=True)
-        self.moments = moments
+        self.moments, self.update = moments, update
         self.grad_scale: torch.Tensor | None = None
         self.skip: torch.Tensor | None = None
         for group in self.param_groups:
@@ -38,7 +41,8 @@ class AdamW(torch.optim.AdamW):
     def update_group(self, group: dict) -> None:
         with_grad = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [self.state[parameter] for parameter in with_grad]
-        self.update_all(
+        update_all = self.update_each if self.update else self.update_by_torch
+        update_all(
             group,
             [local(parameter) for parameter in with_grad],
             [local(parameter.grad) for parameter in with_grad],
@@ -47,12 +51,37 @@ class AdamW(torch.optim.AdamW):
             [state["step"] for state in states],
         )
 
-    def update_all(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
-        """One step of a group's parameters, all of them this rank's local tensors."""
+    def update_by_torch(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
+        """One step of a group's parameters, all of them this rank's local tensors, by torch's kernel."""
         options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
         options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         options |= {"grad_scale": self.grad_scale, "found_inf": self.skip}
         adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
+
+    def update_each(self, group: dict, parameters, gradients, exp_avgs, exp_avg_sqs, steps) -> None:
+        """As `update_by_torch`, each parameter by `self.update`."""
+        options = {"weight_decay": group["weight_decay"], "eps": group["eps"]}
+        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        rate = torch.tensor(group["lr"])
+        # private: torch documents few operators on many tensors. One tensor for all would be read on the host.
+        torch._foreach_add_(steps, 1 if self.skip is None else [1 - self.skip] * len(steps))
+        for *tensors, step in zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True):
+            self.update(*(tensor.view(-1) for tensor in tensors), step, self.grad_scale, self.skip, rate, **options)
+
+
+def update(param, grad, exp_avg, exp_avg_sq, step, scale, skip, rate, weight_decay, eps, beta1, beta2) -> None:
+    """AdamW of one tensor, in fp32 whatever its tensors are kept in; they are rounded when the update has used them.
+    Nothing changes where `skip`, a scalar if it is not None, is 1.
+
+    `rate` is a tensor, as another number in each step would be compiled anew.
+    """
+    grad = grad.float() if scale is None else grad.float() / scale
+    first = exp_avg.float() * beta1 + grad * (1 - beta1)
+    second = exp_avg_sq.float() * beta2 + grad * grad * (1 - beta2)
+    denominator = (second / (1 - beta2**step)).sqrt() + eps
+    updated = param.float() * (1 - rate * weight_decay) - rate / (1 - beta1**step) * first / denominator
+    for tensor, new in ((param, updated), (exp_avg, first), (exp_avg_sq, second)):
+        tensor.copy_(new if skip is None else torch.where(skip > 0, tensor.float(), new))
 
 
 def build(groups: list[dict], settings: flags.Settings) -> AdamW:
