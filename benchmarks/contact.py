@@ -5,9 +5,10 @@
     python benchmarks/contact.py --out contact --only 'tests,ladder*'   some of it
     python benchmarks/contact.py --rehearse --only 'tests,ladder*'      the same path with tiny models on the CPU
 
-Every step is a process of its own: versions, the demo, every optimizer beside its losses on the CPU, the GPU tests, the
-rates of the device; on several GPUs parity over stages, HSDP and offload, and drills that stop or kill a rank; then
-each configuration of `bench.py`. What became of it is in contact.json before the next one begins, what it printed in
+Every step is a process of its own: versions and the GPU tests (under two minutes); on several GPUs parity over stages,
+HSDP and offload, and drills that stop or kill a rank; what was mended or never measured on one (RUNS, about half a
+minute each), other programs, every optimizer beside its losses on the CPU, ten kills; then each configuration of
+`bench.py`. What became of it is in contact.json before the next one begins, what it printed in
 contact.log, figures in the JSON files of `bench.py`. A step that is cut off by the minutes, or by a kill of this
 program, is tried once more by the next call.
 What lacks a package, or data that would need one, is left out and listed so.
@@ -22,6 +23,7 @@ import os
 import pathlib
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,6 @@ ROOT = bench.ROOT
 OPTIMIZERS = [path.stem.replace("_", "-") for path in sorted((ROOT / "harness/model/optimizers").glob("[a-z]*.py"))]
 STATE, LOG = "contact.json", "contact.log"
 TRIES = 2
-KILL = ["benchmarks/kill_test.py", "--kills", "3"]
 MARK = "CONTACT_STEP_OF"  # in the environment of every process of a step: the folder
 
 
@@ -46,56 +47,95 @@ class Step(NamedTuple):
     words: list[str]  # of the command; OUT is the folder
     needs: tuple[str, ...] = ()  # packages
     suite: str = ""  # the one of bench.py that it belongs to
+    run: str = ""  # the run of train_fsdp.py whose lines it reads
+
+
+# What was mended since a GPU measured it, and what none has measured, of SmolLM3-3B at 8,192 tokens on one GPU. A run
+# takes about 20 s to import, build and compile, and then its steps.
+ACCUMULATED = "--batch-size 2 --gradient-accumulation-steps 4 --zero-stage 1 --num-steps 10"
+RUNS = {
+    "bf16": "",
+    "fp8": "--precision fp8 --profile",
+    "fp8-b2acc4": f"--precision fp8 {ACCUMULATED}",
+    "bf16-b2acc4": ACCUMULATED,
+    "muon": "--optimizer muon --profile",
+    "selective": "--activation-checkpointing selective",
+    "full": "--activation-checkpointing full",
+    "full-offload": "--activation-checkpointing full --cpu-offload --num-steps 10",
+    "16k": "--sequence-length 16384",
+    "32k": "--sequence-length 32768 --activation-checkpointing selective --num-steps 12",
+    "65k": "--sequence-length 65536 --activation-checkpointing full --num-steps 10",
+    "8b-selective": "--model llama3.1-8b --precision bf16-pure --sequence-length 4096 --batch-size 4 "
+    "--activation-checkpointing selective --num-steps 12 --profile",
+    "documents": "--document-mask --dataset demo --tokenizer assets/demo --cache-dir OUT/cache --eval-interval 0",
+}
 
 
 def steps(gpus: int, rehearse: bool) -> list[Step]:
     """All of them, what matters most first."""
     tests = ["-m", "pytest", "tests/pair/test_gpu.py", "-m", "gpu", "-s", "-rs", "-p", "no:cacheprovider"]
-    measured = ["smollm3-3b", "--sequence-length", "8192"] if not rehearse else ["demo", "--sequence-length", "64"]
-    measure = ["train_fsdp.py", "--measure", "--model", *measured, "--zero-stage", "2", "--cache-dir", "OUT"]
     beside = ["benchmarks/beside_cpu.py", "--ranks"]
     shown = "import sys; from harness import base; print(sys.version.split()[0], base.package_versions())"
-    demo = ["train_fsdp.py", "--demo", "--output-dir", "OUT", "--run-name", "demo"]
-    found = [Step("versions", 0.2, ["-c", shown]), Step("demo", 1, [*demo, *["--num-steps", "3"] * rehearse])]
+    found = [Step("versions", 0.2, ["-c", shown]), Step("tests", 2, tests, ("pytest",))]
+    found += [run_of(name, flags, rehearse) for name, flags in RUNS.items()]
+    found.insert(3, run_of("bf16-with-copies", "", rehearse, "benchmarks/without_aliases.py"))
+    found += bench_steps("compare", "peers", gpus, rehearse)
     for name in OPTIMIZERS:
         needs = ("torchao",) if name == "adamw8bit" else ()
         found.append(Step(f"optimizers/{name}", 1, [*beside, "1", "--", "--optimizer", name], needs))
-    found += [Step("tests", 3, tests, ("pytest",)), Step("rates", 2, measure)]
+    found.append(Step("kills", 3, ["benchmarks/kill_test.py", "--kills", "10", "--ranks", "1", "--json", "OUT/kills"]))
     if gpus > 1:
-        ways = {f"stage-{stage}": ["--zero-stage", str(stage)] for stage in range(4)}
-        if gpus % 2 == 0:
-            ways["hsdp"] = ["--dp-replicate-size", "2"]
-        ways["offload"] = ["--cpu-offload"]
-        found += [Step(f"parity/{name}", 1, [*beside, str(gpus), "--", *flags]) for name, flags in ways.items()]
-        found.append(Step("drills/hang", 2, ["benchmarks/hang_drill.py", "--ranks", str(gpus)]))
-        found.append(Step("drills/kill-and-resume", 5, [*KILL, "--ranks", str(gpus)]))
-    if gpus > 1 and not rehearse:  # a CPU has no symmetric memory
+        found[2:2] = several_gpus(gpus, rehearse)
+    for part in ("ladder", "loss", "scale", "memory", "ranks"):
+        found += bench_steps("gpu", part, gpus, rehearse)
+    return found
+
+
+def run_of(name: str, flags: str, rehearse: bool, program: str = "train_fsdp.py") -> Step:
+    shape = "--model smollm3-3b --sequence-length 8192 --dataset synthetic --num-steps 20 --log-interval 4"
+    fixed = "--perf-warmup-steps 4 --no-own-plan --no-final-checkpoint --output-dir OUT/runs"
+    words = [program, *shape.split(), *fixed.split(), *flags.split(), "--run-name", name]
+    if rehearse:  # the last one counts; float8 is emulated there
+        small = "--model demo --sequence-length 64 --num-steps 8 --no-compile --log-interval 2"
+        words += [*small.split(), *["--fp8-emulate"] * ("fp8" in flags)]
+    return Step(f"runs/{name}", 0.9, words, ("torchao",) if "fp8" in flags else (), run=name)
+
+
+def several_gpus(gpus: int, rehearse: bool) -> list[Step]:
+    """What NCCL has a part in."""
+    ways = {f"stage-{stage}": ["--zero-stage", str(stage)] for stage in range(4)}
+    if gpus % 2 == 0:
+        ways["hsdp"] = ["--dp-replicate-size", "2"]
+    ways["offload"] = ["--cpu-offload"]
+    beside = ["benchmarks/beside_cpu.py", "--ranks", str(gpus), "--"]
+    found = [Step(f"parity/{name}", 1, [*beside, *flags]) for name, flags in ways.items()]
+    found.append(Step("drills/hang", 2, ["benchmarks/hang_drill.py", "--ranks", str(gpus)]))
+    found.append(Step("drills/kills", 5, ["benchmarks/kill_test.py", "--kills", "3", "--ranks", str(gpus)]))
+    if not rehearse:  # a CPU has no symmetric memory
         program = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus}", "benchmarks/symmetric_memory.py"]
         run = "--model smollm3-3b --dataset synthetic --num-steps 30 --run-name symmetric-memory --output-dir OUT"
         found.append(Step("symmetric-memory", 2, [*program, *run.split()]))
-    for suite, part in (
-        ("gpu", "ladder"),
-        ("compare", "peers"),
-        ("gpu", "loss"),
-        ("gpu", "scale"),
-        ("gpu", "memory"),
-        ("gpu", "ranks"),
-    ):
-        configs = bench.parts_of(suite, gpus).get(part, ((),) * 4)[3] or {}
-        for label, config in configs.items():
-            words = ["benchmarks/bench.py", suite, "--only", f"{part}/{glob.escape(label)}", "--repeats", "1"]
-            words += ["--gpus", str(gpus), "--out", "OUT", *["--rehearse"] * rehearse]
-            package = bench.PEERS.get(pathlib.Path(config.program).stem)
-            needs = [package] if package else []
-            needs += ["torchao"] * (config.flags.get("precision") == "fp8" or "8bit" in str(config.flags))
-            needs += ["datasets"] * (config.program == "train_fsdp.py" and config.flags["dataset"] != "synthetic")
-            found.append(Step(f"{part}/{label}", 1.5, words, tuple(needs), suite))
+    return found
+
+
+def bench_steps(suite: str, part: str, gpus: int, rehearse: bool) -> list[Step]:
+    """The configurations of a part of bench.py, each by itself."""
+    found = []
+    configs = bench.parts_of(suite, gpus).get(part, ((),) * 4)[3] or {}
+    for label, config in configs.items():
+        words = ["benchmarks/bench.py", suite, "--only", f"{part}/{glob.escape(label)}", "--repeats", "1"]
+        words += ["--gpus", str(gpus), "--out", "OUT", *["--rehearse"] * rehearse]
+        package = bench.PEERS.get(pathlib.Path(config.program).stem)
+        needs = [package] if package else []
+        needs += ["liger_kernel"] * label.endswith("Liger")
+        needs += ["torchao"] * (config.flags.get("precision") == "fp8" or "8bit" in str(config.flags))
+        found.append(Step(f"{part}/{label}", 1.5, words, tuple(needs), suite))
     return found
 
 
 def perform(step: Step, out: pathlib.Path, seconds: float, rehearse: bool) -> tuple[str, str]:
     """(done, failed or cut off; what there is to say), after at most `seconds`."""
-    words = [sys.executable, *(str(out) if word == "OUT" else word for word in step.words)]
+    words = [sys.executable, *(word.replace("OUT", str(out)) for word in step.words)]
     words += ["--minutes", f"{seconds / 60 - 0.1:.2f}"] if step.suite else []
     env = os.environ | {"PYTHONUNBUFFERED": "1", MARK: str(out)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "REHEARSE_GPU_TESTS": "1"} if rehearse else {}
@@ -114,6 +154,8 @@ def perform(step: Step, out: pathlib.Path, seconds: float, rehearse: bool) -> tu
         printed = [line for line in log.read().splitlines() if line.strip()]
     if step.suite:
         return figures(step, out)
+    if step.run and code == 0:
+        return "done", run_figures(out / "runs" / step.run)
     said = (printed or [f"exit code {code}"])[-1]
     return ("done" if code == 0 else "failed"), said[:160]
 
@@ -124,6 +166,18 @@ def end_what_is_left(out: pathlib.Path) -> None:
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get(MARK) == str(out):
                 process.kill()
+
+
+def run_figures(folder: pathlib.Path) -> str:
+    """Of a run of train_fsdp.py: the speed of its last log line, the median of all, and memory."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = [line for line in lines if "step_time_ms" in line and "final" not in line]
+    said = [f"{timed[-1]['tokens_per_sec']:,.0f} tokens/s at the end"]
+    said.append(f"{statistics.median(line['step_time_ms'] for line in timed):.1f} ms a step (median of the lines)")
+    for key, unit in (("mfu_percent", "% MFU"), ("peak_memory_alloc", "GiB"), ("peak_memory_reserved", "GiB held")):
+        if key in timed[-1]:
+            said.append(f"{timed[-1][key]:.2f} {unit}")
+    return ", ".join(said)
 
 
 def figures(step: Step, out: pathlib.Path) -> tuple[str, str]:

@@ -1,6 +1,6 @@
-"""transformers' Trainer: bf16 autocast, torch.compile, Liger kernels where installed, accelerate's FSDP2 on several
-GPUs, DDP on several CPU ranks; with --strategy fsdp2 transformers' own FSDP2, which shards a folder's weights as it
-loads them. AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
+"""transformers' Trainer: bf16 autocast, torch.compile or, with --no-compile, Liger kernels where installed; accelerate's
+FSDP2 on several GPUs, DDP on several CPU ranks; with --strategy fsdp2 transformers' own FSDP2, which shards a folder's
+weights as it loads them. AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
 
 import tempfile
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ else:
     model = build_model(args)
 clock = Clock(args, model)
 cuda = device().type == "cuda"
-liger = bool(find_spec("liger_kernel")) and cuda
+liger = bool(find_spec("liger_kernel")) and cuda and not args.compile  # a kernel of Liger 0.8.5 does not compile
 shards = clock.world > 1 and cuda and args.strategy == "default"
 
 
