@@ -50,25 +50,30 @@ class Step(NamedTuple):
     run: str = ""  # the run of train_fsdp.py whose lines it reads
 
 
-# What was mended since a GPU measured it, and what none has measured, of SmolLM3-3B at 8,192 tokens on one GPU. A run
-# takes about 20 s to import, build and compile, and then its steps.
+# SmolLM3-3B at 8,192 tokens on one GPU: first what none has measured, then what one has (results/gpu.json). A run takes
+# about 20 s to import, build and compile, and then its steps: 35 s of an H200 at batch 1.
 ACCUMULATED = "--batch-size 2 --gradient-accumulation-steps 4 --zero-stage 1 --num-steps 10"
 RUNS = {
     "bf16": "",
-    "fp8": "--precision fp8 --profile",
-    "fp8-b2acc4": f"--precision fp8 {ACCUMULATED}",
-    "bf16-b2acc4": ACCUMULATED,
-    "muon": "--optimizer muon --profile",
-    "selective": "--activation-checkpointing selective",
+    "bf16-compiled-adamw": "",
     "full": "--activation-checkpointing full",
     "full-offload": "--activation-checkpointing full --cpu-offload --num-steps 10",
     "16k": "--sequence-length 16384",
-    "32k": "--sequence-length 32768 --activation-checkpointing selective --num-steps 12",
     "65k": "--sequence-length 65536 --activation-checkpointing full --num-steps 10",
+    "1b-short": "--model llama3.2-1b --sequence-length 2048",  # where the host bounds a step
+    "fp8": "--precision fp8 --profile",
+    "fp8-rowwise": "--precision fp8 --fp8-recipe rowwise",
+    "fp8-accumulated": f"--precision fp8 {ACCUMULATED}",
+    "bf16-accumulated": ACCUMULATED,
+    "bf16-fsdp2-copies": "",
+    "muon": "--optimizer muon --profile",
+    "selective": "--activation-checkpointing selective",
+    "32k": "--sequence-length 32768 --activation-checkpointing selective --num-steps 12",
     "8b-selective": "--model llama3.1-8b --precision bf16-pure --sequence-length 4096 --batch-size 4 "
     "--activation-checkpointing selective --num-steps 12 --profile",
     "documents": "--document-mask --dataset demo --tokenizer assets/demo --cache-dir OUT/cache --eval-interval 0",
 }
+PROGRAMS = {"bf16-compiled-adamw": "benchmarks/compiled_adamw.py", "bf16-fsdp2-copies": "benchmarks/without_aliases.py"}
 
 
 def steps(gpus: int, rehearse: bool) -> list[Step]:
@@ -77,9 +82,8 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
     beside = ["benchmarks/beside_cpu.py", "--ranks"]
     shown = "import sys; from harness import base; print(sys.version.split()[0], base.package_versions())"
     found = [Step("versions", 0.2, ["-c", shown]), Step("tests", 2, tests, ("pytest",))]
-    found += [run_of(name, flags, rehearse) for name, flags in RUNS.items()]
-    found.insert(3, run_of("bf16-with-copies", "", rehearse, "benchmarks/without_aliases.py"))
     found += bench_steps("compare", "peers", gpus, rehearse)
+    found += [run_of(name, flags, rehearse) for name, flags in RUNS.items()]
     for name in OPTIMIZERS:
         needs = ("torchao",) if name == "adamw8bit" else ()
         found.append(Step(f"optimizers/{name}", 1, [*beside, "1", "--", "--optimizer", name], needs))
@@ -91,10 +95,10 @@ def steps(gpus: int, rehearse: bool) -> list[Step]:
     return found
 
 
-def run_of(name: str, flags: str, rehearse: bool, program: str = "train_fsdp.py") -> Step:
+def run_of(name: str, flags: str, rehearse: bool) -> Step:
     shape = "--model smollm3-3b --sequence-length 8192 --dataset synthetic --num-steps 20 --log-interval 4"
     fixed = "--perf-warmup-steps 4 --no-own-plan --no-final-checkpoint --output-dir OUT/runs"
-    words = [program, *shape.split(), *fixed.split(), *flags.split(), "--run-name", name]
+    words = [PROGRAMS.get(name, "train_fsdp.py"), *shape.split(), *fixed.split(), *flags.split(), "--run-name", name]
     if rehearse:  # the last one counts; float8 is emulated there
         small = "--model demo --sequence-length 64 --num-steps 8 --no-compile --log-interval 2"
         words += [*small.split(), *["--fp8-emulate"] * ("fp8" in flags)]
@@ -129,7 +133,7 @@ def bench_steps(suite: str, part: str, gpus: int, rehearse: bool) -> list[Step]:
         needs = [package] if package else []
         needs += ["liger_kernel"] * label.endswith("Liger")
         needs += ["torchao"] * (config.flags.get("precision") == "fp8" or "8bit" in str(config.flags))
-        found.append(Step(f"{part}/{label}", 1.5, words, tuple(needs), suite))
+        found.append(Step(f"{part}/{label}", 0.9, words, tuple(needs), suite))
     return found
 
 

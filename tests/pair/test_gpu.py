@@ -236,7 +236,7 @@ def test_a_save_in_the_background_holds_no_step_up(build, device, tmp_path):
             told += f", of {len(meanwhile)} meanwhile {median:.4f} s, at most {longest:.4f} s"
         print(f"{told}; in the background: {in_background}")
         # pinned copies over PCIe reach 20 GB/s and more; a save that is not in the background also writes the files
-        assert stall < size / (5e9 if in_background else 5e8) + 0.1, told
+        assert stall < size / (5e9 if in_background else 1e8) + 0.1, told
         assert not in_background or (median < 1.3 * usual and longest < 3 * usual + 0.05), told
 
 
@@ -294,7 +294,8 @@ def test_a_step_reads_nothing_back_whatever_the_flags(build, device, flags):
     if "fp8" in flags and not CUDA:
         flags += " --fp8-emulate"
     torch._dynamo.reset()
-    *_, step = build("--no-compile", *flags.split(), sizes=SIZES | {"num_hidden_layers": 2})
+    gains = {"hidden_size": 2048, "intermediate_size": 5632} if CUDA else {}  # from float8 by rows
+    *_, step = build("--no-compile", *flags.split(), sizes=SIZES | gains | {"num_hidden_layers": 2})
     step()
     check_reads_nothing(step, device)
 
