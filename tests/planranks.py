@@ -30,24 +30,20 @@ CASES = {
     "stage 3": "",
     "stage 2 in 2 microbatches": "--zero-stage 2 --gradient-accumulation-steps 2",
     "pure bf16 from full logits": "--precision bf16-pure --no-fused-loss",
-    "pure bf16 with an average": "--precision bf16-pure --ema 0.99",
     "muon": "--optimizer muon",
-    "normuon": "--optimizer normuon",
     "deferred in 2 microbatches": "--defer-grad-sync --gradient-accumulation-steps 2",
     "stage 1 in 4 microbatches": "--zero-stage 1 --gradient-accumulation-steps 4",
     "stage 0": "--zero-stage 0",
     "checkpointed": "--activation-checkpointing full",
     "selectively checkpointed": "--activation-checkpointing selective",
     "eager attention": "--attention eager --zero-stage 2",
-    "stage 2 with an average": "--zero-stage 2 --ema 0.99",
     "2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2",
     "muon, 2 replicas": "--optimizer muon --dp-replicate-size 2",
-    "normuon, 2 replicas": "--optimizer normuon --dp-replicate-size 2",
     "muon, stage 0": "--optimizer muon --zero-stage 0",
-    "normuon, momentum in bf16": "--optimizer normuon --momentum-dtype bf16 --zero-stage 2",
+    "muon, stage 2": "--optimizer muon --zero-stage 2",
 }
 FEW = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits")
-NAMES = {1: (*FEW, "muon"), 2: (*FEW, "pure bf16 with an average", "normuon"), 4: tuple(CASES)}  # by ranks
+NAMES = {1: (*FEW, "muon"), 2: (*FEW, "muon"), 4: tuple(CASES)}  # by ranks
 
 
 def arguments(model: pathlib.Path, flags: str) -> list[str]:

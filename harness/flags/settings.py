@@ -131,10 +131,7 @@ class Settings:
     num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9; the global batch decides how many steps these are [--num-steps]", type=token_count)
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]", also="optim", on_resume="same", from_checkpoint="model")  # type: ignore[valid-type]  # the files of a folder
     lr: float = flag(3e-4, "peak learning rate [3e-4]", also="learning-rate max-lr", on_resume="reported")
-    adamw_lr: float | None = flag(None, "peak learning rate of what muon and normuon leave to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
-    muon_iteration: Literal["newton-schulz", "polar-express"] = flag("newton-schulz", "polynomials by which muon and normuon orthogonalize, five of either [newton-schulz]", on_resume="reported")
-    muon_scale: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", "what multiplies the rate of a matrix of m x n: match_rms_adamw 0.2 sqrt(max(m, n)), so that AdamW's --lr and --weight-decay carry over; original sqrt(max(1, m / n)) [match_rms_adamw]", on_resume="reported")
-    momentum_dtype: Literal["fp32", "bf16"] = flag("fp32", "of muon's and normuon's momentum [fp32]", on_resume="reported")
+    adamw_lr: float | None = flag(None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
     lr_scheduler: Literal[*SCHEDULES] = flag("cosine", "shape of the learning rate [cosine]", on_resume="reported")  # type: ignore[valid-type]  # the rows of a table
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0, on_resume="reported")
     decay_steps: int | None = flag(None, "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be decayed from a checkpoint [a fifth of --num-steps]", least=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported")

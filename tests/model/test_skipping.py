@@ -17,11 +17,10 @@ import utils
 from harness.model.optimization import build_optimizer, clip_grad_norm, local
 from harness.model.skipping import WINDOW, RecentNorms, decide_skip, robust_z_score, step_or_skip
 
-CASES = {name: f"--optimizer {name}" for name in ("adamw", "adamw-bf16", "adamw8bit", "muon", "normuon")}
+CASES = {name: f"--optimizer {name}" for name in ("adamw", "adamw-bf16", "adamw8bit", "muon")}
 CASES |= {
     "adamw-bf16 compiled": "--optimizer adamw-bf16 --compile",
     "muon in bf16": "--optimizer muon --precision bf16-pure",
-    "muon, momentum in bf16": "--optimizer muon --momentum-dtype bf16",
 }
 SLOW = ("adamw8bit", "adamw-bf16 compiled")
 
@@ -119,7 +118,7 @@ def test_equal_norms_and_a_window_that_is_not_full_have_no_spikes():
 
 LAYOUTS = {f"stage {stage}": f"--zero-stage {stage}" for stage in (0, 1, 2, 3)}
 LAYOUTS |= {"offloaded": "--cpu-offload", "2 replicas": "--dp-replicate-size 2"}
-LAYOUTS |= {f"{name}, normuon": f"{flags} --optimizer normuon" for name, flags in LAYOUTS.items()}
+LAYOUTS |= {f"{name}, muon": f"{flags} --optimizer muon" for name, flags in LAYOUTS.items()}
 
 
 @pytest.mark.parametrize("ranks, names", [(2, ["stage 0"]), slow_case(4, LAYOUTS)], ids=["2, stage 0", "4, all"])

@@ -132,11 +132,11 @@ def told(output: str, name: str) -> str:
 
 STOPPED = [
     "--precision bf16 --num-workers 2 --document-mask",
-    "--precision bf16-pure --optimizer muon --momentum-dtype bf16 --lr-scheduler warmup_stable_decay",
+    "--precision bf16-pure --optimizer muon --lr-scheduler warmup_stable_decay",
     "--precision fp8 --fp8-emulate --zero-stage 2",
     slow_case("--optimizer adamw8bit --model {square}"),
     "--optimizer adamw-bf16 --model {dropout}",
-    "--optimizer normuon --zero-stage 1",
+    "--optimizer muon --zero-stage 1",
     "--cpu-offload --zero-stage 0 --ema 0.8 --precision bf16-pure",
     "--streaming --batch-size 16 --dataset {stories}",  # a lane for each sequence of a step, as a number and as text
     "--dataset web={stories}:0.7 code={stories}:0.3 --ema 0.8 --eval-interval 2 --eval-steps 2",
