@@ -23,7 +23,6 @@ from harness import plan as planning
 from harness.flags.parser import parse_args
 from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
-from harness.model.averages import WeightAverage
 from harness.model.configs import load_config
 
 CASES = {
@@ -96,8 +95,6 @@ def measure(argv, device) -> dict:
     settings = planning.resolve(settings, config)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = models.build_optimizer(settings, model)
-    average = WeightAverage(model, settings.ema) if settings.ema else None
-    averages = list(average.tensors.values()) if average else []
     seen = {}
 
     def before_optimizer(*_) -> None:
@@ -109,16 +106,14 @@ def measure(argv, device) -> dict:
     batches = ({"input_ids": tokens.clone(), "labels": tokens.clone()} for _ in itertools.count())
     parameters = list(itertools.chain(model.parameters(), model.buffers()))
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    held = {"parameters": of(parameters), "optimizer": of(states), "average": of(averages)}
+    held = {"parameters": of(parameters), "optimizer": of(states)}
     live = Live()
     with live if dist.get_rank() == 0 else contextlib.nullcontext():
-        for tensor in itertools.chain(parameters, states, averages):  # what was there before
+        for tensor in itertools.chain(parameters, states):  # what was there before
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
             live.streams[local.untyped_storage()] = torch.cpu.current_stream()
         train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
-        if average:
-            average.update()
     dist.barrier()
     peaks = {"total": max(seen["passes"], live.peak), "in optimizer": live.peak}
     return held | seen | peaks | {"sent": live.sent, "held": sorted(live.held.values())}

@@ -16,9 +16,7 @@ from harness import state as states
 TABLE = """
 loss|train/loss|nats per token|Loss|.4f|mean cross-entropy over every trained token of the global batch
 eval_loss|eval/loss|nats per token|Loss|.4f|mean loss over the held-out tokens, at evaluations
-eval_loss_ema|eval/loss_ema|nats per token|Loss|.4f|eval_loss of the averaged weights (`--ema`)
 eval_loss/SOURCE|eval/loss/SOURCE|nats per token|Held-out loss by source||eval_loss of one source
-eval_loss_ema/SOURCE|eval/loss_ema/SOURCE|nats per token|||eval_loss_ema of one source
 step||steps||,|optimizer steps so far, counted from the run's first start
 tokens_seen|data/tokens_seen|tokens||,|tokens that were trained on so far, on all ranks
 tokens_per_sec|perf/tokens_per_sec|tokens/s|Throughput|,.0f|tokens of the window over its seconds, on all ranks
@@ -33,7 +31,7 @@ peak_memory_alloc|memory/peak_alloc_gib|GiB|Memory||what tensors were given on t
 peak_memory_active|memory/peak_active_gib|GiB|||what was in use or awaited by a stream on the fullest GPU, at most
 grad_norm|train/grad_norm||Gradient norm||norm of the gradients before clipping
 learning_rate|train/learning_rate||Learning rate||learning rate of the step
-skipped_steps|train/skipped_steps|steps|||steps so far that were skipped, for a norm that is not finite or a spike
+skipped_steps|train/skipped_steps|steps|||steps so far that were skipped, for a norm that is not finite
 data_wait_percent|data/wait_percent|%|Waiting for data|.1f|time that the host waited for batches, on the worst rank
 goodput_percent|perf/goodput_percent|%||.1f|100 x trained_seconds / elapsed_seconds, at most 100
 trained_seconds|perf/trained_seconds|s|||time of all steps at their usual speed, that of the median window
