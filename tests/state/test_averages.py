@@ -61,9 +61,11 @@ def test_what_is_damaged_foreign_or_missing_is_one_line(device, run, tmp_path):
 
     assert "has 3 complete checkpoints up to step-00000006" in refusal("--average-checkpoints", 4)
     second = folder / "checkpoints" / "step-00000004"
-    manifest = json.loads((second / "manifest.json").read_text())
     kept = shutil.copytree(second, tmp_path / "kept")
-    (second / "manifest.json").write_text(json.dumps(manifest | {"run_id": "another"}))
+    flags = [*arguments, *words("--num-steps 4 --final-checkpoint"), "--output-dir", tmp_path]
+    assert train([*flags, "--run-name", "other"], device) == 0
+    shutil.rmtree(second)
+    shutil.copytree(tmp_path / "other" / "checkpoints" / second.name, second)
     assert "are of 2 runs, not of one" in refusal("--average-checkpoints", 3)
     shutil.rmtree(second)
     shutil.copytree(kept, second)
