@@ -62,7 +62,8 @@ def get_dataset(
             conversations, which are records with `messages`, are packed best-fit and all else concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
-        document_mask: whether windows say where their documents begin; by default those of conversations do.
+        document_mask: whether windows say where their documents begin, and have no label across; by default those of
+            conversations do.
         seed: of best-fit packing, and of a mixture's order.
 
     Raises:

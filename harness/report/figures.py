@@ -43,7 +43,7 @@ trained_seconds|perf/trained_seconds|s|||time of all steps at their usual speed,
 elapsed_seconds|perf/elapsed_seconds|s|||time since the run's first process started
 router_loss|train/router_loss||Router loss||router loss of a mixture of experts before its coefficient
 expert_load_max|train/expert_load_max||Fullest expert||tokens of the fullest expert over an even share; 1 is even
-padding_percent|data/padding_percent|%|||share of padding in the windows since the last line
+padding_percent|data/padding_percent|%|||share of padding in all that was read so far
 share/SOURCE|data/share/SOURCE||Shares of the sources||share of a source in the tokens, as asked for, 0 to 1
 epochs/SOURCE|data/epochs/SOURCE|epochs|||passes over a source so far
 predicted_peak_memory_alloc|plan/peak_alloc_gib|GiB|||peak_memory_alloc by the run's own plan, on the last line

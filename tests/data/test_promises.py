@@ -17,6 +17,7 @@ import psutil
 import pytest
 from conftest import ROOT, STORIES, forking, losses_of, metrics_of, train, words
 
+import train_fsdp
 import utils
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -47,6 +48,11 @@ def corpora(tmp_path_factory):
     named = [json.dumps({"text": f"w{number:02} " * 6}) + "\n" for number in range(60)]
     (folder / "named.jsonl").write_text("".join(named))
     texts = [json.loads(line)["text"] for line in lines[:60]]
+    stories = [json.loads(line)["text"] for line in lines[:400]]
+    uneven = [text[: 6 if number % 20 < 15 else 400] for number, text in enumerate(stories)]
+    (folder / "uneven.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in uneven))
+    rows = [[7, *(9 + (number * place) % 900 for place in range(4 + number % 30))] for number in range(400)]
+    (folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     chats = ([{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:160]}] for text in texts)
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     (folder / "chat.jinja").write_text(TEMPLATE)
@@ -110,6 +116,71 @@ def test_each_token_but_a_documents_first_is_a_label_once(tmp_path, packing):
     else:
         lost = {*ids[:-40].tolist()} - firsts - labels.keys()  # the last ones are in the last partial window
         assert not lost
+
+
+MASKED = {
+    "text": "uneven.jsonl",
+    "token file": "ids.npy",
+    "mixture": "uneven.jsonl:0.5 ids.npy:0.5",
+    "conversations": "chat.jsonl --chat-template chat.jinja --chat-loss all --packing concatenate",
+    "held out": "uneven.jsonl --eval-interval 1",
+    "streamed": "uneven.jsonl --streaming",
+    "streamed, held out": "uneven.jsonl --streaming --eval-interval 1",
+    "streamed token ids": "ids.jsonl --streaming",
+    "streamed token ids, held out": "ids.jsonl --streaming --eval-interval 1",
+    "streamed beside a token file": "uneven.jsonl:0.5 ids.npy:0.5 --streaming",
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_with_a_document_mask_no_label_is_the_first_token_of_the_next_document(start, monkeypatch, kind):
+    """What the model gets: each label but these is the token that follows. Each document but those of token ids ends
+    with an end-of-text token; these begin with id 7, which nothing else has."""
+    seen, build_model = [], train_fsdp.build_model
+
+    def watch(model, _, batch):
+        if "position_ids" in batch and model.training == ("held out" not in kind):
+            seen.append([batch[name].numpy().copy() for name in ("input_ids", "labels", "position_ids")])
+
+    def build_watched(*arguments, **options):
+        model = build_model(*arguments, **options)
+        model.register_forward_pre_hook(watch, with_kwargs=True)
+        return model
+
+    monkeypatch.setattr(train_fsdp, "build_model", build_watched)
+    start("--document-mask", "--no-final-checkpoint", "--dataset", *words(MASKED[kind]))
+    masked = 0
+    for inputs, labels, positions in seen:
+        if "held out" in kind:  # rows that only fill the last batch have no label
+            real = (labels != IGNORED).any(axis=1)
+            inputs, labels, positions = inputs[real], labels[real], positions[real]
+        begins = inputs == 7 if "token ids" in kind else np.pad(inputs[:, :-1] == 0, ((0, 0), (1, 0)))
+        begins[:, 0] = True
+        is_last = np.append(begins[:, 1:], labels[:, -1:] == IGNORED, axis=1)
+        np.testing.assert_array_equal(positions == 0, begins)
+        np.testing.assert_array_equal(labels == IGNORED, is_last)
+        np.testing.assert_array_equal(labels[:, :-1][~is_last[:, :-1]], inputs[:, 1:][~is_last[:, :-1]])
+        if "token ids" not in kind:
+            np.testing.assert_array_equal(labels[:, -1] == IGNORED, inputs[:, -1] == 0)
+        masked += is_last.sum()
+    assert masked > 3
+
+
+UNEVEN = {
+    "cached": "uneven.jsonl",
+    "best-fit": "uneven.jsonl --packing best-fit",
+    "streamed": "uneven.jsonl --streaming --streams 4",
+    "streamed beside a token file": "uneven.jsonl:0.5 ids.npy:0.5 --streaming --streams 4",
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_with_a_document_mask_each_trained_token_of_a_step_counts_alike(start, tmp_path, kind):
+    """In one microbatch of four samples and in four of one."""
+    flags = ["--document-mask", "--eval-interval", "2", "--dataset", *words(UNEVEN[kind])]
+    start(*flags, "--run-name", "one")
+    start(*flags, "--run-name", "four", "--batch-size", "1", "--gradient-accumulation-steps", "4")
+    assert losses_of(tmp_path / "four") == pytest.approx(losses_of(tmp_path / "one"), rel=2e-6)
 
 
 def test_best_fit_cuts_no_document_that_fits_and_positions_begin_again_with_each(tmp_path):
