@@ -92,29 +92,16 @@ WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "dat
 SLOW = {"cuda": 0.15, "cpu": 0.35}
 
 
-def memory_figures(device: torch.device) -> dict[str, float]:
-    """This rank's peaks since the last reset in GiB, by torch's caching allocator; `{}` on a CPU.
-
-    `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
-    `peak_memory_reserved` what the process held of the card.
-    """
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / base.GIB for name, key in names.items()}
-
-
 def of_all_ranks(
     speed: dict[str, float], state: states.TrainState, device: torch.device, worked_ms: float | None = None
 ) -> tuple[dict[str, float], str]:
     """(the figures of a log line that all ranks measure, a sentence about a rank for which the others wait).
 
-    `speed` is what this rank's tracker measured, without `step_time_ms` in warmup: then there is memory alone.
+    `speed` is what this rank's tracker measured; nothing in warmup, and then there is memory alone.
     `worked_ms` is this rank's time of a step outside collectives; of a GPU these run beside its work, and may together
     take longer than a step. Every rank calls this.
     """
-    own = speed | memory_figures(device)
+    own = speed if "peak_memory_reserved" in speed else speed | base.memory_figures()
     row = torch.tensor([*(own.get(name, 0.0) for name in WORST), worked_ms or 0.0], dtype=torch.float64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)

@@ -58,7 +58,8 @@ def corpus(tmp_path) -> str:
 
 
 def load(tokenizer, tmp_path, source: str, seq_len: int = 40, **options):
-    return utils.get_dataset(tokenizer, seq_len, dataset=source, cache_dir=tmp_path / "cache", **options)
+    options = {"cache_dir": tmp_path / "cache", "shuffle": False} | options
+    return utils.get_dataset(tokenizer, seq_len, dataset=source, **options)
 
 
 def test_conversations_are_found_by_their_first_record_rendered_and_marked_as_transformers_does(

@@ -19,6 +19,7 @@ from conftest import ROOT, STORIES, forking, losses_of, metrics_of, train, words
 
 import train_fsdp
 import utils
+from harness import base
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import formats
@@ -222,7 +223,7 @@ LAYOUTS = formats.LAYOUTS | {
 def test_the_same_documents_are_the_same_windows_in_every_format(tokenizer, tmp_path, name):
     documents, texts = formats.read_stories(50)
     LAYOUTS[name](tmp_path, documents, texts)
-    windows = utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache")
+    windows = utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache", shuffle=False)
     flat = np.concatenate(documents)
     assert len(windows) == (len(flat) - 1) // 64
     for index, batch in enumerate(batches_of(windows)):
@@ -237,7 +238,8 @@ def test_token_files_are_mapped_and_not_copied(tmp_path):
         file.seek(2**33)
         ends.tofile(file)
     before = psutil.Process().memory_info().rss
-    windows = utils.get_dataset(None, 8192, dataset=str(tmp_path), vocab_size=100, cache_dir=tmp_path / "cache")
+    options = {"vocab_size": 100, "cache_dir": tmp_path / "cache", "shuffle": False}
+    windows = utils.get_dataset(None, 8192, dataset=str(tmp_path), **options)
     assert len(windows) == (2**32 + 99 - 1) // 8192
     batch = utils.create_collate_fn()([windows[len(windows) - 1]])
     assert batch["input_ids"].shape == (1, 8192) and not batch["input_ids"].any()
@@ -267,6 +269,21 @@ def test_each_source_is_within_a_sample_or_two_of_its_share_after_any_number_of_
     for number, weight in enumerate(weights, 1):
         shares = np.arange(1, len(found) + 1) * weight / sum(weights)
         assert np.abs(np.cumsum(found == number) - shares).max() <= within + 1e-9
+
+
+def test_a_library_gets_windows_shuffled_by_the_seed_that_a_run_has_or_on_request_in_the_order_of_the_corpus(corpora):
+    """tests/pair/test_program.py trains on them in the order of a run."""
+    options: dict = {"dataset": str(corpora / "ids.npy"), "vocab_size": VOCABULARY}
+    shuffled, same, other = (
+        utils.get_dataset(None, 32, **options, **given) for given in ({}, {"seed": 42}, {"seed": 7})
+    )
+    in_order = np.load(corpora / "ids.npy")[: 156 * 32].reshape(156, 32)
+    assert np.array_equal([window[:32] for window in utils.get_dataset(None, 32, **options, shuffle=False)], in_order)
+    rows = [window[:32].tolist() for window in shuffled]
+    assert rows == [window[:32].tolist() for window in same] != [window[:32].tolist() for window in other]
+    assert rows != in_order.tolist() and sorted(rows) == sorted(in_order.tolist())
+    with pytest.raises(base.UserError, match="shuffle=False: a mixture"):
+        utils.get_dataset(None, 32, **options | {"dataset": [options["dataset"]]}, shuffle=False)
 
 
 def test_the_order_is_a_pure_function_of_the_seed_and_of_the_samples_number(show):
