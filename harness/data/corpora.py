@@ -81,7 +81,8 @@ def look_into(
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
     of_split = listing.of_split(parse_split(split)[0])
     is_mapped = are_mapped(of_split)
-    is_chat = not is_mapped and holds_conversations(of_split[0], text_field)
+    first = next((file for file in of_split if file.size), of_split[0])
+    is_chat = not is_mapped and holds_conversations(first, text_field)
     return Corpus(source, listing, split, text_field, is_mapped, is_chat)
 
 
