@@ -1,4 +1,4 @@
-"""Devices: the unit of memory, and waiting for the GPU."""
+"""Devices: the unit of memory, waiting for the GPU, and how much of its memory was taken."""
 
 import torch
 
@@ -9,3 +9,16 @@ def wait_for_device() -> None:
     """Returns when this process's GPU has done all that it was given; at once without a GPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def memory_figures() -> dict[str, float]:
+    """The peaks of this process on its GPU since the last reset in GiB, by torch's caching allocator; `{}` without one.
+
+    `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
+    `peak_memory_reserved` what the process held of the card.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    stats = torch.cuda.memory_stats()
+    names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
+    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / GIB for name, key in names.items()}

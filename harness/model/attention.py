@@ -85,10 +85,8 @@ def describe_attention(settings: flags.Settings, config, device: str) -> str:
         return "sdpa attention"
     length = settings.sequence_length
     dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
-    query, key = (
-        torch.empty(settings.batch_size, length, n, head_dim, dtype=dtype, device=device, requires_grad=True)
-        for n in sizes
-    )
+    # one row, whatever the batch: torch's choice does not look at its size
+    query, key = (torch.empty(1, length, n, head_dim, dtype=dtype, device=device, requires_grad=True) for n in sizes)
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     mask = None
     if settings.document_mask:  # torch looks at its shape and the stride of its last dimension only

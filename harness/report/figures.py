@@ -43,7 +43,7 @@ trained_seconds|perf/trained_seconds|s|||time of all steps at their usual speed,
 elapsed_seconds|perf/elapsed_seconds|s|||time since the run's first process started
 router_loss|train/router_loss||Router loss||router loss of a mixture of experts before its coefficient
 expert_load_max|train/expert_load_max||Fullest expert||tokens of the fullest expert over an even share; 1 is even
-padding_percent|data/padding_percent|%|||share of padding in the windows since the last line
+padding_percent|data/padding_percent|%|||share of padding in all that was read so far
 share/SOURCE|data/share/SOURCE||Shares of the sources||share of a source in the tokens, as asked for, 0 to 1
 epochs/SOURCE|data/epochs/SOURCE|epochs|||passes over a source so far
 predicted_peak_memory_alloc|plan/peak_alloc_gib|GiB|||peak_memory_alloc by the run's own plan, on the last line
@@ -92,29 +92,16 @@ WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "dat
 SLOW = {"cuda": 0.15, "cpu": 0.35}
 
 
-def memory_figures(device: torch.device) -> dict[str, float]:
-    """This rank's peaks since the last reset in GiB, by torch's caching allocator; `{}` on a CPU.
-
-    `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
-    `peak_memory_reserved` what the process held of the card.
-    """
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / base.GIB for name, key in names.items()}
-
-
 def of_all_ranks(
     speed: dict[str, float], state: states.TrainState, device: torch.device, worked_ms: float | None = None
 ) -> tuple[dict[str, float], str]:
     """(the figures of a log line that all ranks measure, a sentence about a rank for which the others wait).
 
-    `speed` is what this rank's tracker measured, without `step_time_ms` in warmup: then there is memory alone.
+    `speed` is what this rank's tracker measured; nothing in warmup, and then there is memory alone.
     `worked_ms` is this rank's time of a step outside collectives; of a GPU these run beside its work, and may together
     take longer than a step. Every rank calls this.
     """
-    own = speed | memory_figures(device)
+    own = speed if "peak_memory_reserved" in speed else speed | base.memory_figures()
     row = torch.tensor([*(own.get(name, 0.0) for name in WORST), worked_ms or 0.0], dtype=torch.float64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)

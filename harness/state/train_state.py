@@ -95,7 +95,7 @@ class TrainState(Counters):
         of the weights, which stays where `skipped` is 1. Returns the tokens of the step, over all ranks."""
         self.step += 1
         samples = data.record.samples_of_step(self.step)
-        tokens, _ = data.count_tokens(samples)
+        tokens = data.count_tokens(samples)
         self.samples += len(samples)
         self.tokens += tokens
         if self.average:

@@ -18,7 +18,7 @@ from harness.base import versions
 from harness.base.errors import UserError
 from harness.flags import PRESETS
 from harness.model import tokenizer as tokenizer_module
-from harness.model.attention import choose_attention
+from harness.model.attention import choose_attention, describe_attention
 from harness.model.configs import load_config
 from harness.model.float8 import float8_filter
 from harness.model.tokenizer import load_tokenizer
@@ -220,6 +220,30 @@ def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them():
     torch.testing.assert_close(*found)
     with NoSharedKeys(), pytest.raises(AssertionError):  # what one run chose is not the choice of the next
         sdpa_attention.sdpa_attention_forward(module, query, keys, keys, None)
+
+
+@pytest.mark.parametrize("flags", ["", "--document-mask"])
+def test_naming_the_kernel_takes_memory_for_one_row_of_queries_whatever_the_batch(flags):
+    config = load_config("demo")
+    config._attn_implementation = "sdpa"
+    settings = parse(["--model", "demo", "--sequence-length", "256", "--batch-size", "64", *words(flags)])
+    with Sizes() as sizes:
+        assert "sdpa attention (" in describe_attention(settings, config, "cpu")
+    assert max(sizes.seen) == 256 * config.hidden_size
+
+
+class Sizes(TorchDispatchMode):
+    """The number of elements of each storage that is made inside."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self.seen.append(result.untyped_storage().nbytes() // result.itemsize)
+        return result
 
 
 class NoSharedKeys(TorchDispatchMode):

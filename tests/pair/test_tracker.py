@@ -1,6 +1,7 @@
 """MFU, peak TFLOPS and the tracker's clock, in numbers that can be checked by hand."""
 
 import pytest
+import torch
 
 import utils
 from harness.state.train_state import TrainState
@@ -179,3 +180,25 @@ def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there
         clock.advance(seconds)
         tracker.step(TOKENS, FLOPS)
     assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(2)
+
+
+def test_on_a_gpu_a_step_has_the_allocators_peaks_and_the_message_shows_them(clock, monkeypatch):
+    """A GPU by its allocator alone: 3, 2 and 4 GiB."""
+    stats = {
+        "active_bytes.all.peak": 3 * 2**30,
+        "allocated_bytes.all.peak": 2 * 2**30,
+        "reserved_bytes.all.peak": 2**32,
+    }
+    for name, answer in {
+        "is_available": True,
+        "is_initialized": True,
+        "synchronize": None,
+        "memory_stats": stats,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    tracker = utils.PerformanceTracker(warmup_steps=1, peak_tflops=100)
+    assert tracker.step(TOKENS, FLOPS) == {"warmup_completed": True}
+    clock.advance(1)
+    metrics = tracker.step(TOKENS, FLOPS)
+    assert [metrics[f"peak_memory_{kind}"] for kind in ("active", "alloc", "reserved")] == [3, 2, 4]
+    assert "3.0 GiB active, 2.0 allocated, 4.0 reserved" in tracker.get_print_message(metrics)
