@@ -218,7 +218,7 @@ class PerformanceTracker:
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._start: float | None = None  # when the clock of this window started; None while it is stopped
-        self._open_window()
+        self.open_window()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
         """Counts one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
@@ -232,7 +232,7 @@ class PerformanceTracker:
             return {}
         if self.steps_seen == self.warmup_steps:
             self.warmup_seconds = self.window["seconds"] + time.perf_counter() - self._start
-            self._open_window()
+            self.open_window()
             return {"warmup_completed": True}
         self.window["steps"] += 1
         self.window["tokens"] += batch_tokens
@@ -245,7 +245,7 @@ class PerformanceTracker:
             self.total[key] += value
         self.windows.append((self.window["steps"], self.window["seconds"]))
         metrics = self._metrics(self.window)
-        self._open_window()
+        self.open_window()
         return metrics
 
     def summary(self) -> dict[str, float]:
@@ -254,18 +254,20 @@ class PerformanceTracker:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window."""
-        if self._start is None:  # inside another
-            yield
-            return
+        """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window, and
+        has a mark in a profile."""
         base.wait_for_device()
-        self.window["seconds"] += time.perf_counter() - self._start
-        self._start = None
+        is_outermost = self._start is not None
+        if is_outermost:
+            self.window["seconds"] += time.perf_counter() - self._start
+            self._start = None
         try:
-            yield
+            with torch.profiler.record_function(base.CLOCK_STOPPED):
+                yield
+                base.wait_for_device()
         finally:
-            base.wait_for_device()
-            self._start = time.perf_counter()
+            if is_outermost:
+                self._start = time.perf_counter()
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -289,7 +291,8 @@ class PerformanceTracker:
             parts.append(f"{metrics['peak_memory_reserved']:.1f} GiB")
         return "  ".join(parts)
 
-    def _open_window(self) -> None:
+    def open_window(self) -> None:
+        """Starts the clock anew: what came before it, such as setting a run up, is in no window."""
         base.wait_for_device()
         self.window = dict.fromkeys(self.total, 0.0)
         self._start = time.perf_counter()

@@ -1,8 +1,9 @@
-"""Devices: the unit of memory, and waiting for the GPU."""
+"""Devices: the unit of memory, waiting for the GPU, and the mark of what no clock counts."""
 
 import torch
 
 GIB = 2**30
+CLOCK_STOPPED = "clock stopped"  # in a profile, what utils.PerformanceTracker leaves out
 
 
 def wait_for_device() -> None:

@@ -127,6 +127,14 @@ def test_excluded_time_is_in_no_window(clock):
     assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
 
 
+def test_what_comes_before_the_window_is_opened_is_in_none(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0)
+    clock.advance(50)
+    tracker.open_window()
+    clock.advance(2)
+    assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
+
+
 def test_waiting_for_data_is_a_share_of_the_window(clock):
     tracker = utils.PerformanceTracker(warmup_steps=1)
     for waited in (0.9, 0.25):
