@@ -1,6 +1,6 @@
 """transformers' Trainer: bf16 autocast, Liger's kernels or torch.compile, accelerate's FSDP2 on several GPUs, DDP on
-several CPU ranks; with --strategy fsdp2 transformers' own FSDP2, which shards a folder's weights as it loads them. AdamW
-is its own, Muon with AdamW one optimizer that is handed to it."""
+several CPU ranks; with --strategy fsdp2 transformers' own FSDP2, which shards a folder's weights as it loads them.
+AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
 
 import argparse
 import tempfile
