@@ -389,6 +389,7 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> bo
     if settings.skip_spikes:
         recent_norms = models.RecentNorms(settings.skip_spikes, run.state.recent_norms)
     first_step = run.state.step + 1
+    tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps and not stopped:
         due = job.due(settings, run.state.step + 1, first_step)
         job.enter_phase("data", due.step)

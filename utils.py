@@ -224,7 +224,7 @@ class PerformanceTracker:
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._start: float | None = None  # when the clock of this window started; None while it is stopped
-        self._open_window()
+        self.open_window()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
         """Counts one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
@@ -239,7 +239,7 @@ class PerformanceTracker:
             return {}
         if self.steps_seen == self.warmup_steps:
             self.warmup_seconds = self.window["seconds"] + time.perf_counter() - self._start
-            self._open_window()
+            self.open_window()
             return {"warmup_completed": True}
         self.window["steps"] += 1
         self.window["tokens"] += batch_tokens
@@ -252,7 +252,7 @@ class PerformanceTracker:
             self.total[key] += value
         self.windows.append((self.window["steps"], self.window["seconds"]))
         metrics = self._metrics(self.window)
-        self._open_window()
+        self.open_window()
         return metrics | base.memory_figures()
 
     def summary(self) -> dict[str, float]:
@@ -261,18 +261,20 @@ class PerformanceTracker:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window."""
-        if self._start is None:  # inside another
-            yield
-            return
+        """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window, and
+        has a mark in a profile."""
         base.wait_for_device()
-        self.window["seconds"] += time.perf_counter() - self._start
-        self._start = None
+        is_outermost = self._start is not None
+        if is_outermost:
+            self.window["seconds"] += time.perf_counter() - self._start
+            self._start = None
         try:
-            yield
+            with torch.profiler.record_function(base.CLOCK_STOPPED):
+                yield
+                base.wait_for_device()
         finally:
-            base.wait_for_device()
-            self._start = time.perf_counter()
+            if is_outermost:
+                self._start = time.perf_counter()
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -297,7 +299,8 @@ class PerformanceTracker:
             parts.append(f"{active:.1f} GiB active, {allocated:.1f} allocated, {reserved:.1f} reserved")
         return "  ".join(parts)
 
-    def _open_window(self) -> None:
+    def open_window(self) -> None:
+        """Starts the clock anew: what came before it, such as setting a run up, is in no window."""
         base.wait_for_device()
         self.window = dict.fromkeys(self.total, 0.0)
         self._start = time.perf_counter()

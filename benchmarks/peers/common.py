@@ -135,7 +135,7 @@ class Clock:
         self.tracker = utils.PerformanceTracker(args.perf_warmup_steps, self.world)
         self.steps = 0
 
-    def step(self, loss: torch.Tensor, **told: str) -> None:
+    def step(self, loss: torch.Tensor, **told: str | bool) -> None:
         """After each optimizer step, with this rank's loss; after the last one it prints the JSON line, whose loss is
         the mean of all ranks."""
         self.steps += 1

@@ -1,8 +1,10 @@
-"""Devices: the unit of memory, waiting for the GPU, and how much of its memory was taken."""
+"""Devices: the unit of memory, waiting for the GPU, how much of its memory was taken, and the mark of what no clock
+counts."""
 
 import torch
 
 GIB = 2**30
+CLOCK_STOPPED = "clock stopped"  # in a profile, what utils.PerformanceTracker leaves out
 
 
 def wait_for_device() -> None:

@@ -1,6 +1,7 @@
 """Configs, tokenizers, weights and kernels: what is used, and what is refused by name."""
 
 import contextlib
+import dataclasses
 import json
 import types
 
@@ -207,6 +208,37 @@ def test_cudnn_is_left_out_where_its_gradients_may_be_nan(monkeypatch, tmp_path,
         else:
             assert choose_attention(settings, load_config(source)) == attention
             assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+
+
+@pytest.mark.parametrize(
+    "capability, kernel, flags, heads, warns",
+    [
+        ((9, 0), "FLASH_ATTENTION", "", 8, True),  # H100, H200
+        ((10, 3), "FLASH_ATTENTION", "", 8, True),  # B300
+        ((9, 0), "CUDNN_ATTENTION", "", 8, False),
+        ((9, 0), "FLASH_ATTENTION", "--attention flash", 8, False),
+        ((9, 0), "FLASH_ATTENTION", "--attention sdpa", 8, False),
+        ((9, 0), "FLASH_ATTENTION", "", 2, False),  # heads of 256, which cuDNN's backward pass has not
+        ((8, 0), "FLASH_ATTENTION", "", 8, False),  # A100
+        ((12, 0), "FLASH_ATTENTION", "", 8, False),  # RTX 5090
+    ],
+)
+def test_a_gpu_that_has_no_cudnn_although_torch_prefers_it_is_warned_of(
+    monkeypatch, capfd, tmp_path, capability, kernel, flags, heads, warns
+):
+    sizes = MODELS["llama"][1] | {"hidden_size": 512, "num_attention_heads": heads, "num_key_value_heads": heads}
+    settings = parse(
+        ["--model", write_model(tmp_path / "model", "llama", **sizes), "--sequence-length", "64", *words(flags)]
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = load_config(settings.model)
+    settings = dataclasses.replace(settings, attention=choose_attention(settings, config))
+    config._attn_implementation = "sdpa"
+    choice = getattr(torch.nn.attention.SDPBackend, kernel).value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: choice)
+    assert describe_attention(settings, config, "meta").startswith(f"sdpa attention ({kernel.lower()}")
+    assert ("warning: --attention auto: torch takes flash attention" in capfd.readouterr().err) == warns
 
 
 def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them():
