@@ -31,7 +31,7 @@ if ! command -v "$python" >/dev/null; then
     exit 1
 fi
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "setup.sh: error: $("$python" --version) is too old; Python 3.11 or newer is needed (PYTHON=python3.12 ./setup.sh)" >&2
+    echo "setup.sh: error: $("$python" --version 2>&1) is too old; Python 3.11 or newer is needed (PYTHON=python3.12 ./setup.sh)" >&2
     exit 1
 fi
 if [ -x "$venv/bin/python" ] && [ -f "$venv/installed.txt" ]; then

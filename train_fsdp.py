@@ -370,6 +370,7 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> bo
     settings, tracker, stopped = run.settings, run.state.tracker, False
     batches = report.Remembered(data.training_batches(settings, run.data, run.state, run.device))
     first_step = run.state.step + 1
+    tracker.open_window()  # until here a run is set up, which is no part of a step
     while run.state.step < settings.num_steps and not stopped:
         due = job.due(settings, run.state.step + 1, first_step)
         job.enter_phase("data", due.step)

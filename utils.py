@@ -43,10 +43,14 @@ def get_dataset(
     chat_template: str | None = None,
     chat_loss: str = "assistant",
     document_mask: bool | None = None,
-    seed: int = 0,
+    shuffle: bool = True,
+    seed: int = 42,
 ):
-    """The windows of a corpus, a `data.PackedDataset`: tokenized once, kept as one flat file, and mapped. Token files
-    are mapped where they lie. The main process of each node tokenizes, on all cores; the others map the same file.
+    """The windows of a corpus, shuffled: tokenized once, kept as one flat file, and mapped. Token files are mapped
+    where they lie. The main process of each node tokenizes, on all cores; the others map the same file.
+
+    Returns a `Subset` of a `data.PackedDataset` in the order in which the first epoch of a run with this seed reads it,
+    the same in each process; with `shuffle=False` the `PackedDataset` itself, in the order of the corpus.
 
     Args:
         tokenizer: of transformers; its `eos_token` goes after each document. None for token files.
@@ -62,12 +66,14 @@ def get_dataset(
             conversations, which are records with `messages`, are packed best-fit and all else concatenated.
         chat_template: file with the jinja template of conversations; by default the tokenizer's.
         chat_loss: which tokens of conversations are trained on: those of the "assistant", or "all".
-        document_mask: whether windows say where their documents begin; by default those of conversations do.
-        seed: of best-fit packing, and of a mixture's order.
+        document_mask: whether windows say where their documents begin, and have no label across; by default those of
+            conversations do.
+        shuffle: whether the windows are shuffled; those of a mixture are always.
+        seed: of the order, and of best-fit packing.
 
     Raises:
         UserError: no such data or split, no text in it, the hub is not reachable, less than one window, a token id
-            without an embedding.
+            without an embedding, a mixture that is not to be shuffled.
     """
     reading = data.Reading(
         tokenizer,
@@ -82,7 +88,7 @@ def get_dataset(
         seed,
         is_main=accelerator is None or accelerator.is_local_main_process,
     )
-    return data.open_windows(reading, dataset, split, text_field, subset)
+    return data.open_windows(reading, dataset, split, text_field, subset, shuffle)
 
 
 def get_gpu_peak_tflops(name: str | None = None) -> float | None:
@@ -218,21 +224,22 @@ class PerformanceTracker:
         self.total = dict.fromkeys(("steps", "tokens", "flops", "seconds", "data_wait"), 0.0)
         self.windows: list[tuple[float, float]] = []  # (steps, seconds)
         self._start: float | None = None  # when the clock of this window started; None while it is stopped
-        self._open_window()
+        self.open_window()
 
     def step(self, batch_tokens: int, model_flops_per_token: float, synchronize: bool = True) -> dict[str, Any]:
         """Counts one optimizer step of `batch_tokens` tokens (global: every rank, every microbatch).
 
         Returns `{}` in warmup and for a step that is only counted, `{"warmup_completed": True}` once, and afterwards
         the metrics of the window that this step closes: those of `estimate_mfu` and `tokens_per_sec_per_gpu`,
-        `steps_per_sec`, `step_time_ms`, `data_wait_percent`.
+        `steps_per_sec`, `step_time_ms`, `data_wait_percent`; on a GPU also this process's peaks so far in GiB,
+        `peak_memory_active`, `peak_memory_alloc`, `peak_memory_reserved`.
         """
         self.steps_seen += 1
         if self.steps_seen < self.warmup_steps:
             return {}
         if self.steps_seen == self.warmup_steps:
             self.warmup_seconds = self.window["seconds"] + time.perf_counter() - self._start
-            self._open_window()
+            self.open_window()
             return {"warmup_completed": True}
         self.window["steps"] += 1
         self.window["tokens"] += batch_tokens
@@ -245,8 +252,8 @@ class PerformanceTracker:
             self.total[key] += value
         self.windows.append((self.window["steps"], self.window["seconds"]))
         metrics = self._metrics(self.window)
-        self._open_window()
-        return metrics
+        self.open_window()
+        return metrics | base.memory_figures()
 
     def summary(self) -> dict[str, float]:
         """Averages over every step after warmup; `{}` when there was none."""
@@ -254,18 +261,20 @@ class PerformanceTracker:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window."""
-        if self._start is None:  # inside another
-            yield
-            return
+        """What runs inside (evaluation, a checkpoint, steps that are not given to `step`) is outside the window, and
+        has a mark in a profile."""
         base.wait_for_device()
-        self.window["seconds"] += time.perf_counter() - self._start
-        self._start = None
+        is_outermost = self._start is not None
+        if is_outermost:
+            self.window["seconds"] += time.perf_counter() - self._start
+            self._start = None
         try:
-            yield
+            with torch.profiler.record_function(base.CLOCK_STOPPED):
+                yield
+                base.wait_for_device()
         finally:
-            base.wait_for_device()
-            self._start = time.perf_counter()
+            if is_outermost:
+                self._start = time.perf_counter()
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -286,10 +295,12 @@ class PerformanceTracker:
         if "mfu_percent" in metrics:
             parts.append(f"MFU {metrics['mfu_percent']:.1f} %")
         if "peak_memory_reserved" in metrics:
-            parts.append(f"{metrics['peak_memory_reserved']:.1f} GiB")
+            active, allocated, reserved = (metrics[f"peak_memory_{kind}"] for kind in ("active", "alloc", "reserved"))
+            parts.append(f"{active:.1f} GiB active, {allocated:.1f} allocated, {reserved:.1f} reserved")
         return "  ".join(parts)
 
-    def _open_window(self) -> None:
+    def open_window(self) -> None:
+        """Starts the clock anew: what came before it, such as setting a run up, is in no window."""
         base.wait_for_device()
         self.window = dict.fromkeys(self.total, 0.0)
         self._start = time.perf_counter()

@@ -170,11 +170,13 @@ def ranks(available: int) -> tuple:
 def peers() -> tuple:
     size = {"model": "smollm3-3b", "sequence_length": 8192, "batch_size": 1}
     configs = trained(SPEED | FINAL, {"train_fsdp.py": {}})
-    configs["fully_shard_loop"] = Config("benchmarks/peers/fully_shard_loop.py", size)
-    configs |= {peer: Config(f"benchmarks/peers/{peer}.py", size) for peer in PEERS}
-    # a Liger kernel does not compile: Trainer is fastest with one of the two
-    configs["hf_trainer, Liger"] = Config("benchmarks/peers/hf_trainer.py", size | {"compile": False})
-    pairs = {f"train_fsdp.py / {peer}": ("train_fsdp.py", peer, "over 1") for peer in configs if peer[-3:] != ".py"}
+    trainer = {"hf_trainer, Liger, eager": {"liger": True}, "hf_trainer, compiled": {"liger": False}}
+    others = {name: Config("benchmarks/peers/hf_trainer.py", size | kernels) for name, kernels in trainer.items()}
+    for peer in ("fully_shard_loop", *PEERS):
+        if peer != "hf_trainer":
+            others[peer] = Config(f"benchmarks/peers/{peer}.py", size)
+    configs |= others
+    pairs = {f"train_fsdp.py / {peer}": ("train_fsdp.py", peer, "over 1") for peer in others}
     return "the same model, batch and tokens in other programs", "tokens_per_sec_per_gpu", pairs, configs
 
 

@@ -131,7 +131,7 @@ def bench_steps(suite: str, part: str, gpus: int, rehearse: bool) -> list[Step]:
         words += ["--gpus", str(gpus), "--out", "OUT", *["--rehearse"] * rehearse]
         package = bench.PEERS.get(pathlib.Path(config.program).stem)
         needs = [package] if package else []
-        needs += ["liger_kernel"] * label.endswith("Liger")
+        needs += ["liger_kernel"] * ("Liger" in label)
         needs += ["torchao"] * (config.flags.get("precision") == "fp8" or "8bit" in str(config.flags))
         found.append(Step(f"{part}/{label}", 0.9, words, tuple(needs), suite))
     return found

@@ -23,7 +23,8 @@ exit_code() {
 
 # the hub is asked once, here, and not by every rank: fill its cache before, or leave this out with a network
 # export HF_HUB_OFFLINE=1
-# export NCCL_SOCKET_IFNAME=ib0 # and what else a fabric may need: docs/LAUNCH.md
+# what a fabric may need, and what to look for in the log of NCCL_DEBUG=INFO (GDRDMA, NVLS): docs/LAUNCH.md
+# export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_NET_GDR_LEVEL=PHB NCCL_NVLS_ENABLE=0
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; torchrun of torch 2.11 kills after 30 whatever it says
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # --max-restarts on several nodes: no restart meets dead ranks' addresses

@@ -36,7 +36,7 @@ def load(tokenizer, tmp_path):
     """`load(source, ...)`: its windows, as a library opens them."""
 
     def load(source, seq_len: int = 4, with_tokenizer=tokenizer, **options):
-        options = {"cache_dir": tmp_path / "cache", "vocab_size": 1536} | options
+        options = {"cache_dir": tmp_path / "cache", "vocab_size": 1536, "shuffle": False} | options
         return utils.get_dataset(with_tokenizer, seq_len, dataset=str(source), **options)
 
     return load

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import utils
-from harness import data, report
+from harness import base, data, report
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -135,7 +135,7 @@ class Clock:
         self.tracker = utils.PerformanceTracker(args.perf_warmup_steps, self.world)
         self.steps = 0
 
-    def step(self, loss: torch.Tensor, **told: str) -> None:
+    def step(self, loss: torch.Tensor, **told: str | bool) -> None:
         """After each optimizer step, with this rank's loss; after the last one it prints the JSON line, whose loss is
         the mean of all ranks."""
         self.steps += 1
@@ -148,7 +148,7 @@ class Clock:
         if self.steps == 1 and main:
             print(f"step 1/{self.args.num_steps}  loss {loss.item():.4f}", flush=True)
         if last:
-            figures = self.tracker.summary() | report.memory_figures(device()) | told
+            figures = self.tracker.summary() | base.memory_figures() | told
             if self.world > 1:
                 loss = loss.clone()
                 dist.all_reduce(loss)

@@ -1,7 +1,8 @@
-"""transformers' Trainer: bf16 autocast, torch.compile or, with --no-compile, Liger kernels where installed;
-accelerate's FSDP2 on several GPUs, DDP on several CPU ranks; with --strategy fsdp2 transformers' own FSDP2, which
-shards a folder's weights as it loads them. AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
+"""transformers' Trainer: bf16 autocast, Liger's kernels or torch.compile, accelerate's FSDP2 on several GPUs, DDP on
+several CPU ranks; with --strategy fsdp2 transformers' own FSDP2, which shards a folder's weights as it loads them.
+AdamW is its own, Muon with AdamW one optimizer that is handed to it."""
 
+import argparse
 import tempfile
 from importlib.util import find_spec
 
@@ -13,7 +14,17 @@ from transformers.distributed import DistributedConfig
 
 parser = make_parser(__doc__)
 parser.add_argument("--strategy", choices=["default", "fsdp2"], default="default")
+cuda = device().type == "cuda"
+parser.add_argument(
+    "--liger",
+    action=argparse.BooleanOptionalAction,
+    default=cuda and bool(find_spec("liger_kernel")),
+    help="Liger's kernels, eager, as torch.compile fails in one of them [on a GPU, where they are installed]",
+)
 args = parser.parse_args()
+if args.liger and not (cuda and find_spec("liger_kernel")):
+    parser.error("--liger: needs a GPU and the package liger-kernel")
+args.compile = args.compile and not args.liger
 if args.strategy == "fsdp2":
     world_of_one()
     dist.init_process_group("nccl" if device().type == "cuda" else "gloo")
@@ -25,8 +36,6 @@ if args.strategy == "fsdp2":
 else:
     model = build_model(args)
 clock = Clock(args, model)
-cuda = device().type == "cuda"
-liger = bool(find_spec("liger_kernel")) and cuda and not args.compile  # a kernel of Liger 0.8.5 does not compile
 shards = clock.world > 1 and cuda and args.strategy == "default"
 
 
@@ -51,7 +60,7 @@ class TimedTrainer(Trainer):
 
 class Steps(TrainerCallback):
     def on_step_end(self, *_, **__):
-        clock.step(trainer.newest_loss, liger="yes" if liger else "not installed", precision=args.precision)
+        clock.step(trainer.newest_loss, liger=args.liger, compiled=args.compile, precision=args.precision)
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +70,7 @@ with tempfile.TemporaryDirectory() as folder:
         per_device_train_batch_size=args.batch_size,
         bf16=args.precision == "bf16",
         torch_compile=args.compile,
-        use_liger_kernel=liger,
+        use_liger_kernel=args.liger,
         optim="adamw_torch_fused",
         fsdp=True if shards else None,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": model._no_split_modules} if shards else None,

@@ -1,6 +1,7 @@
 """Batches: what a run trains on, sample by sample; the microbatches of one rank, read ahead by data workers and moved
 to its device; the held-out batches of an evaluation; what a step trained on in words."""
 
+import functools
 import itertools
 import math
 import os
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from harness import base, flags, job
 from harness.data.mixture import DataRecord, Mixture, Segment, StepSize, WindowOrder
 from harness.data.stream import BEGINNING, LaneReader, Position, Stream
-from harness.data.windows import IGNORE_INDEX, PackedDataset, Window, create_collate_fn, tokens_of
+from harness.data.windows import IGNORE_INDEX, BestFitDataset, PackedDataset, Window, create_collate_fn, tokens_of
 
 STREAM_PREFETCH = 16  # batches a worker reads ahead of a stream, for the time in which a lane reads its next chunk
 EXCERPT = 200  # characters of a document that are printed
@@ -71,9 +72,15 @@ class TrainingData:
         return all(source.is_uniform for source in self.sources.values())
 
     @property
+    def knows_trained(self) -> bool:
+        """Whether it is known how many tokens of a sample are trained on before it is read: not of a stream that keeps
+        documents apart."""
+        return all(source.is_uniform or not isinstance(source, Stream) for source in self.sources.values())
+
+    @functools.cached_property
     def has_padding(self) -> bool:
-        uneven = [source for source in self.sources.values() if not source.is_uniform]
-        return any(source.total_tokens() < len(source) * self.seq_len for source in uneven)
+        padded = [source for source in self.sources.values() if isinstance(source, BestFitDataset)]
+        return any(source.total_tokens() < len(source) * self.seq_len for source in padded)
 
     @property
     def is_mapped(self) -> bool:
@@ -86,16 +93,15 @@ class TrainingData:
         name, lane, number = self.mixture.locate(sample)
         return self.sources[name], self.orders[name].window_of(number * self.mixture.lanes + lane)
 
-    def count_tokens(self, samples: range) -> tuple[int, int]:
-        """(tokens that are not padding, tokens that are trained on) of global samples."""
-        if self.is_uniform:
-            return len(samples) * self.seq_len, len(samples) * self.seq_len
-        real = trained = 0
-        for sample in samples:
-            source, window = self.locate(sample)
-            real += source.real_tokens(window)
-            trained += source.trained_tokens(window)
-        return real, trained
+    def count_tokens(self, samples: range) -> int:
+        """Tokens of global samples that are not padding."""
+        if not self.has_padding:
+            return len(samples) * self.seq_len
+        return sum(source.real_tokens(window) for source, window in map(self.locate, samples))
+
+    def count_trained(self, samples: range) -> int:
+        """Tokens of global samples that are trained on; not of streams."""
+        return sum(source.trained_tokens(window) for source, window in map(self.locate, samples))
 
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each source is read by the first `samples` of the run; without streams, whose size is not known."""
@@ -112,7 +118,7 @@ class TrainingData:
                 figures[f"share/{name}"] = shares.get(name, 0.0)
             for name, epochs in self.epochs(samples).items():
                 figures[f"epochs/{name}"] = epochs
-        if not self.is_uniform:
+        if self.has_padding:
             figures["padding_percent"] = 100 * (1 - tokens / (samples * self.seq_len))
         return figures
 
@@ -181,6 +187,23 @@ def training_batches(
     microbatches and averaged over ranks, is the mean over each trained token of the global batch. A UserError that a
     data worker met is raised here.
     """
+    batches = read_batches(settings, data, state, device)
+    return batches if data.knows_trained else count_labels(batches, settings.gradient_accumulation_steps)
+
+
+def count_labels(batches: Iterator[dict[str, Any]], per_step: int) -> Iterator[dict[str, Any]]:
+    """Microbatches with their `loss_divisor`, by the labels of all `per_step` of a step on all ranks. Every rank calls
+    this; the sum stays on the device. A step without a label gives NaN as its loss."""
+    while of_step := list(itertools.islice(batches, per_step)):
+        trained = torch.stack([(batch["labels"] != IGNORE_INDEX).sum() for batch in of_step]).double()
+        in_step = trained.sum()
+        dist.all_reduce(in_step)
+        for batch, divisor in zip(of_step, (in_step / (trained * dist.get_world_size())).float(), strict=True):
+            yield batch | {"loss_divisor": divisor}
+
+
+def read_batches(settings: flags.Settings, data: TrainingData, state, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The microbatches of `training_batches`, with the `loss_divisor` of those whose data say it."""
     loader = DataLoader(
         RankBatches(settings, data, state.samples, state.positions, dist.get_rank(), dist.get_world_size()),
         batch_size=None,
@@ -230,7 +253,7 @@ class RankBatches(IterableDataset):
             batch: dict[str, Any] = dict(collate(windows))
             if positions:
                 batch["positions"] = positions
-            if not self.data.is_uniform:
+            if self.data.knows_trained and not self.data.is_uniform:
                 step = microbatch // self.settings.gradient_accumulation_steps
                 batch["loss_divisor"] = self.loss_divisor(step, samples)
             yield batch
@@ -239,13 +262,13 @@ class RankBatches(IterableDataset):
         """What the mean loss of a microbatch of a step, from 0 on, is divided by, see `training_batches`."""
         per_step = self.world_size * self.settings.batch_size * self.settings.gradient_accumulation_steps
         first = self.first_sample + step * per_step
-        _, in_step = self.data.count_tokens(range(first, first + per_step))
+        in_step = self.data.count_trained(range(first, first + per_step))
         if not in_step:
             number = self.data.record.step_of_sample(first)
             problem = f"step {number:,} has no trained token in its samples {first:,} to {first + per_step - 1:,}"
             advice = f"--show-samples {number} shows them; use a longer --sequence-length, larger batches or other data"
             raise base.UserError(f"--dataset: {problem}; {advice}")
-        _, trained = self.data.count_tokens(samples)
+        trained = self.data.count_trained(samples)
         return in_step / (trained * self.world_size) if trained else math.inf
 
 

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import Subset
+
 from harness import base, flags
 from harness.data import cache, files, token_files
 from harness.data.batches import TrainingData, mix
 from harness.data.chat import ChatFormat, no_assistant_mask, read_template
 from harness.data.encode import TextFormat, take
 from harness.data.files import DataFile, Listing
+from harness.data.mixture import WindowOrder
 from harness.data.readers import is_token_file, reader_of
 from harness.data.records import (
     CHAT_FIELD,
@@ -78,7 +81,8 @@ def look_into(
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
     of_split = listing.of_split(parse_split(split)[0])
     is_mapped = are_mapped(of_split)
-    is_chat = not is_mapped and holds_conversations(of_split[0], text_field)
+    first = next((file for file in of_split if file.size), of_split[0])
+    is_chat = not is_mapped and holds_conversations(first, text_field)
     return Corpus(source, listing, split, text_field, is_mapped, is_chat)
 
 
@@ -306,8 +310,11 @@ def open_windows(
     split: str | None,
     text_field: Field = DEFAULT_FIELD,
     subset: str | None = None,
-) -> PackedDataset | TrainingData:
+    shuffle: bool = False,
+) -> PackedDataset | Subset | TrainingData:
     """The windows of one corpus, or of several mixed, for `utils.get_dataset`."""
+    if not (shuffle or isinstance(dataset, str)):
+        raise base.UserError("shuffle=False: a mixture has the order that its shares and its seed give; leave it out")
     sources = flags.sources_of(dataset if isinstance(dataset, str) else tuple(dataset))
     windows = {}
     for source in sources:
@@ -316,5 +323,9 @@ def open_windows(
         place = f"{source.dataset}, split {corpus.split!r}"
         windows[source.name] = reading.windows(reading.tokens(corpus, corpus.split), place)
     if isinstance(dataset, str):
-        return windows[sources[0].name]
+        packed = windows[sources[0].name]
+        if not shuffle:
+            return packed
+        order: Any = WindowOrder(len(packed), reading.seed).of_epoch(0)  # a list would take five times its memory
+        return Subset(packed, order)
     return mix(windows, {source.name: source.weight for source in sources}, reading.seq_len, reading.seed)

@@ -237,12 +237,16 @@ class WindowOrder:
     def window_of(self, sample: int) -> int:
         """The window that the source's sample of this number is."""
         epoch, offset = divmod(sample, self.windows)
+        return int(self.of_epoch(epoch)[offset])
+
+    def of_epoch(self, epoch: int) -> np.ndarray:
+        """The windows of an epoch, from 0 on, in their order."""
         if epoch not in self.permutations:
             generator = np.random.Generator(np.random.PCG64([*self.salt, epoch]))
             while len(self.permutations) > 1:
                 del self.permutations[min(self.permutations)]
             self.permutations[epoch] = generator.permutation(self.windows)
-        return int(self.permutations[epoch][offset])
+        return self.permutations[epoch]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

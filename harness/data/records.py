@@ -1,11 +1,14 @@
 """Records: what readers give for each record of a file and what they share, and how the documents of a corpus are read
 from files. Independent of the formats (`readers`) and of tokens."""
 
+import bz2
 import contextlib
+import gzip
 import io
 import json
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -158,9 +161,17 @@ def unpacked(file: "DataFile", raw: io.RawIOBase) -> Iterator[BinaryIO]:
     if file.packing is None:
         yield cast(BinaryIO, raw)  # typing has no common name for both
         return
-    import pyarrow
+    packed: Any = io.BufferedReader(raw, BLOCK)
+    stream: Any
+    if file.packing == "gzip":  # Arrow refuses zeros behind the end, as tapes and block devices leave them
+        stream = gzip.GzipFile(fileobj=packed)
+    elif file.packing == "bz2":  # the same
+        stream = bz2.BZ2File(packed)
+    else:
+        import pyarrow
 
-    with pyarrow.input_stream(io.BufferedReader(raw, BLOCK), compression=file.packing) as stream:
+        stream = pyarrow.input_stream(packed, compression=file.packing)
+    with stream:
         yield stream
 
 
@@ -181,7 +192,7 @@ def read_records(
     except NoFieldError as error:
         wanted, fields = names_of(text_field)[-1], ", ".join(error.args[0])
         raise base.UserError(f"--text-field {wanted}: no such field in {file} (fields: {fields})") from error
-    except (OSError, ValueError, NotImplementedError) as error:  # the last two are Arrow's
+    except (OSError, ValueError, NotImplementedError, EOFError, zlib.error) as error:  # ValueError is Arrow's too
         raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
 
 

@@ -256,9 +256,9 @@ def weights_of(settings: flag_rules.Settings, opened: dict[str, OpenedSource]) -
 
 def tokens_of_a_sample(train, settings: flag_rules.Settings) -> Fraction:
     """Tokens of a window that are not padding, on average."""
-    if train.is_uniform:
-        return Fraction(settings.sequence_length)
-    return Fraction(train.total_tokens(), len(train))
+    if isinstance(train, BestFitDataset):
+        return Fraction(train.total_tokens(), len(train))
+    return Fraction(settings.sequence_length)
 
 
 def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[Corpus], per_step: int) -> None:

@@ -21,11 +21,11 @@ import numpy as np
 import torch.distributed as dist
 
 from harness import base
-from harness.data.encode import TextFormat, take
+from harness.data.encode import Encoded, TextFormat, take
 from harness.data.files import DataFile
 from harness.data.readers import reader_of
 from harness.data.records import Field, read_documents, read_records
-from harness.data.windows import EVERY, PackedDataset, TokenFile, Tokens, Window
+from harness.data.windows import EVERY, PackedDataset, TokenFile, Tokens, Window, end_labels
 
 LEAST_CHUNK = 2**12  # bytes: a corpus has no more lanes than chunks
 MOST_CHUNK = 2**18  # bytes, and characters of a piece: about what an open lane holds in memory
@@ -47,7 +47,6 @@ class Part(NamedTuple):
 class Stream:
     """The documents of files in lanes."""
 
-    is_uniform = True
     is_chat = False
 
     def __init__(
@@ -63,6 +62,7 @@ class Stream:
     ):
         self.files, self.encoder, self.text_field = files, encoder, text_field
         self.seq_len, self.seed, self.skip_bad, self.document_mask = seq_len, seed, skip_bad, document_mask
+        self.is_uniform = not document_mask  # whether all labels of each window count
         self.held_out: bool | None = None  # whether it reads the held-out documents, or all but these; None: all
         self.lanes = lanes
         self.chunks = cut_into_chunks(files, lanes)
@@ -103,20 +103,22 @@ class Stream:
                     yield chunk, number, [of_piece[index] for index in generator.permutation(len(of_piece))]
             chunk, piece = chunk + 1, 0
 
-    def head(self, tokens: int, chunks: list[list[Part]] | None = None) -> np.ndarray:
-        """The first tokens in the order of the chunks, at least so many where there are; those of `chunks` alone."""
-        found, length = [np.empty(0, self.encoder.dtype)], 0
+    def head(self, tokens: int, chunks: list[list[Part]] | None = None) -> Encoded:
+        """The first documents in the order of the chunks, at least so many tokens where there are; those of `chunks`
+        alone."""
+        found = [Encoded(np.empty(0, self.encoder.dtype), np.empty(0, np.int64))]
         documents = itertools.chain.from_iterable(map(self.documents, self.chunks if chunks is None else chunks))
+        length = 0
         while length < tokens and (batch := list(take(documents, BATCH))):
-            found.append(self.encoder.encode(batch, Counter()).tokens)
-            length += len(found[-1])
-        return np.concatenate(found)
+            found.append(self.encoder.encode(batch, Counter()))
+            length += len(found[-1].tokens)
+        return joined(found)
 
     def fingerprint(self) -> dict[str, str]:
         """What tells it from other corpora, wherever they are stored: the names and sizes of its files, and its first
         document's tokens. A UserError where it holds no text."""
         names = [[file.name, file.size] for file in self.files]
-        beginning = self.head(1)
+        beginning = self.head(1).tokens
         if not len(beginning):
             raise base.UserError(f"--dataset {self.files[0]}: it holds no text")
         return {
@@ -130,9 +132,9 @@ class Stream:
         is not one; every rank calls this."""
         wanted = count * self.seq_len + 1 if count else 2**63
         rank, world = dist.get_rank(), dist.get_world_size()
-        parts: list[np.ndarray] = []
+        parts: list[Encoded] = []
         for first in range(0, len(self.chunks), world):
-            mine: np.ndarray | base.UserError
+            mine: Encoded | base.UserError
             try:
                 mine = self.head(wanted, self.chunks[first + rank : first + rank + 1])
             except base.UserError as error:
@@ -141,20 +143,24 @@ class Stream:
                 if isinstance(part, base.UserError):
                     raise part
                 parts.append(part)
-            if sum(map(len, parts)) >= wanted:
+            if sum(len(part.tokens) for part in parts) >= wanted:
                 break
-        tokens = np.concatenate(parts)[:wanted]
+        read = joined(parts)
+        tokens = read.tokens[:wanted]
         if len(tokens) <= self.seq_len:
             problem = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
             raise base.UserError(
                 f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
             )
-        file = TokenFile(tokens)
-        return PackedDataset(
-            Tokens([file], self.encoder.vocab_size, self.encoder.tokenizer.eos_token_id),
-            self.seq_len,
-            self.document_mask,
-        )
+        ends = np.cumsum(read.lengths)
+        ends = np.append(ends[ends < len(tokens)], len(tokens))
+        file = TokenFile(tokens, find_ends=lambda: ends)
+        return PackedDataset(Tokens([file], self.encoder.vocab_size), self.seq_len, self.document_mask)
+
+
+def joined(parts: list[Encoded]) -> Encoded:
+    """Documents end to end, of which none has a mask."""
+    return Encoded(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]))
 
 
 def is_held_out(document: str | np.ndarray) -> bool:
@@ -239,8 +245,8 @@ class LaneReader:
         tokens = self.tokens[: self.stream.seq_len + 1]
         if not self.stream.document_mask:
             return tokens
-        inside = self.ends[(self.ends > first) & (self.ends < last)] - first
-        return Window(tokens, starts=np.concatenate([[0], inside]))
+        inside = self.ends[(self.ends > first) & (self.ends <= last)] - first
+        return Window(tokens, *end_labels(np.concatenate([[0], inside]), self.stream.seq_len))
 
     def _drop(self, first: int) -> None:
         """Drops what is before a token, which may lie beyond all that was read."""

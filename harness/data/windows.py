@@ -208,7 +208,7 @@ class PackedDataset(Dataset):
 
     Window i is `tokens[i * seq_len : (i + 1) * seq_len + 1]`, so each token but the first is a label exactly once and
     nothing is lost but the last partial window. A window is a plain array, or a `Window` where not all is trained on or
-    documents are not to see each other.
+    documents are not to see each other: then the last token of one does not predict the first of the next either.
     """
 
     def __init__(
@@ -218,7 +218,8 @@ class PackedDataset(Dataset):
         self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([TokenFile(tokens)], end_of_text=end_of_text)
         self.seq_len, self.document_mask = seq_len, document_mask
         self.is_chat = self.tokens.is_chat
-        self.is_uniform = not self.is_chat  # whether each window has `seq_len` inputs and labels that count
+        # whether each window has `seq_len` inputs and labels that count
+        self.is_uniform = not (self.is_chat or document_mask)
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
@@ -232,7 +233,7 @@ class PackedDataset(Dataset):
         if self.is_chat:
             trained = self.tokens.trained(first + 1, last + 1).astype(bool)
         if self.document_mask:
-            starts = self.tokens.starts_between(first, last)
+            trained, starts = end_labels(self.tokens.starts_between(first, last + 1), self.seq_len, trained)
         if starts is None and trained is None:
             return tokens
         return Window(tokens, trained, starts)
@@ -243,15 +244,20 @@ class PackedDataset(Dataset):
 
     def trained_tokens(self, index: int) -> int:
         """Labels of a window that count."""
-        return self.seq_len if self.is_uniform else int(self.trained_counts[index])
+        if self.is_uniform:
+            return self.seq_len
+        if self.is_chat:
+            return int(self.trained_counts[index])
+        first, last = index * self.seq_len, (index + 1) * self.seq_len
+        return self.seq_len - (len(self.tokens.starts_between(first, last + 1)) - 1)
 
     def total_trained(self) -> int:
-        """Labels of all windows that count."""
-        return len(self) * self.seq_len if self.is_uniform else int(self.trained_counts.sum())
+        """Labels of all windows of conversations that count."""
+        return int(self.trained_counts.sum())
 
     @functools.cached_property
     def trained_counts(self) -> np.ndarray:
-        """Labels that count in each window, read from the mask once."""
+        """Labels that count in each window of conversations, read from the mask once."""
         mask = self.tokens.trained(1, len(self) * self.seq_len + 1)
         return mask.reshape(-1, self.seq_len).sum(1, dtype=np.int32)
 
@@ -262,6 +268,15 @@ class PackedDataset(Dataset):
     def starts_in(self, index: int) -> list[int]:
         """Where documents begin among the inputs of a window, 0 first."""
         return self.tokens.starts_between(index * self.seq_len, (index + 1) * self.seq_len).tolist()
+
+
+def end_labels(begins: np.ndarray, seq_len: int, trained: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(which labels of a window count, where its documents begin among its inputs): of those labels that are `trained`,
+    by default all, not the ones that begin a document. `begins` are the positions from 0 to `seq_len`, 0 first, of the
+    tokens that begin one."""
+    trained = np.ones(seq_len, bool) if trained is None else trained
+    trained[begins[1:] - 1] = False  # the label of a position is the token behind it
+    return trained, begins[begins < seq_len]
 
 
 class BestFitDataset(PackedDataset):
@@ -319,6 +334,9 @@ class BestFitDataset(PackedDataset):
 
     def real_tokens(self, index: int) -> int:
         return int(self.real[index])
+
+    def trained_tokens(self, index: int) -> int:
+        return int(self.trained_counts[index])
 
     def total_tokens(self) -> int:
         return int(self.real.sum())
@@ -410,7 +428,8 @@ def create_collate_fn(
     The labels are shifted already: `labels[:, t]` is the token that follows `input_ids[:, t]`, or IGNORE_INDEX where
     the window does not train on it. A plain transformers model would shift `labels` once more; it takes `shift_labels`
     as they are, but for families that ignore them: prophetnet. Where a window has `starts`, there are `position_ids`
-    too, which begin again at 0 there. With `end_of_text` they do so after each such token of a plain array.
+    too, which begin again at 0 there. With `end_of_text` they do so after each such token of a plain array, whose own
+    label is IGNORE_INDEX: it is the first token of the next document.
     """
 
     def collate(windows: list[np.ndarray | Window]) -> dict[str, torch.Tensor]:
@@ -420,10 +439,12 @@ def create_collate_fn(
         if end_of_text is not None or any(window.starts is not None for _, window in richer):
             starts = np.zeros_like(batch["labels"])  # at each token where a document begins, its position
             if end_of_text is not None:
-                starts[:, 1:] = np.where(tokens[:, :-2] == end_of_text, np.arange(1, starts.shape[1]), 0)
+                is_end = tokens[:, :-1] == end_of_text
+                is_end[[row for row, window in richer if window.starts is not None]] = False
+                starts[:, 1:] = np.where(is_end[:, :-1], np.arange(1, starts.shape[1]), 0)
+                batch["labels"][is_end] = IGNORE_INDEX
             for row, window in richer:
                 if window.starts is not None:
-                    starts[row] = 0
                     starts[row, window.starts] = window.starts
             batch["position_ids"] = np.arange(starts.shape[1]) - np.maximum.accumulate(starts, axis=1)
         for row, window in richer:

@@ -131,6 +131,8 @@ def complete(given: dict[str, typing.Any], file: str | None) -> Settings:
         recipe = json.loads((ASSETS / "demo" / "recipe.json").read_text(encoding="utf-8"))
         if given.get("dataset", "demo") != "demo":
             del recipe["sample_prompt"]  # it is that of the demo's stories; a text of the user's own has its own
+        if given.get("model", "demo") != "demo":
+            del recipe["compile"]  # the demo's four layers compile for longer than all its steps take
         defaults |= recipe
     settings = Settings(**defaults | given)
     if (settings.num_steps == 0 or settings.show_samples) and settings.resume not in ("none", "auto"):

@@ -103,7 +103,7 @@ class Settings:
     sequence_length: int | None = flag(None, "tokens per sample [8192, or as many positions as the model has]", also="seq-len max-seq-len max-seq-length block-size context-length", on_resume="same", from_checkpoint="model")
     batch_size: int | Literal["auto"] = flag(1, "sequences per rank and microbatch; auto takes the largest that fits by --plan [1]", type=batch_size, also="per-device-train-batch-size device-batch-size micro-batch-size local-batch-size", on_resume="reported", from_checkpoint="data")
     gradient_accumulation_steps: int = flag(1, "microbatches per optimizer step [1]", on_resume="reported", from_checkpoint="data")
-    document_mask: bool | None = flag(None, "attention stays inside each document, up to the tokenizer's end-of-text token [off, on for conversations]", on_resume="reported", from_checkpoint="model")
+    document_mask: bool | None = flag(None, "attention and labels stay inside each document, up to the tokenizer's end-of-text token [off, on for conversations]", on_resume="reported", from_checkpoint="model")
     packing: Literal["concatenate", "best-fit"] | None = flag(None, "concatenate cuts documents where a window ends; best-fit fills windows with whole documents and pads them [concatenate, best-fit for conversations]", from_checkpoint="data")
     chat_template: str | None = flag(None, "Jinja file that renders conversations (records with messages) [the tokenizer's]", metavar="FILE", type=path, from_checkpoint="data")
     chat_loss: Literal["assistant", "all"] = flag("assistant", "tokens of a conversation that are trained on [assistant]", from_checkpoint="data")

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, masking_utils
 from transformers.integrations import sdpa_attention
 
-from harness import base, flags
+from harness import base, flags, job
 from harness.model.configs import text_config
 
 # private: whether torch's attention is given fewer keys than queries; there is no option for another rule
@@ -27,6 +27,14 @@ def cudnn_may_give_nan(settings: flags.Settings, config) -> bool:
     masked = settings.document_mask or any(windows)
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     return masked and hopper and settings.sequence_length % 128 == 64
+
+
+def misses_cudnn(settings: flags.Settings, config, kernel: str, head_dim: int) -> bool:
+    """Whether torch, left to itself, takes flash attention where it would take cuDNN's if it found that: on a Hopper or
+    a data-centre Blackwell, for the sizes of heads that cuDNN's backward pass has."""
+    left_to_torch = settings.given.get("attention", "auto") == "auto" and not cudnn_may_give_nan(settings, config)
+    prefers_cudnn = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
+    return left_to_torch and prefers_cudnn and kernel == "flash_attention" and head_dim <= 128 and head_dim % 8 == 0
 
 
 def choose_attention(settings: flags.Settings, config) -> str:
@@ -72,7 +80,7 @@ def any_attention_kernel():
 
 def describe_attention(settings: flags.Settings, config, device: str) -> str:
     """The attention implementation and, for torch's own, the kernel that it chooses for this model and device; a
-    UserError where there is none."""
+    UserError where there is none, a warning where it is not the one that torch takes elsewhere."""
     attention = config._attn_implementation  # private: in public it is only an argument of `from_config`
     if attention != "sdpa":
         return f"{attention} attention"
@@ -85,10 +93,8 @@ def describe_attention(settings: flags.Settings, config, device: str) -> str:
         return "sdpa attention"
     length = settings.sequence_length
     dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
-    query, key = (
-        torch.empty(settings.batch_size, length, n, head_dim, dtype=dtype, device=device, requires_grad=True)
-        for n in sizes
-    )
+    # one row, whatever the batch: torch's choice does not look at its size
+    query, key = (torch.empty(1, length, n, head_dim, dtype=dtype, device=device, requires_grad=True) for n in sizes)
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     mask = None
     if settings.document_mask:  # torch looks at its shape and the stride of its last dimension only
@@ -102,6 +108,12 @@ def describe_attention(settings: flags.Settings, config, device: str) -> str:
     if kernel == "error":
         raise base.UserError(
             f"--attention {settings.attention}: torch's kernel does not take this model's heads; use sdpa"
+        )
+    if misses_cudnn(settings, config, kernel, head_dim):
+        job.warn(
+            "--attention auto: torch takes flash attention, which is 1.7 to 2.3 times slower than cuDNN's on a Hopper "
+            "(transformers 48163). A system's CUDA on LD_LIBRARY_PATH hides torch's cuDNN: unset it, and "
+            "TORCH_CUDNN_SDPA_DEPRIORITIZED; --attention flash asks for flash"
         )
     if cudnn_may_give_nan(settings, config):
         kernel += f", as cuDNN's gradients may be NaN with a mask at {length} tokens"

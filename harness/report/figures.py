@@ -38,7 +38,7 @@ trained_seconds|perf/trained_seconds|s|||time of all steps at their usual speed,
 elapsed_seconds|perf/elapsed_seconds|s|||time since the run's first process started
 router_loss|train/router_loss||Router loss||router loss of a mixture of experts before its coefficient
 expert_load_max|train/expert_load_max||Fullest expert||tokens of the fullest expert over an even share; 1 is even
-padding_percent|data/padding_percent|%|||share of padding in the windows since the last line
+padding_percent|data/padding_percent|%|||share of padding in all that was read so far
 share/SOURCE|data/share/SOURCE||Shares of the sources||share of a source in the tokens, as asked for, 0 to 1
 epochs/SOURCE|data/epochs/SOURCE|epochs|||passes over a source so far
 predicted_peak_memory_alloc|plan/peak_alloc_gib|GiB|||peak_memory_alloc by the run's own plan, on the last line
@@ -83,23 +83,10 @@ def named(metrics: dict) -> dict[str, float]:
 WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")  # the largest counts
 
 
-def memory_figures(device: torch.device) -> dict[str, float]:
-    """This rank's peaks since the last reset in GiB, by torch's caching allocator; `{}` on a CPU.
-
-    `peak_memory_active` counts blocks in use or still awaited by a stream, `peak_memory_alloc` what tensors were given,
-    `peak_memory_reserved` what the process held of the card.
-    """
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    names = {"active": "active_bytes", "alloc": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {f"peak_memory_{name}": stats[f"{key}.all.peak"] / base.GIB for name, key in names.items()}
-
-
 def of_all_ranks(speed: dict[str, float], state: states.TrainState, device: torch.device) -> dict[str, float]:
-    """The figures of a log line that all ranks measure. `speed` is what this rank's tracker measured, without
-    `step_time_ms` in warmup: then there is memory alone. Every rank calls this."""
-    own = speed | memory_figures(device)
+    """The figures of a log line that all ranks measure. `speed` is what this rank's tracker measured; nothing in
+    warmup, and then there is memory alone. Every rank calls this."""
+    own = speed if "peak_memory_reserved" in speed else speed | base.memory_figures()
     row = torch.tensor([own.get(name, 0.0) for name in WORST], dtype=torch.float64, device=device)
     dist.all_reduce(row, dist.ReduceOp.MAX)
     worst = {name: value for name, value in zip(WORST, row.tolist(), strict=True) if name in own}

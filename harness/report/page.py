@@ -122,12 +122,14 @@ class Axis(NamedTuple):
         """Where a value is on an axis of this size."""
         return round(size * (value - self.low) / (self.high - self.low))
 
-    def ticks(self) -> list[float]:
-        """At most 6 round numbers on it."""
+    def ticks(self) -> dict[float, str]:
+        """At most 6 round numbers on it, in words with as many digits as they need."""
         size = 10 ** math.floor(math.log10((self.high - self.low) / 5))
         step = next(size * factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (size * factor) <= 5)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [number * step for number in range(first, last + 1)]
+        numbers = [number * step for number in range(first, last + 1)]
+        digits = 1 + math.floor(math.log10(max(map(abs, numbers)))) - math.floor(math.log10(step) + 1e-9)
+        return {number: short(number, digits) for number in numbers}
 
 
 def draw_charts(lines: list[dict]) -> str:
@@ -174,9 +176,15 @@ def draw_chart(title: str, named: dict[str, Line]) -> str:
             drawn.append(f'<{shape}:var(--c{color % 8}) points="{places}"/>')
         dot = f"<span class=dot style=background:var(--c{color % 8})></span>"
         legend.append(f"<span>{dot}{text(name)} <b>{short(named[name][-1][1])}</b></span>")
-    labels = [f"<i class=y style=bottom:{upward.place(tick, 1000) / 10}%>{short(tick)}</i>" for tick in upward.ticks()]
-    whole_steps = [tick for tick in across.ticks() if tick == int(tick)]
-    labels += [f"<i class=x style=left:{across.place(tick, 1000) / 10}%>{short(tick)}</i>" for tick in whole_steps]
+    labels = [
+        f"<i class=y style=bottom:{upward.place(tick, 1000) / 10}%>{words}</i>"
+        for tick, words in upward.ticks().items()
+    ]
+    labels += [
+        f"<i class=x style=left:{across.place(tick, 1000) / 10}%>{words}</i>"
+        for tick, words in across.ticks().items()
+        if tick == int(tick)  # there is no half a step
+    ]
     heading = f"<h3>{title} <span>{figure.unit}</span></h3><div>{''.join(legend)}</div>"
     svg = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' preserveAspectRatio=none role=img aria-label='{title} over steps'>"
     return (
@@ -192,10 +200,11 @@ def widened(low: float, high: float, margin: float = 0.0) -> Axis:
     return Axis(low - margin * (high - low) if low else low, high + margin * (high - low))
 
 
-def short(value: float) -> str:
-    """A number of an axis or a legend, such as 12,500 or 52 K, 0.0003 or 3e-6."""
+def short(value: float, digits: int = 3) -> str:
+    """A number of an axis or a legend, such as 9,500 or 52 K, 0.0003 or 3e-6, with at least so many digits."""
     size = abs(value)
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if size >= 10 * factor or (factor > 1e3 and size >= factor):
-            return f"{value / factor:.4g} {unit}"
-    return f"{value:,.0f}" if size >= 100 else f"{value:.3g}".replace("e-0", "e-")
+            return f"{value / factor:.{max(digits, 4)}g} {unit}"
+    whole_digits = len(f"{size:.0f}")
+    return f"{value:,.{max(digits, whole_digits)}g}".replace("e-0", "e-")

@@ -1,6 +1,7 @@
 """Profiling: a trace of a few steps, where their time went, and the history of memory."""
 
 import contextlib
+import gc
 import pathlib
 import re
 import time
@@ -17,7 +18,8 @@ MAX_MEMORY_EVENTS = 200_000  # allocations and frees in a memory snapshot, the l
 
 @contextlib.contextmanager
 def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
-    """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them."""
+    """Traces the steps taken inside, on rank 0, and says where their time went; no speed figure counts them. An
+    evaluation, stories or a save among them are in the trace, but no part of the steps' time."""
     with state.tracker.excluded():
         profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
         with profiler as profile:
@@ -29,11 +31,22 @@ def profiling(folder: pathlib.Path, state: states.TrainState) -> Iterator[None]:
         if profile:
             (folder / "profile").mkdir(exist_ok=True)
             profile.export_chrome_trace(str(folder / "profile" / "rank-0.json"))
-            steps = state.step - first_step
-            shares = time_shares(profile.events(), seconds)
-            table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
-            job.say(job.columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
+            say_profile(profile.events(), state.step - first_step, seconds)
+            # Events are garbage in cycles. An evaluation's line among the steps has frozen the profiler that holds
+            # them, so that they would be looked through at each line until the next evaluation.
+            del profiler, profile
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
         dist.barrier()  # until rank 0 has written: the clocks of the other ranks must not count that either
+
+
+def say_profile(events, steps: int, seconds: float) -> None:
+    """The line of a profile that took so many seconds, with all that was among its steps."""
+    seconds -= covered(excluded_spans(events)) / 1e6
+    shares = time_shares(events, seconds)
+    table = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
+    job.say(job.columns({"profile": f"{steps} steps of {1000 * seconds / steps:,.1f} ms: {table}"}))
 
 
 def record_memory(folder: pathlib.Path) -> None:
@@ -57,21 +70,33 @@ def time_shares(events, seconds: float) -> dict[str, float]:
     Args:
         events: of a `torch.profiler.profile`. Where there are GPU kernels they alone count, NCCL's as communication;
             on a CPU every operator counts for what it does itself, collectives and gloo's threads as communication.
+            What ran while the clock was stopped (`PerformanceTracker.excluded`) does not count.
+        seconds: that the profile took, without those in which the clock was stopped.
     """
+    left_out = excluded_spans(events)
     events = [event for event in events if not event.is_user_annotation or event.name.startswith("gloo:")]
     kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     spans: dict[bool, list] = {False: [], True: []}
     for event in kernels or events:
         communicates = re.match("nccl|gloo:|c10d::|_c10d_functional::", event.name) is not None
         spans[communicates] += own_spans(event)
-    compute, busy = covered(spans[False]), covered(spans[False] + spans[True])
+    # what is covered of the steps' own time: of all time, less what was left out of it
+    compute, communication, busy = (
+        covered(kind + left_out) - covered(left_out) for kind in (spans[False], spans[True], spans[False] + spans[True])
+    )
     microseconds = {
         "compute": compute,
-        "communication": covered(spans[True]),
+        "communication": communication,
         "exposed communication": busy - compute,
         "idle": 1e6 * seconds - busy,
     }
     return {name: 100 * value / (1e6 * seconds) for name, value in microseconds.items()}
+
+
+def excluded_spans(events) -> list[tuple[float, float]]:
+    """When the clock was stopped, by the marks that it leaves in a profile."""
+    of_host = (event for event in events if event.device_type == torch.autograd.DeviceType.CPU)
+    return [(event.time_range.start, event.time_range.end) for event in of_host if event.name == base.CLOCK_STOPPED]
 
 
 def own_spans(event) -> Iterator[tuple[float, float]]:

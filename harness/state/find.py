@@ -176,11 +176,13 @@ def branch_of(folder: pathlib.Path, checkpoint: pathlib.Path, manifest: dict) ->
 
 
 def refuse_broken(settings: flags.Settings, state: TrainState, checkpoint: pathlib.Path | None) -> None:
-    """Every rank calls this before anything is done with weights that were loaded.
+    """Every rank calls this before anything is done with weights that may have been loaded.
 
     Raises:
-        UserError: they, or what was loaded with them, are NaN or infinite, or give no finite loss.
+        UserError: they were, and they, or what was loaded with them, are NaN or infinite, or give no finite loss.
     """
+    if not checkpoint and settings.init == "random":
+        return
     problem = state.what_is_broken()
     if problem and checkpoint:
         advice = "remove that folder, and --resume auto goes on from the one before"

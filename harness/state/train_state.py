@@ -92,7 +92,7 @@ class TrainState(Counters):
         tokens of the step, over all ranks."""
         self.step += 1
         samples = data.record.samples_of_step(self.step)
-        tokens, _ = data.count_tokens(samples)
+        tokens = data.count_tokens(samples)
         self.samples += len(samples)
         self.tokens += tokens
         self.scheduler.step()

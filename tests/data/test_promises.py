@@ -17,7 +17,9 @@ import psutil
 import pytest
 from conftest import ROOT, STORIES, forking, losses_of, metrics_of, train, words
 
+import train_fsdp
 import utils
+from harness import base
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import formats
@@ -47,6 +49,11 @@ def corpora(tmp_path_factory):
     named = [json.dumps({"text": f"w{number:02} " * 6}) + "\n" for number in range(60)]
     (folder / "named.jsonl").write_text("".join(named))
     texts = [json.loads(line)["text"] for line in lines[:60]]
+    stories = [json.loads(line)["text"] for line in lines[:400]]
+    uneven = [text[: 6 if number % 20 < 15 else 400] for number, text in enumerate(stories)]
+    (folder / "uneven.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in uneven))
+    rows = [[7, *(9 + (number * place) % 900 for place in range(4 + number % 30))] for number in range(400)]
+    (folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     chats = ([{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:160]}] for text in texts)
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     (folder / "chat.jinja").write_text(TEMPLATE)
@@ -112,6 +119,71 @@ def test_each_token_but_a_documents_first_is_a_label_once(tmp_path, packing):
         assert not lost
 
 
+MASKED = {
+    "text": "uneven.jsonl",
+    "token file": "ids.npy",
+    "mixture": "uneven.jsonl:0.5 ids.npy:0.5",
+    "conversations": "chat.jsonl --chat-template chat.jinja --chat-loss all --packing concatenate",
+    "held out": "uneven.jsonl --eval-interval 1",
+    "streamed": "uneven.jsonl --streaming",
+    "streamed, held out": "uneven.jsonl --streaming --eval-interval 1",
+    "streamed token ids": "ids.jsonl --streaming",
+    "streamed token ids, held out": "ids.jsonl --streaming --eval-interval 1",
+    "streamed beside a token file": "uneven.jsonl:0.5 ids.npy:0.5 --streaming",
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_with_a_document_mask_no_label_is_the_first_token_of_the_next_document(start, monkeypatch, kind):
+    """What the model gets: each label but these is the token that follows. Each document but those of token ids ends
+    with an end-of-text token; these begin with id 7, which nothing else has."""
+    seen, build_model = [], train_fsdp.build_model
+
+    def watch(model, _, batch):
+        if "position_ids" in batch and model.training == ("held out" not in kind):
+            seen.append([batch[name].numpy().copy() for name in ("input_ids", "labels", "position_ids")])
+
+    def build_watched(*arguments, **options):
+        model = build_model(*arguments, **options)
+        model.register_forward_pre_hook(watch, with_kwargs=True)
+        return model
+
+    monkeypatch.setattr(train_fsdp, "build_model", build_watched)
+    start("--document-mask", "--no-final-checkpoint", "--dataset", *words(MASKED[kind]))
+    masked = 0
+    for inputs, labels, positions in seen:
+        if "held out" in kind:  # rows that only fill the last batch have no label
+            real = (labels != IGNORED).any(axis=1)
+            inputs, labels, positions = inputs[real], labels[real], positions[real]
+        begins = inputs == 7 if "token ids" in kind else np.pad(inputs[:, :-1] == 0, ((0, 0), (1, 0)))
+        begins[:, 0] = True
+        is_last = np.append(begins[:, 1:], labels[:, -1:] == IGNORED, axis=1)
+        np.testing.assert_array_equal(positions == 0, begins)
+        np.testing.assert_array_equal(labels == IGNORED, is_last)
+        np.testing.assert_array_equal(labels[:, :-1][~is_last[:, :-1]], inputs[:, 1:][~is_last[:, :-1]])
+        if "token ids" not in kind:
+            np.testing.assert_array_equal(labels[:, -1] == IGNORED, inputs[:, -1] == 0)
+        masked += is_last.sum()
+    assert masked > 3
+
+
+UNEVEN = {
+    "cached": "uneven.jsonl",
+    "best-fit": "uneven.jsonl --packing best-fit",
+    "streamed": "uneven.jsonl --streaming --streams 4",
+    "streamed beside a token file": "uneven.jsonl:0.5 ids.npy:0.5 --streaming --streams 4",
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_with_a_document_mask_each_trained_token_of_a_step_counts_alike(start, tmp_path, kind):
+    """In one microbatch of four samples and in four of one."""
+    flags = ["--document-mask", "--eval-interval", "2", "--dataset", *words(UNEVEN[kind])]
+    start(*flags, "--run-name", "one")
+    start(*flags, "--run-name", "four", "--batch-size", "1", "--gradient-accumulation-steps", "4")
+    assert losses_of(tmp_path / "four") == pytest.approx(losses_of(tmp_path / "one"), rel=2e-6)
+
+
 def test_best_fit_cuts_no_document_that_fits_and_positions_begin_again_with_each(tmp_path):
     documents = [np.append(np.full(length, number), 0) for number, length in enumerate([5, 20, 11, 40, 3], 1)]
     formats.write_datatrove(tmp_path, documents, [])
@@ -151,7 +223,7 @@ LAYOUTS = formats.LAYOUTS | {
 def test_the_same_documents_are_the_same_windows_in_every_format(tokenizer, tmp_path, name):
     documents, texts = formats.read_stories(50)
     LAYOUTS[name](tmp_path, documents, texts)
-    windows = utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache")
+    windows = utils.get_dataset(tokenizer, 64, dataset=str(tmp_path), cache_dir=tmp_path / "cache", shuffle=False)
     flat = np.concatenate(documents)
     assert len(windows) == (len(flat) - 1) // 64
     for index, batch in enumerate(batches_of(windows)):
@@ -166,7 +238,8 @@ def test_token_files_are_mapped_and_not_copied(tmp_path):
         file.seek(2**33)
         ends.tofile(file)
     before = psutil.Process().memory_info().rss
-    windows = utils.get_dataset(None, 8192, dataset=str(tmp_path), vocab_size=100, cache_dir=tmp_path / "cache")
+    options = {"vocab_size": 100, "cache_dir": tmp_path / "cache", "shuffle": False}
+    windows = utils.get_dataset(None, 8192, dataset=str(tmp_path), **options)
     assert len(windows) == (2**32 + 99 - 1) // 8192
     batch = utils.create_collate_fn()([windows[len(windows) - 1]])
     assert batch["input_ids"].shape == (1, 8192) and not batch["input_ids"].any()
@@ -196,6 +269,21 @@ def test_each_source_is_within_a_sample_or_two_of_its_share_after_any_number_of_
     for number, weight in enumerate(weights, 1):
         shares = np.arange(1, len(found) + 1) * weight / sum(weights)
         assert np.abs(np.cumsum(found == number) - shares).max() <= within + 1e-9
+
+
+def test_a_library_gets_windows_shuffled_by_the_seed_that_a_run_has_or_on_request_in_the_order_of_the_corpus(corpora):
+    """tests/pair/test_program.py trains on them in the order of a run."""
+    options: dict = {"dataset": str(corpora / "ids.npy"), "vocab_size": VOCABULARY}
+    shuffled, same, other = (
+        utils.get_dataset(None, 32, **options, **given) for given in ({}, {"seed": 42}, {"seed": 7})
+    )
+    in_order = np.load(corpora / "ids.npy")[: 156 * 32].reshape(156, 32)
+    assert np.array_equal([window[:32] for window in utils.get_dataset(None, 32, **options, shuffle=False)], in_order)
+    rows = [window[:32].tolist() for window in shuffled]
+    assert rows == [window[:32].tolist() for window in same] != [window[:32].tolist() for window in other]
+    assert rows != in_order.tolist() and sorted(rows) == sorted(in_order.tolist())
+    with pytest.raises(base.UserError, match="shuffle=False: a mixture"):
+        utils.get_dataset(None, 32, **options | {"dataset": [options["dataset"]]}, shuffle=False)
 
 
 def test_the_order_is_a_pure_function_of_the_seed_and_of_the_samples_number(show):

@@ -73,6 +73,26 @@ def test_packed_and_mixed_files_are_read_as_they_are_unpacked(load, encoded, wri
     assert tokens_of(load(data / "[13].*")) == encoded([*TEXTS, "# A title\n\nA story."])
 
 
+@pytest.mark.parametrize("suffix, pack", [("gz", gzip.compress), ("bz2", bz2.compress)])
+def test_zeros_behind_a_packed_file_are_no_part_of_it_as_for_the_tools(
+    load, encoded, write_jsonl, tmp_path, suffix, pack
+):
+    lines = write_jsonl(tmp_path / "lines", TEXTS).read_bytes()
+    (tmp_path / f"data.jsonl.{suffix}").write_bytes(pack(lines) + pack(lines) + bytes(512))
+    assert tokens_of(load(tmp_path / f"data.jsonl.{suffix}")) == encoded([*TEXTS, *TEXTS])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt", ".md"])
+def test_an_empty_file_in_a_folder_is_one_without_documents(load, encoded, write_jsonl, tmp_path, suffix):
+    data = write_jsonl(tmp_path / "data" / "b.jsonl", TEXTS).parent
+    (data / f"a{suffix}").touch()
+    (data / f"c{suffix}").touch()
+    assert tokens_of(load(data)) == encoded(TEXTS)
+    (data / "b.jsonl").unlink()
+    with pytest.raises(UserError, match="it holds no text"):
+        load(data)
+
+
 @pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
 def test_a_byte_order_mark_and_windows_line_ends_change_no_token(load, write_jsonl, tmp_path, name):
     plain = "\n".join(TEXTS) if name.endswith("txt") else write_jsonl(tmp_path / name, TEXTS).read_text()
@@ -189,6 +209,10 @@ UNUSABLE = [  # file, content, what the error says after the file's name
     ("data.jsonl", b'{"text": "A"}\n', "do not fill one window of --sequence-length"),
     ("data.parquet", b"no parquet", ": cannot be read (Parquet"),
     ("data.jsonl.gz", gzip.compress(b'{"text": "A fox."}\n' * 99, mtime=0)[:-9], ": cannot be read ("),
+    ("data.jsonl.gz", gzip.compress(GOOD)[:12] + b"\xff" * 99, ": cannot be read ("),
+    ("data.jsonl.gz", GOOD, ": cannot be read ("),
+    ("data.jsonl.bz2", bz2.compress(GOOD * 99)[:-9], ": cannot be read ("),
+    ("data.jsonl.bz2", GOOD, ": cannot be read ("),
     ("data.jsonl", GOOD + b'{"story": "A fox."}\n', ', line 2: no field \'text\' in {"story": "A fox."}; name it'),
     ("data.jsonl", GOOD + b'\n{"text": "A fo', ", line 3: broken JSON, Unterminated string"),
     ("data.jsonl", GOOD * 5000 + b'{"text": "A", }\n' + GOOD, ", line 5,001: broken JSON"),

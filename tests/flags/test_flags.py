@@ -85,6 +85,11 @@ def test_of_a_flag_given_twice_the_last_counts_and_every_prompt_is_kept(toml):
     assert parse([*file, *prompts]).sample_prompt == ("a", "b", "-- c")
 
 
+def test_the_demo_does_not_compile_its_four_layers_unless_it_is_asked_to():
+    compiles = {"--demo": False, "--demo --compile": True, "--demo --model llama3.2-1b": None, "--model demo": None}
+    assert {flags: parse(words(flags)).compile for flags in compiles} == compiles  # None: on with CUDA
+
+
 def test_what_was_given_is_a_command_line_again():
     every_kind = "--dataset a=x.jsonl:0.7 b=y.jsonl:0.3 --mixture-stage 0.5:a=1 --mixture-stage 0.8:b=1 --no-compile"
     every_kind += " --document-mask --betas 0.8 0.9 --lr 1e-3 --num-tokens 20e9 --sample-prompt=-a --sample-prompt b"

@@ -1,6 +1,7 @@
 """Configs, tokenizers, weights and kernels: what is used, and what is refused by name."""
 
 import contextlib
+import dataclasses
 import json
 import types
 
@@ -18,7 +19,7 @@ from harness.base import versions
 from harness.base.errors import UserError
 from harness.flags import PRESETS
 from harness.model import tokenizer as tokenizer_module
-from harness.model.attention import choose_attention
+from harness.model.attention import choose_attention, describe_attention
 from harness.model.configs import load_config
 from harness.model.float8 import float8_filter
 from harness.model.tokenizer import load_tokenizer
@@ -209,6 +210,37 @@ def test_cudnn_is_left_out_where_its_gradients_may_be_nan(monkeypatch, tmp_path,
             assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
 
 
+@pytest.mark.parametrize(
+    "capability, kernel, flags, heads, warns",
+    [
+        ((9, 0), "FLASH_ATTENTION", "", 8, True),  # H100, H200
+        ((10, 3), "FLASH_ATTENTION", "", 8, True),  # B300
+        ((9, 0), "CUDNN_ATTENTION", "", 8, False),
+        ((9, 0), "FLASH_ATTENTION", "--attention flash", 8, False),
+        ((9, 0), "FLASH_ATTENTION", "--attention sdpa", 8, False),
+        ((9, 0), "FLASH_ATTENTION", "", 2, False),  # heads of 256, which cuDNN's backward pass has not
+        ((8, 0), "FLASH_ATTENTION", "", 8, False),  # A100
+        ((12, 0), "FLASH_ATTENTION", "", 8, False),  # RTX 5090
+    ],
+)
+def test_a_gpu_that_has_no_cudnn_although_torch_prefers_it_is_warned_of(
+    monkeypatch, capfd, tmp_path, capability, kernel, flags, heads, warns
+):
+    sizes = MODELS["llama"][1] | {"hidden_size": 512, "num_attention_heads": heads, "num_key_value_heads": heads}
+    settings = parse(
+        ["--model", write_model(tmp_path / "model", "llama", **sizes), "--sequence-length", "64", *words(flags)]
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = load_config(settings.model)
+    settings = dataclasses.replace(settings, attention=choose_attention(settings, config))
+    config._attn_implementation = "sdpa"
+    choice = getattr(torch.nn.attention.SDPBackend, kernel).value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: choice)
+    assert describe_attention(settings, config, "meta").startswith(f"sdpa attention ({kernel.lower()}")
+    assert ("warning: --attention auto: torch takes flash attention" in capfd.readouterr().err) == warns
+
+
 def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them():
     query, keys = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
     module, found = types.SimpleNamespace(num_key_value_groups=2, is_causal=True), []
@@ -220,6 +252,30 @@ def test_fp32_on_a_gpu_repeats_shared_keys_as_no_fused_kernel_takes_them():
     torch.testing.assert_close(*found)
     with NoSharedKeys(), pytest.raises(AssertionError):  # what one run chose is not the choice of the next
         sdpa_attention.sdpa_attention_forward(module, query, keys, keys, None)
+
+
+@pytest.mark.parametrize("flags", ["", "--document-mask"])
+def test_naming_the_kernel_takes_memory_for_one_row_of_queries_whatever_the_batch(flags):
+    config = load_config("demo")
+    config._attn_implementation = "sdpa"
+    settings = parse(["--model", "demo", "--sequence-length", "256", "--batch-size", "64", *words(flags)])
+    with Sizes() as sizes:
+        assert "sdpa attention (" in describe_attention(settings, config, "cpu")
+    assert max(sizes.seen) == 256 * config.hidden_size
+
+
+class Sizes(TorchDispatchMode):
+    """The number of elements of each storage that is made inside."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self.seen.append(result.untyped_storage().nbytes() // result.itemsize)
+        return result
 
 
 class NoSharedKeys(TorchDispatchMode):

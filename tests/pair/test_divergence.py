@@ -10,7 +10,9 @@ import torch
 from conftest import ROOT, Stop, losses_of, metrics_of, python, torchrun, train, words, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import train_fsdp
 from harness.base import UserError
+from harness.state.train_state import TrainState
 
 # After its first update the gradients are NaN; the loss stays finite, as RMSNorm turns what overflows into zeros.
 DIVERGES = words("--lr 1e20 --max-grad-norm 0 --warmup-steps 0 --num-steps 6")
@@ -111,6 +113,23 @@ def test_weights_that_give_no_finite_loss_are_refused_before_anything_is_made_of
 
 
 # ---- Losses that are finite ------------------------------------------------------------------------------------------
+
+
+def test_only_weights_that_were_loaded_are_judged_before_the_first_step(device, arguments, monkeypatch):
+    events, build_model, finite = [], train_fsdp.build_model, TrainState.finite
+
+    def build_watched(*given, **options):
+        model = build_model(*given, **options)
+        model.register_forward_pre_hook(lambda *_: events.append("step" if model.training else "check"))
+        return model
+
+    monkeypatch.setattr(train_fsdp, "build_model", build_watched)
+    monkeypatch.setattr(TrainState, "finite", lambda state: events.append("scan") or finite(state))
+    train(arguments, device)
+    assert events[0] == "step"
+    events.clear()
+    train([*arguments, "--resume", "auto", "--num-steps", 3], device)
+    assert events[:3] == ["scan", "check", "step"]
 
 
 def test_a_loss_that_ends_above_its_first_one_is_in_the_last_lines(device, arguments, tmp_path, capfd):

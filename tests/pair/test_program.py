@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_fsdp
 import utils
-from harness.data.mixture import WindowOrder
 from harness.flags.settings import FLAGS
 
 PROMPT = "Once upon a time"
@@ -202,16 +201,13 @@ def test_training_is_what_a_plain_loop_computes(device, tmp_path):
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "demo")
-    dataset = utils.get_dataset(tokenizer, 32, dataset=str(STORIES), split="train", cache_dir=tmp_path / "cache")
-    order = WindowOrder(len(dataset), seed=3)
+    dataset = utils.get_dataset(tokenizer, 32, dataset=str(STORIES), cache_dir=tmp_path / "cache", seed=3)
     losses, norms, rates = [], [], []
     for step in range(steps):
         rates.append(peak * min(step / warmup, (steps - step) / (steps - warmup)))
         for group in optimizer.param_groups:
             group["lr"] = rates[-1]
-        windows = torch.stack(
-            [torch.from_numpy(dataset[order.window_of(4 * step + n)].astype("int64")) for n in range(4)]
-        )
+        windows = torch.stack([torch.from_numpy(dataset[4 * step + n].astype("int64")) for n in range(4)])
         logits = model(input_ids=windows[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
         loss.backward()

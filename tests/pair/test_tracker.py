@@ -1,6 +1,7 @@
 """MFU, peak TFLOPS and the tracker's clock, in numbers that can be checked by hand."""
 
 import pytest
+import torch
 
 import utils
 from harness.state.train_state import TrainState
@@ -15,12 +16,22 @@ PEAKS = {
     "NVIDIA H200": 989,
     "NVIDIA H20": 148,
     "NVIDIA GB200": 2500,
+    "NVIDIA GB300": 2500,
+    "NVIDIA B300 SXM6 AC": 2250,
     "NVIDIA A100-PCIE-40GB": 312,
     "NVIDIA A10": 125,
     "NVIDIA L40S": 362,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 503.8,
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": 503.8,
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,  # lower clocks
+    "NVIDIA RTX PRO 6000D Blackwell Workstation Edition": None,  # another chip
+    "NVIDIA RTX Pro 6000 Blackwell DC-24C": None,
+    "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "NVIDIA GeForce RTX 5080": 112.6,
     "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # another chip under the same name
     "AMD Instinct MI300X": 1307.4,
+    "AMD Instinct MI350X": 2306.9,
     "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
     "H100": None,
     "Some GPU of 2031": None,
@@ -127,6 +138,14 @@ def test_excluded_time_is_in_no_window(clock):
     assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
 
 
+def test_what_comes_before_the_window_is_opened_is_in_none(clock):
+    tracker = utils.PerformanceTracker(warmup_steps=0)
+    clock.advance(50)
+    tracker.open_window()
+    clock.advance(2)
+    assert tracker.step(TOKENS, FLOPS)["step_time_ms"] == pytest.approx(2000)
+
+
 def test_waiting_for_data_is_a_share_of_the_window(clock):
     tracker = utils.PerformanceTracker(warmup_steps=1)
     for waited in (0.9, 0.25):
@@ -179,3 +198,25 @@ def test_slow_steps_after_a_quick_warmup_make_no_more_productive_time_than_there
         clock.advance(seconds)
         tracker.step(TOKENS, FLOPS)
     assert TrainState(None, tracker=tracker).productive_seconds() == pytest.approx(2)
+
+
+def test_on_a_gpu_a_step_has_the_allocators_peaks_and_the_message_shows_them(clock, monkeypatch):
+    """A GPU by its allocator alone: 3, 2 and 4 GiB."""
+    stats = {
+        "active_bytes.all.peak": 3 * 2**30,
+        "allocated_bytes.all.peak": 2 * 2**30,
+        "reserved_bytes.all.peak": 2**32,
+    }
+    for name, answer in {
+        "is_available": True,
+        "is_initialized": True,
+        "synchronize": None,
+        "memory_stats": stats,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    tracker = utils.PerformanceTracker(warmup_steps=1, peak_tflops=100)
+    assert tracker.step(TOKENS, FLOPS) == {"warmup_completed": True}
+    clock.advance(1)
+    metrics = tracker.step(TOKENS, FLOPS)
+    assert [metrics[f"peak_memory_{kind}"] for kind in ("active", "alloc", "reserved")] == [3, 2, 4]
+    assert "3.0 GiB active, 2.0 allocated, 4.0 reserved" in tracker.get_print_message(metrics)

@@ -5,15 +5,18 @@ import json
 import re
 import resource
 import socket
+import time
 
 import pytest
 import torch
 from conftest import metrics_of, parse, python, train, words
 
+import train_fsdp
+from harness import report
 from harness.base.errors import UserError
 from harness.flags.settings import PROFILED_STEPS
 from harness.job import endings
-from harness.report.figures import FIGURES, check_gates, memory_figures
+from harness.report.figures import FIGURES, check_gates
 from harness.report.log import Log
 from harness.report.profiling import dump_memory, record_memory, time_shares
 
@@ -72,13 +75,6 @@ def test_every_promised_key_has_its_row_and_a_name_of_its_own():
     assert len({figure.name for figure in FIGURES.values()}) == len(FIGURES)
 
 
-def test_memory_is_that_of_torchs_allocator_at_its_peak(monkeypatch):
-    stats = {"active_bytes": 3 * 2**30, "allocated_bytes": 2 * 2**30, "reserved_bytes": 4 * 2**30}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {f"{key}.all.peak": size for key, size in stats.items()})
-    peaks = memory_figures(torch.device("cuda"))
-    assert peaks == {"peak_memory_active": 3.0, "peak_memory_alloc": 2.0, "peak_memory_reserved": 4.0}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Profile and memory record
 
@@ -93,6 +89,62 @@ def test_a_run_leaves_a_trace_and_a_table(run, capsys):
     assert set(map(str.strip, shares)) == {"compute", "communication", "exposed communication", "idle"}
     assert sum(shares.values()) == pytest.approx(100 + shares[" communication"], abs=0.3)
     assert "tokens_per_sec" not in metrics_of(folder)[1]  # step 3 is profiled
+
+
+PROFILED = words("--num-steps 9 --perf-warmup-steps 2 --log-interval 1 --profile")  # steps 3 to 5
+
+
+@pytest.fixture
+def evaluation(monkeypatch):
+    """Stands in for an evaluation, whose operators would make a large trace: some seconds in which a few run."""
+
+    def evaluate(run):
+        started = time.monotonic()
+        while time.monotonic() - started < evaluate.seconds:
+            torch.ones(1000).sum()
+            time.sleep(0.1)
+        return {"eval_loss": 1.0}, 1
+
+    evaluate.seconds = 0
+    monkeypatch.setattr(train_fsdp, "evaluate_with_average", evaluate)
+    return evaluate
+
+
+@pytest.mark.parametrize("interval", [0, 4])
+def test_the_lines_after_a_profile_have_no_garbage_of_it_to_collect(run, monkeypatch, evaluation, interval):
+    """Objects that a collection looks through, by step, before each line: a profile of three steps has 100,000."""
+    write, looked_through = Log.write, {}
+
+    def count_and_write(self, metrics, *more):
+        looked_through[metrics["step"]] = len(gc.get_objects())
+        write(self, metrics, *more)
+
+    monkeypatch.setattr(Log, "write", count_and_write)
+    run(*PROFILED, "--eval-interval", interval)
+    assert max(looked_through[step] for step in range(5, 10)) < 10_000
+
+
+def test_a_profile_counts_steps_only(run, capsys, evaluation):
+    """An evaluation after step 4, the second of three that are profiled, takes six seconds."""
+    evaluation.seconds = 6
+    run(*PROFILED, "--eval-interval", 4)
+    said = capsys.readouterr().out
+    milliseconds, shares = re.search(r"^profile +3 steps of ([\d.,]+) ms: (.*)$", said, re.MULTILINE).groups()
+    assert 3 * float(milliseconds.replace(",", "")) < 5000
+    shares = {name: float(share) for name, share in re.findall(r"([a-z]+) ([\d.]+) %", shares)}
+    assert 0 < shares["compute"] <= 100 and 0 <= shares["idle"] < 100
+
+
+def test_without_warmup_the_clock_opens_at_the_first_step(run, monkeypatch):
+    describe = report.describe_setup
+
+    def slowly(*arguments, **options):
+        time.sleep(5)
+        return describe(*arguments, **options)
+
+    monkeypatch.setattr(report, "describe_setup", slowly)
+    first = metrics_of(run("--num-steps", "2", "--perf-warmup-steps", "0", "--log-interval", "1"))[0]
+    assert first["step_time_ms"] < 4500
 
 
 class Event:
@@ -125,6 +177,13 @@ def test_shares_of_a_cpu_by_hand():
         Event("gloo:all_reduce", 60, 80, annotation=True),
     ]
     expected = {"compute": 50, "communication": 20, "exposed communication": 20, "idle": 30}
+    assert time_shares(events, 100e-6) == pytest.approx(expected)
+
+
+def test_shares_leave_out_what_ran_while_the_clock_was_stopped():
+    stopped = Event("clock stopped", 40, 140, annotation=True)
+    events = [Event("aten::mm", 0, 30), stopped, Event("aten::mm", 50, 130), Event("gloo:all_reduce", 140, 160)]
+    expected = {"compute": 30, "communication": 20, "exposed communication": 20, "idle": 50}
     assert time_shares(events, 100e-6) == pytest.approx(expected)
 
 

@@ -101,6 +101,24 @@ def drawing_of(page: str, title: str) -> str:
     return page.partition(f"<h3>{title} ")[2].partition("</div></div>\n")[0]
 
 
+@pytest.mark.parametrize(
+    "low, high, words",
+    [
+        (12.118, 12.172, ["12.12", "12.14", "12.16"]),
+        (12.2, 12.4, ["12.2", "12.25", "12.3", "12.35", "12.4"]),
+        (99.6, 101.1, ["100", "100.5", "101"]),
+        (8123.4, 8123.9, ["8,123.4", "8,123.6", "8,123.8"]),
+        (52_110, 52_180, ["52.12 K", "52.14 K", "52.16 K", "52.18 K"]),
+        (1_000_001, 1_000_006, ["1.000002 M", "1.000004 M", "1.000006 M"]),
+        (3e-6, 3.1e-6, ["3e-6", "3.05e-6", "3.1e-6"]),
+        (-0.01, 0.03, ["-0.01", "0", "0.01", "0.02", "0.03"]),
+    ],
+)
+def test_an_axis_tells_its_numbers_apart_also_where_they_lie_close(tmp_path, low, high, words):
+    page = page_of(write_run(tmp_path / "r", [{"step": 1, "loss": low}, {"step": 2, "loss": high}]))
+    assert re.findall("class=y [^>]*>([^<]+)<", drawing_of(page, "Loss")) == words
+
+
 def test_a_run_of_20_000_lines_stays_below_50_kb_with_its_spikes_in_a_band_and_its_end_in_view(tmp_path):
     lines = []
     for step in range(1, 20_001):

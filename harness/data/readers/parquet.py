@@ -18,10 +18,12 @@ READ_AHEAD = 2**22  # bytes of a file that is read as a whole
 
 def read(stream: io.RawIOBase, text_field: Field, start: int = 0, end: int | None = None) -> Iterator[Record]:
     """The rows whose share of the file lies there, as if all were equally long; of row groups only those with such rows
-    are read."""
+    are read. A file of no byte has none, as in other formats."""
     import pyarrow.parquet
 
     size = stream.seek(0, io.SEEK_END)
+    if not size:
+        return
     buffer_size = READ_AHEAD if end is None else BLOCK
     parquet = pyarrow.parquet.ParquetFile(
         io.BufferedReader(stream, buffer_size), buffer_size=buffer_size, pre_buffer=False
@@ -48,6 +50,8 @@ def count(stream: io.RawIOBase) -> int:
     """How many rows a file has, by what stands at its end."""
     import pyarrow.parquet
 
+    if not stream.seek(0, io.SEEK_END):
+        return 0
     return pyarrow.parquet.ParquetFile(io.BufferedReader(stream, BLOCK)).metadata.num_rows
 
 
