@@ -89,9 +89,6 @@ def build_model(settings: flags.Settings, config, mesh: DeviceMesh, read_weights
         weights = models.PretrainedWeights(model, layers, models.find_source(settings.model)[1], dtype)
     if settings.precision == "fp8":
         convert_to_fp8 = models.fp8_converter(layers, settings.fp8_recipe, settings.fp8_emulate, settings.compile)
-    if settings.activation_memory_budget is not None:
-        # private: the share of a compiled region's activations that is kept has no public option
-        torch._functorch.config.activation_memory_budget = settings.activation_memory_budget
 
     shard = functools.partial(fully_shard, mesh=mesh, **sharding_policies(settings, device))
     torch.manual_seed(settings.seed)

@@ -98,6 +98,4 @@ def describe_techniques(settings: flags.Settings, model, device_type: str) -> st
         attention += " inside documents (FLOPs counted as if across them)"
     loss = f"fused loss ({mode} chunks)" if settings.fused_loss else "loss from full logits"
     activations = f"{settings.activation_checkpointing.replace('none', 'no')} activation checkpointing"
-    if settings.activation_memory_budget is not None:
-        activations = f"activation memory budget {settings.activation_memory_budget:g}"
     return f"{attention}, {mode} layers, {loss}, {activations}, {settings.optimizer}"
