@@ -298,7 +298,7 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     model = build_model(settings, config, mesh, read_weights=not found)
     optimizer = models.build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
-    verified = models.verify_sharding(settings, model, optimizer, mesh, sizes.states > 0)
+    verified = models.verify_sharding(settings, model, optimizer, mesh)
     flops_per_token, flops_in_words = models.known_flops(
         model, settings.sequence_length, utils.get_model_flops_per_token
     )
