@@ -286,9 +286,7 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     mesh = build_mesh(settings, device)
     found, manifest = state.find_checkpoint(settings.resume, folder)
     settings = plan.resolve(data.mask_conversations(settings, corpora), config, manifest)
-    parameters, sizes = models.count_parameters(config), models.parameter_bytes(settings, config)
-    # without saves for which disk or memory have no room
-    settings = job.check_machine(settings, parameters, sizes, mesh, device, folder, manifest["step"] if manifest else 0)
+    job.check_machine(settings, device)
     dataset = data.load(settings, corpora, tokenizer, config, manifest)
     if settings.demo and settings.dataset != "demo" and not prompts and dataset.beginning:
         prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
@@ -309,6 +307,8 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     if found:
         train_state.load(found, manifest, base.on_main_rank(lambda: state.branch_of(folder, found, manifest)))
     state.refuse_broken(settings, train_state, found)
+    if train_state.step < settings.num_steps:  # without the last state, where the disk has no room for it
+        settings = job.check_disk(settings, *train_state.saved_bytes(), folder)
     job.say(
         report.describe_setup(
             settings, train_state, mesh, dataset, flops_in_words, peak, verified, checkpoint=found, changed=changed

@@ -11,9 +11,7 @@ __getattr__, __all__ = doors.open_door(
     {
         "configs": "choose_sequence_length find_source load_config read_generation_config",
         "tokenizer": "load_files",
-        "weights": (
-            "PretrainedWeights as_in_checkpoint count_parameters decoder_layers layer_period materialize on_meta"
-        ),
+        "weights": "PretrainedWeights as_in_checkpoint decoder_layers layer_period materialize on_meta",
         "attention": "any_attention_kernel choose_attention describe_attention",
         "loss": "IGNORE_INDEX adapt_forward choose_loss full_loss",
         "precision": "choose_precision",
@@ -22,7 +20,7 @@ __getattr__, __all__ = doors.open_door(
         "flops": "MENDED computes_every_score count_flops eager_on_meta known_flops",
         "collectives": "finish_sharding fsdp_group sharded_modules",
         "verify": "verify_sharding",
-        "optimization": "build_optimizer clip_grad_norm find_optimizer local memory_saving_optimizers parameter_bytes",
+        "optimization": "build_optimizer clip_grad_norm find_optimizer local memory_saving_optimizers",
         "skipping": "decide_skip skips_on_device step_or_skip",
         "sampling": "evaluating sample",
         "finite": "loss_and_norm loss_without_data",

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness import flags
 from harness.model.collectives import fsdp_group, sharded_modules
-from harness.model.optimization import find_optimizer, local, weight_dtype
+from harness.model.optimization import local, weight_dtype
 
 
 @torch.no_grad()
@@ -21,17 +21,16 @@ def verify_sharding(
     Gradients, which are not there yet, are looked at when the optimizer takes its first step.
 
     Raises:
-        RuntimeError: it names the first parameter or state that is not as it should be, or the parameter that lacks
-            the states that its optimizer keeps.
+        RuntimeError: it names the first parameter or state that is not as it should be, or the trained
+            parameter that has no state: a checkpoint is loaded into them.
     """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     dtype, num_states = weight_dtype(settings), 0
-    keeps_states = find_optimizer(settings.optimizer).state_bytes(dtype.itemsize) > 0
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
         kept = optimizer.state.get(parameter, {})
         states = {f"{name}.{key}": state for key, state in kept.items() if torch.is_tensor(state) and state.dim()}
-        if keeps_states and parameter.requires_grad and not states:
+        if parameter.requires_grad and not states:
             raise RuntimeError(f"{name} has no optimizer state")
         for of_name, tensor in ({name: parameter} | states).items():
             if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:

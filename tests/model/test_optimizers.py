@@ -14,15 +14,7 @@ from torch._dynamo.utils import counters
 import train_fsdp
 from harness import model as models
 from harness.base.errors import UserError
-from harness.flags.settings import OPTIMIZERS
-from harness.model.optimization import (
-    build_optimizer,
-    clip_grad_norm,
-    find_optimizer,
-    local,
-    memory_saving_optimizers,
-    parameter_bytes,
-)
+from harness.model.optimization import build_optimizer, clip_grad_norm, find_optimizer, local, memory_saving_optimizers
 from harness.model.optimizers import adamw8bit
 from harness.model.optimizers.adamw import AdamW, update
 
@@ -155,27 +147,6 @@ def test_adamw8bit_updates_weights_as_adamw_does(built, monkeypatch, precision):
     for parameter, same, old in zip(model.parameters(), other.parameters(), before, strict=True):
         torch.testing.assert_close(local(parameter), local(same))
         assert not torch.equal(local(parameter), old)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What every optimizer's file says
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_states_of_every_optimizer_take_the_bytes_that_its_file_says(built, arguments, name, precision):
-    if (name, precision) == ("adamw-bf16", "bf16-pure"):
-        pytest.skip("is refused")
-    model, optimizer = built("--optimizer", name, "--precision", precision)
-    parameters = [p for p in model.parameters() if p.numel() >= 4096]  # torchao keeps those of smaller ones in fp32
-    if find_optimizer(name).model_state_bytes:  # its parameters differ
-        parameters = list(model.parameters())
-    states = [local(s) for p in parameters for s in optimizer.state[p].values() if s.dim()]
-    size = sum(getattr(state, "codes", state).nbytes for state in states)
-    each = parameter_bytes(*resolved([*arguments, "--optimizer", name, "--precision", precision]))
-    assert parameters and size == pytest.approx(each.states * sum(p.numel() for p in parameters), rel=1e-12)
-    assert each.at_rest == 2 * (2 if precision == "bf16-pure" else 4) + each.states
-    assert each.in_checkpoint >= each.weight + each.states
 
 
 # ----------------------------------------------------------------------------------------------------------------------
