@@ -305,7 +305,8 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     if found:
-        train_state.load(found, manifest, base.on_main_rank(lambda: state.branch_of(folder, found, manifest)))
+        of_another_run = base.on_main_rank(lambda: not state.is_of_run(folder, found))
+        train_state.load(found, manifest, of_another_run)
     state.refuse_broken(settings, train_state, found)
     if train_state.step < settings.num_steps:  # without the last state, where the disk has no room for it
         settings = job.check_disk(settings, *train_state.saved_bytes(), folder)

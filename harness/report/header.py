@@ -37,7 +37,7 @@ def describe_setup(
     if settings.cpu_offload:
         sharding += ", offloaded to the host"
     padded = " with padding" if train_set.has_padding else ""
-    optimizer, origin = models.find_optimizer(settings.optimizer), state.branched_from
+    optimizer = models.find_optimizer(settings.optimizer)
     waits = f"the host waits for each gradient norm, as {settings.optimizer} cannot skip on the device"
     lines = {
         "model": f"{settings.model} ({type(model).__name__.removeprefix('FSDP')}), {settings.init} weights, "
@@ -54,7 +54,6 @@ def describe_setup(
         **train_set.header,
         "resumed": f"{checkpoint} at step {state.step:,}" if checkpoint else "",
         "changed": changed,
-        "branched": f"from {origin['folder']} at step {origin['step']:,}" if origin else "",
     }
     return job.columns({name: words for name, words in lines.items() if words}, wrap=True)
 

@@ -123,18 +123,15 @@ def summarize(metrics: dict, first: dict, state: states.TrainState, seconds: flo
 
 
 def describe_training(metrics: dict, state: states.TrainState, seconds: float) -> str:
-    """Steps, tokens, time and losses; of a run that branched from another without the other's steps and tokens."""
-    origin = state.branched_from or {"step": 0, "tokens": 0}
-    words = base.counted(metrics["step"] - origin["step"], "step")
+    """Steps, tokens, time and losses; of a run that goes on from another one's checkpoint its own time alone."""
+    words = base.counted(metrics["step"], "step")
     if metrics["skipped_steps"]:
         words += f" ({metrics['skipped_steps']:,} skipped)"
     which = ""
     if state.elapsed_before:  # of the starts before, only the time of their steps is known
         which, seconds = "first ", metrics.get("trained_seconds", seconds)
-    words += f", {metrics['tokens_seen'] - origin['tokens']:,} tokens in {tqdm.format_interval(seconds)} of training, "
+    words += f", {metrics['tokens_seen']:,} tokens, {tqdm.format_interval(seconds)} of training, "
     words += f"{tqdm.format_interval(state.elapsed)} since the {which}start"
-    if state.branched_from:
-        words += f" after step {origin['step']:,} of {pathlib.Path(origin['folder']).name}"
     if "loss" in metrics:  # the last step was not skipped
         words += f", loss {metrics['loss']:.4f}"
     held_out = describe_held_out(metrics)

@@ -7,7 +7,7 @@ shards, everything else is one dataclass of counters in the manifest.
     find_checkpoint           the checkpoint to go on from and its manifest, checked; (None, None) for a fresh start
     load_mean                 the mean of a run's newest checkpoints
     find_recorded_data        what a run recorded of its data, for --show-samples
-    branch_of                 None for the run that saved a checkpoint, else the id and the origin of a new one
+    is_of_run                 whether a checkpoint is of the run in a folder, which goes on; else that is a new run
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
     check_data, check_same_model, check_same_corpus     the same for what trains nothing
@@ -24,7 +24,7 @@ __getattr__, __all__ = doors.open_door(
     {
         "train_state": "TrainState",
         "store": "Checkpoints",
-        "find": "find_checkpoint find_recorded_data load_to_read load_mean branch_of refuse_broken",
+        "find": "find_checkpoint find_recorded_data load_to_read load_mean is_of_run refuse_broken",
         "identity": "describe_identity check_resume check_data check_same_model check_same_corpus keep_global_batch",
         "exports": "check_export export",
     },
