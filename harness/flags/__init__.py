@@ -18,7 +18,7 @@ __getattr__, __all__ = doors.open_door(
     {
         "settings": "Settings FLAGS ASSETS PRESETS OPTIMIZERS TRACKERS LENGTHS PROFILED_STEPS default_warmup is_local "
         "must_match reported record_flags",
-        "parser": "parse_args make_parser",
+        "parser": "parse_args make_parser complete",
         "rules": "contradiction misfits_float8 not_a_folder_name",
         "schedules": "SCHEDULES",
         "commands": "as_words as_flags to_paste flags_of_run",
