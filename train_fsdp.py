@@ -289,8 +289,6 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     """Everything before the first step, in its order, up to the lines that say what will run. What is cheap and may
     fail comes first."""
     folder = job.take_folder(settings)
-    if settings.export:
-        base.on_main_rank(lambda: state.check_export(settings))
     peak = settings.peak_tflops or utils.get_gpu_peak_tflops()
     report.check_measurable(settings, device, peak)
     trackers = report.open_trackers(settings, folder)
@@ -300,6 +298,9 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     config, tokenizer, prompts = models.load_files(settings, data.needs_tokenizer(settings, corpora))
     mesh = build_mesh(settings, device)
     found, manifest = state.find_checkpoint(settings.resume, folder)
+    branch = base.on_main_rank(lambda: state.branch_of(folder, found, manifest)) if found else None
+    if settings.export:
+        base.on_main_rank(lambda: state.check_export(settings, (branch or manifest or {}).get("run_id")))
     settings = plan.resolve(data.mask_conversations(settings, corpora), config, manifest)
     parameters, sizes = models.count_parameters(config), models.parameter_bytes(settings, config)
     # without saves for which disk or memory have no room
@@ -325,7 +326,8 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
     train_state = state.TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
     if found:
-        train_state.load(found, manifest, base.on_main_rank(lambda: state.branch_of(folder, found, manifest)))
+        train_state.load(found, manifest, branch)
+        changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
     state.refuse_broken(settings, train_state, found)
     job.say(
         report.describe_setup(
@@ -351,18 +353,19 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
 
 def prepare_without_steps(settings: flags.Settings, device: torch.device) -> Run:
     """--num-steps 0: a checkpoint or pretrained weights, and the data that an evaluation of them reads."""
-    if settings.export:
-        base.on_main_rank(lambda: state.check_export(settings))
     corpora = data.find(settings) if settings.eval_interval else []
     config, tokenizer, prompts = models.load_files(settings, data.needs_tokenizer(settings, corpora))
     mesh = build_mesh(settings, device)
     no_folder = pathlib.Path()  # a run of no step has none
     found, manifest = state.find_checkpoint(settings.resume, no_folder)
+    if settings.export:
+        base.on_main_rank(lambda: state.check_export(settings, (manifest or {}).get("run_id")))
     settings = plan.resolve(data.mask_conversations(settings, corpora), config)
     dataset = None
     if settings.eval_interval:
         own_data = manifest is not None and base.on_main_rank(lambda: data.evaluates_own_data(settings, manifest))
-        dataset = data.load(settings, corpora, tokenizer, config, manifest if own_data else None)
+        of_run, whole = (manifest, False) if own_data else (None, manifest is not None)
+        dataset = data.load(settings, corpora, tokenizer, config, of_run, whole)
         if own_data and settings.dataset != "synthetic":
             state.check_same_corpus(settings, dataset.record, manifest)
     if found:
@@ -463,8 +466,11 @@ def run(settings: flags.Settings, device: torch.device, stop) -> int:
     ready = prepare(settings, device)
     steps_left = ready.settings.num_steps - ready.state.step
     # on a GPU a plan of this very run is made beside it: its last line shows both
-    with report.Log(ready) as log, plan.planning_in_background(ready.settings, device, steps_left) as planned:
-        checkpoints = state.Checkpoints(ready.settings, ready.folder, ready.identity, device, log.sync)
+    with (
+        report.Log(ready) as log,
+        plan.planning_in_background(ready.settings, device, steps_left) as planned,
+        state.Checkpoints(ready.settings, ready.folder, ready.identity, device, log.sync) as checkpoints,
+    ):
         if train(ready, log, checkpoints, stop):
             return report.leave_early(ready, log, checkpoints, stop)
         return finish(ready, log, checkpoints, planned)

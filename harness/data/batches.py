@@ -276,9 +276,7 @@ def held_out_batches(settings: flags.Settings, dataset, device: torch.device) ->
     """This rank's share of the held-out windows. Each window is taken once over all ranks, and every rank gets the same
     number of batches: in the last one, labels that are left over are IGNORE_INDEX."""
     per_round = settings.batch_size * dist.get_world_size()
-    windows = len(dataset)
-    if settings.eval_steps:
-        windows = min(windows, settings.eval_steps * per_round)
+    windows = min(len(dataset), settings.eval_windows or len(dataset))
     collate = create_collate_fn(shift_labels=False)
     for number in range(math.ceil(windows / per_round)):
         first = number * per_round + dist.get_rank() * settings.batch_size

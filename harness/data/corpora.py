@@ -213,9 +213,9 @@ class Reading:
                 if left_out:
                     problem = f"the chat template marks no token of any of the {left_out:,} conversations"
                     raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem}")
-                raise base.UserError(
-                    f"--dataset {corpus.source.dataset}: it holds no text ({counts['bad records']} bad)"
-                )
+                bad = counts["bad records"]
+                without = f", {base.counted(bad, 'bad record')} left out" if bad else ""
+                raise base.UserError(f"--dataset {corpus.source.dataset}: it holds no text{without}")
 
         return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
@@ -246,7 +246,7 @@ class Reading:
                 self.with_ends(tokens)  # the error
             packed = PackedDataset(tokens, self.seq_len, mask)
         if not len(packed):
-            short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
+            short = f"{base.counted(len(tokens), 'token')}, too few for one window of --sequence-length {self.seq_len}"
             raise base.UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
         return packed
 

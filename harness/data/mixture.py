@@ -355,18 +355,37 @@ def record_of_run(
     sizes, history = before.step_sizes, before.history
     if sizes[-1].samples != samples_per_step:
         sizes = [*sizes, StepSize(step, samples, samples_per_step)]
-    if before.asked != asked:
+    if not same_mixture(before.asked, asked):
         history = [segment for segment in history if segment.first < planned[0].first] + planned
     known = before.removed | before.sources
     removed = {name: rules for name, rules in known.items() if name not in sources}
     return DataRecord(sources, before.plain, before.lanes, asked, history, sizes, removed)
 
 
+def same_mixture(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether weights and stages that were asked for are the same shares, as 5 and 3 are 0.625 and 0.375."""
+
+    def shares(weights: dict[str, Any]) -> dict[str, Fraction | None]:
+        numbers = {name: None if weight is None else Fraction(weight) for name, weight in weights.items()}
+        if len(numbers) == 1:
+            return dict.fromkeys(numbers, Fraction(1))
+        total = sum(number for number in numbers.values() if number)
+        return {name: number and number / total for name, number in numbers.items()}
+
+    def stages(texts: list[str]) -> list[tuple]:
+        # a source that a stage does not name has no share in it
+        parsed = flags.stages_of(tuple(texts))
+        return [(stage.begin, {n: share for n, share in shares(stage.weights).items() if share}) for stage in parsed]
+
+    same_weights = shares(one["weights"]) == shares(other["weights"])
+    return same_weights and stages(one["stages"]) == stages(other["stages"])
+
+
 def describe_changes(before: DataRecord, now: DataRecord, samples: int) -> list[str]:
     """What changed in a run's mixture since its checkpoint, after so many samples, in words."""
     changes = [f"source {name} added" for name in now.sources if name not in before.sources]
     changes += [f"source {name} removed" for name in before.sources if name not in now.sources]
-    if now.asked != before.asked:
+    if not same_mixture(before.asked, now.asked):
         old, new = ([part for part in record.history if part.first <= samples][-1] for record in (before, now))
         changes.append(f"mixture {old.describe()} -> {new.describe()}")
     return changes

@@ -43,12 +43,19 @@ class OpenedSource:
 
 
 def load(
-    settings: flag_rules.Settings, corpora: list[Corpus], tokenizer, config, manifest: dict | None = None
+    settings: flag_rules.Settings,
+    corpora: list[Corpus],
+    tokenizer,
+    config,
+    manifest: dict | None = None,
+    whole: bool = False,
 ) -> TrainingData:
     """What a run trains on and holds out, with the header's lines about it. Every rank calls this.
 
-    `manifest` is that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
-    goes on from its history.
+    Args:
+        manifest: that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
+            goes on from its history.
+        whole: whether the data was not trained on, and all documents of a source without a held-out split are held out.
     """
     vocab_size = config.get_text_config().vocab_size
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
@@ -78,9 +85,9 @@ def load(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
         if settings.streaming and not corpus.is_mapped:
-            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes)
+            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes, whole)
         else:
-            opened[corpus.name] = open_cached(settings, corpus, reading, rules)
+            opened[corpus.name] = open_cached(settings, corpus, reading, rules, whole)
     record = record_of_run(
         settings,
         {name: source.rules for name, source in opened.items()},
@@ -125,17 +132,19 @@ def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSour
 
 
 def choose_held_out(
-    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str
+    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
-    documents. `rules` are those of the checkpoint that a run goes on from."""
+    documents, or with `whole` all. `rules` are those of the checkpoint that a run goes on from."""
     if not settings.eval_interval:
         return None, None
     was_divided = bool(rules and rules["held_out"])
     split = settings.eval_split
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
         split = DEFAULT_EVAL_SPLIT
+    if split is None and whole:
+        split = corpus.split
     if rules and split is None and not was_divided:
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
@@ -146,10 +155,10 @@ def choose_held_out(
 
 
 def open_cached(
-    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, whole: bool
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT)
+    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens = reading.tokens(corpus, corpus.split)
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
@@ -159,15 +168,21 @@ def open_cached(
         job.print_error(f"train_fsdp.py: warning: {warning}")
     held_out, name = None, split or ""
     if rule:
-        divided = reading.with_ends(tokens).divide()
+        documents = len(reading.with_ends(tokens).ends)
+        divided = tokens.divide()
         tokens = divided[0]
-        held_out, name = reading.windows(divided[1], f"{place}, {rule}"), rule
+        held_out = reading.windows(divided[1], f"{place}, {rule}")
+        name = f"{rule}, {len(divided[1].ends):,} of {documents:,}"
         if len(tokens.starts) == 1:
             name = f"the last {100 // EVERY} % of it"
     if split:
-        of_split = reading.tokens(corpus, split)
-        job.say("data      ", of_source + of_split.line)
+        of_split = tokens
+        if split != corpus.split:
+            of_split = reading.tokens(corpus, split)
+            job.say("data      ", of_source + of_split.line)
         held_out, name = reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split
+        if of_split is tokens and tokens.knows_ends:  # elsewhere all tokens would be read to count them
+            name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(train, reading.tokenizer, with_example=trains).items():
@@ -176,7 +191,12 @@ def open_cached(
 
 
 def open_stream(
-    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, lanes: int
+    settings: flag_rules.Settings,
+    corpus: Corpus,
+    reading: Reading,
+    rules: dict[str, Any] | None,
+    lanes: int,
+    whole: bool,
 ) -> OpenedSource:
     """A source that is read while training."""
     dataset = corpus.source.dataset
@@ -184,7 +204,7 @@ def open_stream(
         raise base.UserError(
             f"--dataset {dataset}: holds conversations, whose masks are in the token cache; leave out --streaming"
         )
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT)
+    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT, whole)
 
     def stream_of(split: str) -> Stream:
         name, bounds = parse_split(split)
@@ -217,7 +237,7 @@ def open_stream(
         held_out.held_out = True
     windows = None
     if settings.eval_interval:
-        windows = held_out.windows_of_all_ranks(settings.eval_steps * settings.batch_size * dist.get_world_size())
+        windows = held_out.windows_of_all_ranks(settings.eval_windows)
     return OpenedSource(train, windows, split or rule or "", {"held_out": rule} | fingerprint)
 
 
@@ -267,7 +287,8 @@ def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[
     if len(data.sources) == 1 and data.orders:
         (order,) = data.orders.values()
         if order.windows < per_step:
-            problem = f"{order.windows:,} windows of {settings.sequence_length} tokens do not fill one global batch"
+            windows = f"{base.counted(order.windows, 'window')} of {settings.sequence_length} tokens"
+            problem = f"{windows}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
             raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")

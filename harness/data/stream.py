@@ -148,7 +148,9 @@ class Stream:
         read = joined(parts)
         tokens = read.tokens[:wanted]
         if len(tokens) <= self.seq_len:
-            problem = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
+            problem = (
+                f"{base.counted(len(tokens), 'token')}, too few for one window of --sequence-length {self.seq_len}"
+            )
             raise base.UserError(
                 f"--dataset {self.files[0]}: {problem}; use a shorter sequence, more text or an --eval-split"
             )

@@ -121,7 +121,7 @@ def parse_args(argv: list[str] | None = None) -> Settings:
     return settings
 
 
-def complete(given: dict[str, typing.Any], file: str | None) -> Settings:
+def complete(given: dict[str, typing.Any], file: str | None = None) -> Settings:
     """The settings with these flags given, by a file of flags too: --demo, a checkpoint of which nothing is trained,
     and other flags decide the defaults."""
     defaults: dict[str, typing.Any] = {"config": file, "given": given}

@@ -26,7 +26,7 @@ __getattr__, __all__ = doors.open_door(
         "find": "find_checkpoint find_recorded_data load_to_read branch_of refuse_broken",
         "identity": (
             "describe_identity check_resume check_data check_same_model check_same_corpus check_has_average "
-            "keep_global_batch"
+            "keep_global_batch count_eval_windows"
         ),
         "exports": "check_export export",
     },

@@ -48,6 +48,7 @@ class Counters:
     tokens: int = 0  # global
     # of streams, by source and stream, the last place before `samples` where reading can begin
     positions: dict[str, dict[int, tuple]] = dataclasses.field(default_factory=dict)
+    learning_rate: float | None = None  # of the next step
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps
     recent_norms: list[float] = dataclasses.field(default_factory=list)  # of the last steps that were not skipped
@@ -101,6 +102,7 @@ class TrainState(Counters):
         if self.average:
             self.average.update(skipped)
         self.scheduler.step()
+        self.learning_rate = float(self.scheduler.get_last_lr()[0])
         return tokens
 
     def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
@@ -202,6 +204,14 @@ class TrainState(Counters):
         if self.scheduler:
             self.scheduler.last_epoch = self.step - 1  # the schedule is a function of flags and step
             self.scheduler.step()
+
+    def describe_jump(self) -> str:
+        """How the learning rate of the next step is another by these flags than by those of the checkpoint that was
+        loaded, in words; empty where it is the same."""
+        before, now = self.learning_rate, self.scheduler.get_last_lr()[0]
+        if before is None or f"{before:.3g}" == f"{now:.3g}":
+            return ""
+        return f"learning rate {before:.3g} -> {now:.3g}"
 
     def load_tensors(self, path: pathlib.Path) -> None:
         """Loads the shards into the tensors of this state; where they hold no average, that begins as a copy of the
