@@ -332,7 +332,17 @@ def describe(
         lines["mixture"] = "; ".join(shares)
     if data.record.lanes > 1:
         lines["streams"] = f"{data.record.lanes:,} logical streams of each source, divided among ranks and workers"
+        of_rank = lanes_of_rank(data.record.lanes, settings.batch_size, dist.get_world_size())
+        if settings.num_steps and of_rank < settings.num_workers:
+            idle = f"{settings.num_workers - of_rank:,} of its {settings.num_workers:,} workers have none"
+            lines["streams"] += f"; a rank reads {of_rank:,}, so {idle} (a new run with more --streams has more)"
     return lines
+
+
+def lanes_of_rank(lanes: int, batch_size: int, ranks: int) -> int:
+    """How many lanes a rank meets, each `ranks x batch_size` samples so many in a row."""
+    apart = math.gcd(lanes, ranks * batch_size)  # of the lanes at which its microbatches begin
+    return lanes // apart * min(batch_size, apart)
 
 
 def describe_held_out(source: OpenedSource) -> str:
