@@ -330,8 +330,9 @@ def describe(
         shares = [first.describe()]
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
-    if data.record.lanes > 1:
-        lines["streams"] = f"{data.record.lanes:,} logical streams of each source, divided among ranks and workers"
+    if data.has_streams:
+        streams = base.counted(data.record.lanes, "logical stream")
+        lines["streams"] = f"{streams} of each source, divided among ranks and workers"
         of_rank = lanes_of_rank(data.record.lanes, settings.batch_size, dist.get_world_size())
         if settings.num_steps and of_rank < settings.num_workers:
             idle = f"{settings.num_workers - of_rank:,} of its {settings.num_workers:,} workers have none"
