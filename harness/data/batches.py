@@ -189,7 +189,7 @@ def training_batches(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # its own: it draws a seed when it begins, which a resumed run would draw again
     )
-    items = map(raised, loader)
+    items: Iterator[dict[str, Any]] = map(raised, loader)
     if data.has_streams:
         items = join_rows(items, max(settings.num_workers, 1), state, pins=device.type == "cuda")
     for batch in items:
@@ -306,7 +306,7 @@ def held_out_batches(settings: flags.Settings, dataset, device: torch.device) ->
     for number in range(math.ceil(windows / per_round)):
         first = number * per_round + dist.get_rank() * settings.batch_size
         indices = range(first, first + settings.batch_size)
-        batch = collate([dataset[index % windows] for index in indices])
+        batch = collate([dataset[index if index < windows else 0] for index in indices])
         left_over = [index >= windows for index in indices]
         batch["labels"][left_over] = IGNORE_INDEX
         yield {name: tensor.to(device) for name, tensor in batch.items()}
