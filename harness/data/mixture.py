@@ -17,14 +17,12 @@ import dataclasses
 import heapq
 import itertools
 import math
-import zlib
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from harness import flags
+from harness.data.permutation import permuted
 
 MAX_WEIGHT = 2**30  # of all sources
 UNIT = 2**64  # parts that [0, 1) is divided into
@@ -229,24 +227,19 @@ class WindowOrder:
 
     def __init__(self, windows: int, seed: int, name: str | None = None):
         self.windows = windows
-        self.salt = [seed]
-        if name is not None:  # sources of the same length, such as translations, are not read side by side
-            self.salt = [seed, zlib.crc32(name.encode())]
-        self.permutations: dict[int, np.ndarray] = {}  # by epoch: the latest two
+        self.key = f"{seed}" if name is None else f"{seed} {name!r}"  # sources of one length are not read side by side
 
     def window_of(self, sample: int) -> int:
         """The window that the source's sample of this number is."""
         epoch, offset = divmod(sample, self.windows)
-        return int(self.of_epoch(epoch)[offset])
+        return permuted(offset, self.windows, f"{self.key} {epoch}")
 
-    def of_epoch(self, epoch: int) -> np.ndarray:
-        """The windows of an epoch, from 0 on, in their order."""
-        if epoch not in self.permutations:
-            generator = np.random.Generator(np.random.PCG64([*self.salt, epoch]))
-            while len(self.permutations) > 1:
-                del self.permutations[min(self.permutations)]
-            self.permutations[epoch] = generator.permutation(self.windows)
-        return self.permutations[epoch]
+    def __len__(self) -> int:
+        """Of the first epoch: a sequence of its windows in their order."""
+        return self.windows
+
+    def __getitem__(self, sample: int) -> int:
+        return self.window_of(sample)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

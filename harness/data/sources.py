@@ -24,6 +24,7 @@ from harness.data.windows import EVERY, BestFitDataset, PackedDataset, Synthetic
 
 DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
+STREAM_EVAL_WINDOWS = 256  # of a stream without a split that is held out: all would be all of the corpus
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
@@ -235,10 +236,15 @@ def open_stream(
         train.held_out = False
     if rule and not split:
         held_out.held_out = True
-    windows = None
+    windows, name = None, split or rule or ""
     if settings.eval_interval:
-        windows = held_out.windows_of_all_ranks(settings.eval_windows)
-    return OpenedSource(train, windows, split or rule or "", {"held_out": rule} | fingerprint)
+        count = settings.eval_windows
+        if not split:
+            count = count or STREAM_EVAL_WINDOWS
+        windows = held_out.held_out_windows(count, settings.batch_size)
+        if len(windows) == count:
+            name += f", the first {base.counted(count, 'window')}"
+    return OpenedSource(train, windows, name, {"held_out": rule} | fingerprint)
 
 
 def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
@@ -351,9 +357,20 @@ def describe(
         shares = [first.describe()]
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
-    if data.record.lanes > 1:
-        lines["streams"] = f"{data.record.lanes:,} logical streams of each source, divided among ranks and workers"
+    if data.has_streams:
+        streams = base.counted(data.record.lanes, "logical stream")
+        lines["streams"] = f"{streams} of each source, divided among ranks and workers"
+        of_rank = lanes_of_rank(data.record.lanes, settings.batch_size, dist.get_world_size())
+        if settings.num_steps and of_rank < settings.num_workers:
+            idle = f"{settings.num_workers - of_rank:,} of its {settings.num_workers:,} workers have none"
+            lines["streams"] += f"; a rank reads {of_rank:,}, so {idle} (a new run with more --streams has more)"
     return lines
+
+
+def lanes_of_rank(lanes: int, batch_size: int, ranks: int) -> int:
+    """How many lanes a rank meets, each `ranks x batch_size` samples so many in a row."""
+    apart = math.gcd(lanes, ranks * batch_size)  # of the lanes at which its microbatches begin
+    return lanes // apart * min(batch_size, apart)
 
 
 def describe_held_out(source: OpenedSource) -> str:
@@ -377,7 +394,7 @@ def describe_tokenizer(train) -> str:
 def first_words(sources: dict[str, Any], tokenizer) -> str:
     """The first words of the first source, as the beginning of a generated story; empty where it has no text."""
     dataset = next(iter(sources.values()))
-    if tokenizer is None or not isinstance(dataset, PackedDataset):
+    if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
     text = tokenizer.decode(tokens_of(dataset[0])[:12], skip_special_tokens=True)
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()

@@ -18,7 +18,6 @@ from harness.job import host, terminal
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFETCHED_BATCHES = 2  # that a data worker reads ahead
-PREFETCHED_BATCHES_STREAMING = 16
 BATCHES_IN_USE = 2  # that the training holds beside them
 FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
 
@@ -199,8 +198,7 @@ def check_shared_memory(settings: flags.Settings) -> None:
     workers = settings.num_workers * host.ranks_here()
     if not workers:
         return
-    prefetched = PREFETCHED_BATCHES_STREAMING if settings.streaming else PREFETCHED_BATCHES
-    batches = workers * prefetched + BATCHES_IN_USE * host.ranks_here()
+    batches = workers * PREFETCHED_BATCHES + BATCHES_IN_USE * host.ranks_here()
     need, free = batches * batch_bytes(settings), free_bytes(SHARED_MEMORY)
     if need > free:
         what = f"{amount(free)} free, what {workers} data workers read ahead takes {amount(need)}"
