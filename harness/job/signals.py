@@ -1,6 +1,7 @@
-"""Signals: Ctrl-C, SIGTERM and SIGUSR1, for which a thread waits, and the agreement of all ranks to stop. Imports
-nothing heavy: signals are read before torch is loaded."""
+"""Signals: Ctrl-C, SIGTERM and SIGUSR1, which a thread reads, and the agreement of all ranks to stop. Imports nothing
+heavy: signals are read before torch is loaded."""
 
+import contextlib
 import ctypes
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from harness import flags
@@ -16,9 +18,14 @@ from harness.job import endings, heartbeats, terminal
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
+class Stopped(BaseException):
+    """All ranks stop here: each is before the same forward pass. As with KeyboardInterrupt no library catches it."""
+
+
 class StopRequest:
-    """On SIGTERM or SIGUSR1 to any rank all ranks save after the same step and leave with 143. A second signal, or one
-    before the first step is done, ends the job at once; so does Ctrl-C at any time, with 130 and what to do next."""
+    """On SIGTERM or SIGUSR1 to any rank all ranks stop before the same forward pass, of a microbatch, of a batch of an
+    evaluation or of a token of a story, save the last complete step and leave with 143. A second signal, or one before
+    the first step is done, ends the job at once; so does Ctrl-C at any time, with 130 and what to do next."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
     EXIT_CODE = endings.STOPPED
@@ -35,19 +42,35 @@ class StopRequest:
         self.flag: Any = None
 
     def listen(self) -> None:
-        """Starts the thread that waits for signals; called in the main thread, before other threads are started. Only
-        such a thread can act at any time: Python's own handlers run in the main thread, which may be inside a
-        collective. Processes that are forked later get signals as usual."""
+        """Starts the thread that reads signals; called in the main thread. Only such a thread can act at any time:
+        Python's own handlers run in the main thread, which may be inside a collective. What C does when a signal comes
+        is to write its number into the pipe, whatever all threads are doing.
+
+        No signal is blocked, as every child process would inherit that: a program that is started gets signals as
+        usual, and so does a process that is forked."""
         numbers = {*self.SIGNALS, signal.SIGINT}
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        pipe, into_pipe = os.pipe()
+        os.set_blocking(into_pipe, False)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        signal.set_wakeup_fd(into_pipe, warn_on_full_buffer=False)
+        for number in numbers:
+            signal.siginterrupt(number, False)  # a library's system call that it meets goes on
+
+        def forget() -> None:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)  # when torchrun or accelerate dies
-        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers))
-        threading.Thread(target=self._wait, args=(numbers,), daemon=True).start()
+        os.register_at_fork(after_in_child=forget)
+        threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
 
-    def _wait(self, numbers: set[signal.Signals]) -> None:
+    def _read(self, pipe: int) -> None:
         while True:
-            self.react(signal.sigwait(numbers))
+            for number in os.read(pipe, 64):  # other signals with a handler of Python's come here too
+                if number in (*self.SIGNALS, signal.SIGINT):
+                    self.react(number)
 
     def react(self, number: int) -> None:
         """Does what a signal asks for; called in a thread of its own."""
@@ -80,9 +103,9 @@ class StopRequest:
         endings.end(self.EXIT_CODE, patience=3)
 
     def agreed_by_all_ranks(self) -> bool:
-        """Whether any rank had a request when this was last called; every rank calls it after every step.
+        """Whether any rank had a request when this was last called; every rank calls it before every forward pass.
 
-        The answer is one step old, so that no rank waits for it: a small all-reduce on the host during the next step.
+        The answer is one pass old, so that no rank waits for it: a small all-reduce on the host during the next pass.
         """
         import torch
         import torch.distributed as dist
@@ -95,6 +118,31 @@ class StopRequest:
         self.flag = torch.tensor(int(bool(self.name)))
         self.round = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, async_op=True)
         return answer
+
+    @contextlib.contextmanager
+    def before_each_forward(self, model: Any) -> Iterator[None]:
+        """Inside, each forward pass of `model` raises Stopped where a rank has a request. The ranks agree there, as
+        each of them makes every pass; below two ranks nothing has to be agreed on."""
+
+        def check(*_) -> None:
+            if self.agreed_by_all_ranks():
+                raise Stopped
+
+        hook = model.register_forward_pre_hook(check, prepend=True)  # before FSDP2 gathers parameters
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def end_saving(self, unless_asked: bool) -> None:
+        """From here on a signal ends the job at once. Every rank calls this.
+
+        Raises:
+            Stopped: one came before; with `unless_asked`, where what follows takes long.
+        """
+        if unless_asked and (self.agreed_by_all_ranks() or self.agreed_by_all_ranks()):  # the first answer is older
+            raise Stopped
+        self.can_save = False
 
 
 LISTENING: list[StopRequest] = []  # the one of this process
