@@ -412,7 +412,7 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> No
     recent_norms = None
     if settings.skip_spikes:
         recent_norms = models.RecentNorms(settings.skip_spikes, run.state.recent_norms)
-    first_step = run.state.step + 1
+    first_step, stop.resumed_step = run.state.step + 1, run.state.step
     due = job.due(settings, run.state.step, first_step)
     if due.evaluate and base.on_main_rank(log.lacks_evaluation):  # a stop came before it
         evaluation = {"step": run.state.step, "tokens_seen": run.state.tokens}

@@ -4,7 +4,6 @@ Everything runs on the CPU, whatever the machine has, with one thread a process;
 """
 
 import contextlib
-import dataclasses
 import io
 import json
 import multiprocessing

@@ -35,6 +35,7 @@ class StopRequest:
         self.settings = settings
         self.name = ""  # of the signal that asked for the end
         self.can_save = False  # set by the loop, from when a step is done
+        self.resumed_step = 0  # set by the loop, what this start went on from
         self.leaving = False  # set when the ranks have done all their work
         self.first_request = math.inf  # when, on the monotonic clock
         self.group: Any = None  # of the ranks that ask each other, by default all of the world
@@ -82,7 +83,10 @@ class StopRequest:
         elif interrupts:
             if self.settings is not None and terminal.is_first_rank():
                 here = heartbeats.HERE
-                terminal.print_error(terminal.describe_interrupt(self.settings, here.step, here.phase, here.folder))
+                lines = terminal.describe_interrupt(
+                    self.settings, here.step, here.phase, here.folder, self.resumed_step
+                )
+                terminal.print_error(lines)
             endings.end(endings.INTERRUPTED, patience=3)
         elif not self.leaving:  # torchrun sends SIGTERM to ranks that leave a moment after the first one
             now = time.monotonic()
