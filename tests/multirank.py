@@ -239,32 +239,31 @@ def stalled(how: str, *argv: str) -> None:
     program(*argv)
 
 
-SLOW = 1.0  # seconds
-
-
 def slowed(phase: str, there: str, *argv: str) -> None:
     """The program, of which one phase takes minutes, in pieces of a second, but for `save` and `end`, which take three
-    seconds; `there` is a file that rank 0 makes when it is in that phase of step 3 or later."""
+    seconds; `there` is a file that rank 0 makes when it is in that phase, of step 3 or later."""
     enter_phase = heartbeats.enter_phase
 
-    def slow_down(*_) -> None:
-        time.sleep(SLOW)
-
-    def here() -> None:
-        if os.environ.get("RANK", "0") == "0" and (heartbeats.HERE.step >= 3 or phase == "start"):
+    def wait_here(seconds: float) -> None:
+        if os.environ.get("RANK", "0") == "0":
             pathlib.Path(there).touch()
+        time.sleep(seconds)
 
     def enter_slowly(name: str, step: int | None = None) -> None:
         enter_phase(name, step)
-        last = heartbeats.HERE.step
-        if name == {"start": "preparation"}.get(phase, phase) and (last >= 3 or phase in ("start", "end")):
-            here()
-            time.sleep({"start": 60, "save": 3, "end": 3}.get(phase, SLOW))
+        if phase == "start" and name == "preparation":
+            wait_here(60)
+        elif name == phase and heartbeats.HERE.step >= 3:
+            wait_here(3 if phase == "end" else 1)
 
-    heartbeats.enter_phase = enter_slowly
     if phase == "sampling":  # every token of a story
-        multinomial = torch.multinomial
-        torch.multinomial = lambda *args, **options: (slow_down(), multinomial(*args, **options))[1]
+        heartbeats.enter_phase, multinomial = enter_slowly, torch.multinomial
+        torch.multinomial = lambda *args, **options: (time.sleep(1), multinomial(*args, **options))[1]
+    elif phase == "save":
+        sha256 = store.sha256
+        store.sha256 = lambda path: (wait_here(3), sha256(path))[1]
+    else:
+        heartbeats.enter_phase = enter_slowly
     program(*argv)
 
 
