@@ -483,8 +483,8 @@ def finish(run: Run, log, stop, checkpoints: state.Checkpoints | None = None, pl
         log.say_evaluation(run, *evaluate_with_average(run))
     with stop.before_each_forward(run.state.model):
         stories = run.stories()
+    stop.end_saving(unless_asked=bool(settings.export or planned))
     metrics = log.finish(stories, plan.predicted_figures(planned))
-    stop.end_saving(unless_asked=bool(settings.export))
     if settings.export:
         state.export(settings, run.state, run.tokenizer)
     if run.folder:

@@ -125,8 +125,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def before_each_forward(self, model: Any) -> Iterator[None]:
-        """Inside, each forward pass of `model` raises Stopped where a rank has a request. The ranks agree there, as
-        each of them makes every pass; below two ranks nothing has to be agreed on."""
+        """Inside, each forward pass of `model` raises Stopped where a rank has a request: each rank makes every pass, so
+        there they can agree."""
 
         def check(*_) -> None:
             if self.agreed_by_all_ranks():

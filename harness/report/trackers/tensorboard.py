@@ -4,6 +4,7 @@ import json
 import pathlib
 import shlex
 import textwrap
+from typing import Any
 
 from harness import flags
 from harness import state as states
@@ -53,8 +54,9 @@ class Tensorboard(Tracker):
 
         averages = {f"final/{name}": value for name, value in named(metrics).items()}
         # not `add_hparams`, which makes a run of its own
+        file: Any = self.writer.file_writer  # None once it is closed
         for summary in hparams(self.given, averages):
-            self.writer.file_writer.add_summary(summary)
+            file.add_summary(summary)
         for name, value in averages.items():
             self.writer.add_scalar(name, value, metrics["step"])
 
