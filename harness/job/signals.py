@@ -125,8 +125,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def before_each_forward(self, model: Any) -> Iterator[None]:
-        """Inside, each forward pass of `model` raises Stopped where a rank has a request: each rank makes every pass, so
-        there they can agree."""
+        """Inside, each forward pass of `model` raises Stopped where a rank has a request. Each rank makes every pass,
+        so there they can agree."""
 
         def check(*_) -> None:
             if self.agreed_by_all_ranks():
