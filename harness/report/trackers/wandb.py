@@ -12,8 +12,8 @@ FINISH_SECONDS = 60  # that the end of a run waits for what is not uploaded
 
 
 class Wandb(Tracker):
-    """A run in wandb. It keeps its id over restarts. The axis is a metric, `train/step`: wandb's own step only counts
-    rows, and drops each that is not behind the last one, as those of steps that a resumed run takes again."""
+    """A run in wandb. It keeps its id over restarts. The axis is a metric, `train/step`: wandb's own step counts rows,
+    as wandb drops a row that is not behind the last one, such as that of a step that a resumed run takes again."""
 
     name = "wandb"
 
@@ -43,6 +43,7 @@ class Wandb(Tracker):
             config=run,
             settings=wandb.Settings(finish_timeout=FINISH_SECONDS),
         )
+        self.row = max(self.run.step, state.step)  # offline, behind the rows of a start that ended here
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP)
         self.run.define_metric("by_tokens/*", step_metric="data/tokens_seen")
@@ -53,7 +54,8 @@ class Wandb(Tracker):
         return self.run.url or f"offline; later: wandb sync {of_all_starts}"
 
     def log(self, metrics: dict) -> None:
-        self.run.log({STEP: metrics["step"]} | named(metrics) | over_tokens(metrics))
+        self.run.log({STEP: metrics["step"]} | named(metrics) | over_tokens(metrics), step=self.row, commit=True)
+        self.row += 1
 
     def finish(self, metrics: dict) -> None:
         self.run.summary.update(named(metrics))
