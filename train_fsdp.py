@@ -439,6 +439,8 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> No
                 raise report.diverged(run.folder, problem, run.checkpoint)
         if due.save:
             checkpoints.save(run.state, wait=due.last)
+            if not due.last:
+                stop.raise_if_asked()  # while what is saved is the last complete step
     checkpoints.finish()
 
 
@@ -483,7 +485,9 @@ def finish(run: Run, log, stop, checkpoints: state.Checkpoints | None = None, pl
         log.say_evaluation(run, *evaluate_with_average(run))
     with stop.before_each_forward(run.state.model):
         stories = run.stories()
-    stop.end_saving(unless_asked=bool(settings.export or planned))
+    if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long
+        stop.raise_if_asked()
+    stop.can_save = False
     metrics = log.finish(stories, plan.predicted_figures(planned))
     if settings.export:
         state.export(settings, run.state, run.tokenizer)

@@ -138,15 +138,10 @@ class StopRequest:
         finally:
             hook.remove()
 
-    def end_saving(self, unless_asked: bool) -> None:
-        """From here on a signal ends the job at once. Every rank calls this.
-
-        Raises:
-            Stopped: one came before; with `unless_asked`, where what follows takes long.
-        """
-        if unless_asked and (self.agreed_by_all_ranks() or self.agreed_by_all_ranks()):  # the first answer is older
+    def raise_if_asked(self) -> None:
+        """Raises Stopped where a rank has a request at this moment. Every rank calls this, and waits for the others."""
+        if self.agreed_by_all_ranks() or self.agreed_by_all_ranks():  # the first answer is older
             raise Stopped
-        self.can_save = False
 
 
 LISTENING: list[StopRequest] = []  # the one of this process
