@@ -135,10 +135,9 @@ def flags(tmp_path_factory):
     return folder, [*map(str, named), "--eval-interval", "0", "--sample-tokens", "1"]
 
 
-def stop_in(phase: str, ranks: int, flags: tuple) -> tuple[list, str | None, float, pathlib.Path]:
+def stop_in(phase: str, ranks: int, flags: tuple, name: str) -> tuple[list, str | None, float, pathlib.Path]:
     """(the exit code of each rank, the newest checkpoint, seconds from the signal to the end, the run's folder)."""
     folder, given = flags
-    name = f"{phase}-{ranks}"
     there = folder / f"{name}-is-there"
     arguments = [*given, *words(PHASES[phase][1]), "--run-name", name]
     with forking(ranks, multirank.slowed, phase, str(there), *arguments) as (world, output):
@@ -162,7 +161,7 @@ def stop_in(phase: str, ranks: int, flags: tuple) -> tuple[list, str | None, flo
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_stop_in_each_phase_saves_the_last_complete_step_at_once(phase, ranks, flags):
-    codes, saved, seconds, run = stop_in(phase, ranks, flags)
+    codes, saved, seconds, run = stop_in(phase, ranks, flags, f"{phase}-{ranks}")
     print(f"| {phase} | {ranks} | {codes} | {saved} | {seconds:.1f} |")
     step = PHASES[phase][0]
     assert saved == (f"step-{step:08d}" if step else None)
@@ -178,8 +177,10 @@ def test_a_stop_in_each_phase_saves_the_last_complete_step_at_once(phase, ranks,
 def test_a_step_that_a_stop_cut_off_is_trained_again_on_two_ranks(flags):
     """Below stage 3, where parameters stay gathered between microbatches."""
     folder, given = flags
-    more = words("--gradient-accumulation-steps 60 --zero-stage 1 --num-steps 4 --run-name")
-    assert stop_in("forward", 2, (folder, [*given, "--zero-stage", "1"]))[0] == [143, 143]
-    forked(2, multirank.program, *given, *more, "forward-2", "--resume", "auto")
-    forked(2, multirank.program, *given, *more, "whole")
-    assert losses_of(folder / "forward-2") == losses_of(folder / "whole")
+    given = [*given, *words("--zero-stage 1 --num-steps 4")]
+    codes, saved, _, run = stop_in("forward", 2, (folder, given), "cut")
+    assert codes == [143, 143] and saved == "step-00000002"
+    for name in ("cut", "whole"):
+        more = words(f"--gradient-accumulation-steps 60 --resume auto --run-name {name}")
+        forked(2, multirank.program, *given, *more)
+    assert losses_of(run) == losses_of(folder / "whole")
