@@ -47,11 +47,6 @@ def of_spawned() -> int:
     return mask
 
 
-def of_shell() -> int:
-    read = subprocess.run("grep SigBlk /proc/self/status", shell=True, capture_output=True, text=True).stdout
-    return int(read.split()[1], 16)
-
-
 def of_forked() -> int:
     child = os.fork()
     if not child:
@@ -93,7 +88,7 @@ def is_child(pid: str, name: str) -> bool:
     return words[1] == name and words[3] == str(os.getpid())
 
 
-CHILDREN = [of_subprocess, of_spawned, of_shell, of_forked, of_a_threads, of_wandb, of_compile_workers]
+CHILDREN = [of_subprocess, of_spawned, of_forked, of_a_threads, of_wandb, of_compile_workers]
 
 
 def start_child(kind, answer) -> None:
