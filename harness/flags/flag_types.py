@@ -32,6 +32,14 @@ def number(kind: type, least: float | None = None, below: float = math.inf):
     return parse
 
 
+def percent(text: str) -> float:
+    """An argparse type: a percentage of at least 1; below it a share is meant, most likely."""
+    value = float(text)
+    if not 1 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1 and below 100; it is in percent, as in 40")
+    return value
+
+
 def token_count(text: str) -> int:
     """An argparse type: a whole number of tokens, such as 20e9, 20B, 1.5T or 500M."""
     digits, unit = text, 1

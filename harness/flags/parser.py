@@ -163,7 +163,7 @@ def leave_out_accelerate(settings: Settings) -> None:
     }
     for name, (field, own) in decided_by.items():
         value = os.environ.pop(name, "").lower()
-        if value not in ("", "no", own) and int(os.environ.get("RANK", 0)) == 0:
+        if value not in ("", "no", own) and os.environ.get("RANK", "0") == "0":
             followed = f"{name}={value} (of accelerate launch or its config) is not followed"
             warning = f"train_fsdp.py: warning: {followed}: this program goes by {as_flag(field)}"
             print(warning, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from harness.flags.flag_types import (
     gpu_counts,
     number,
     path,
+    percent,
     stage,
     text,
     token_count,
@@ -174,7 +175,7 @@ class Settings:
 
     perf_warmup_steps: int = flag(10, "steps at the start that the speed figures leave out; not --warmup-steps, the learning rate's [10]", least=0, group="figures and gates")
     peak_tflops: float | None = flag(None, "dense bf16 peak of one GPU, for one that is not in the table")
-    min_mfu: float | None = flag(None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this percentage [none]")
+    min_mfu: float | None = flag(None, "acceptance gate: exit 3 at the end when the MFU after warmup is below this, in percent [none]", type=percent)
     max_memory_gib: float | None = flag(None, "acceptance gate: exit 3 at the end when the fullest GPU's reserved memory was above this [none]")
     profile: bool = flag(False, f"trace of {PROFILED_STEPS} steps after the warmup, and a table of where their time went; they are in no speed figure [off]")
     memory_snapshot: bool = flag(False, "history of every allocation on the GPU, for pytorch.org/memory_viz, also when it runs out of memory [off]")

@@ -25,7 +25,7 @@ __getattr__, __all__ = doors.open_door(
         "optimization": "build_optimizer clip_grad_norm find_optimizer local memory_saving_optimizers parameter_bytes",
         "skipping": "WINDOW RecentNorms decide_skip robust_z_score skips_on_device step_or_skip",
         "averages": "WeightAverage",
-        "sampling": "evaluating sample",
+        "sampling": "evaluating reshard sample",
         "finite": "loss_and_norm loss_without_data",
         "stand_ins": "without_data",
     },

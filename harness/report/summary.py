@@ -181,6 +181,6 @@ def leave_early(run: Any, log: Any, checkpoints: Any, stop: Any) -> int:
         lines["stopped"] += f", saved in {checkpoints.folder}"
         lines["go on"] = job.command(run.settings, run.folder)
     lines["report"] = str(run.folder / "report.html")
-    job.say(job.columns(lines))
+    job.say(job.last_lines(lines))
     lost_lines = log.file and log.file.waiting
     return 1 if checkpoints.failures or lost_lines else job.STOPPED

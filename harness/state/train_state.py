@@ -88,6 +88,7 @@ class TrainState(Counters):
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.average, self.tracker = average, tracker
         self.moved: dict[tuple[str, int], tuple] = {}  # positions that this rank's batches have moved
+        self.moved_in_step: dict[tuple[str, int], tuple] = {}  # those of the batches of an unfinished step
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
@@ -95,6 +96,8 @@ class TrainState(Counters):
         """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule, the average
         of the weights, which stays where `skipped` is 1. Returns the tokens of the step, over all ranks."""
         self.step += 1
+        self.moved |= self.moved_in_step
+        self.moved_in_step.clear()
         samples = data.record.samples_of_step(self.step)
         tokens = data.count_tokens(samples)
         self.samples += len(samples)
@@ -106,10 +109,10 @@ class TrainState(Counters):
         return tokens
 
     def move_positions(self, positions: dict[str, dict[int, tuple]]) -> None:
-        """Takes over the positions that came with a batch."""
+        """Takes over the positions that came with a batch, when its step is done."""
         for source, of_source in positions.items():
             for stream, position in of_source.items():
-                self.moved[source, stream] = position
+                self.moved_in_step[source, stream] = position
 
     def share_positions(self) -> dict[str, dict[int, tuple]]:
         """The positions of all ranks; every rank calls this. Of a stream that several ranks read the earliest one

@@ -32,6 +32,7 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--batch-size 0": "--batch-size: 0 is not at least 1",
     "--lr nan": "--lr: nan is not a positive number",
     "--lr": "--lr: expected one argument",
+    "--min-mfu 0.40": "--min-mfu: 0.40 is not at least 1 and below 100; it is in percent, as in 40",
     "--betas 0.9": "--betas: expected 2 arguments",
     "--zero-stage 4": "--zero-stage: invalid choice: 4",
     "--num-tokens 1.5": "--num-tokens: 1.5 is not a whole number of tokens",

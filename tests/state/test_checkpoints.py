@@ -64,8 +64,8 @@ def flags(tmp_path_factory):
 def run(device, flags, tmp_path):
     """Trains in this process under tmp_path/NAME; returns the exit code."""
 
-    def start_run(name: str, *more, stop_after: int = -1) -> int:
-        return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after))
+    def start_run(name: str, *more, stop_after: int = -1, passes: int = 0) -> int:
+        return train([*flags, "--output-dir", tmp_path, "--run-name", name, *more], device, Stop(stop_after, passes))
 
     return start_run
 
@@ -166,6 +166,38 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, technique):
     assert went_on.keys() == whole.keys()
     assert all(torch.equal(went_on[name], whole[name]) for name in whole)
     assert ("--ema" in technique) == any(name.startswith("average.") for name in whole)
+
+
+WITHIN = {  # a step of four microbatches, or an evaluation after step 3 of two batches
+    "a step": "--gradient-accumulation-steps 4 --batch-size 1 --model {dropout}",
+    "a step of a stream": "--gradient-accumulation-steps 4 --batch-size 1 --streaming --dataset {stories}",
+    "an evaluation": "--eval-interval 3 --eval-steps 2 --ema 0.8",
+    "the last evaluation": "--eval-interval 3 --eval-steps 2 --num-steps 3",
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_stop_within_a_step_or_an_evaluation_saves_the_last_complete_step_and_goes_on_bit_for_bit(
+    run, tmp_path, within
+):
+    """The unfinished step or evaluation is begun anew."""
+    model_type, sizes = MODELS["gpt2"]
+    places = {"dropout": write_model(tmp_path / "dropout", model_type, **sizes | {"resid_pdrop": 0.2})}
+    technique = words(WITHIN[within].format(stories=STORIES, **places))
+    assert run("whole", *technique) == 0
+    assert run("r", *technique, stop_after=3, passes=1) == StopRequest.EXIT_CODE
+    assert names(tmp_path / "r") == checkpoint_names(3)
+    assert not any("eval_loss" in line for line in metrics_of(tmp_path / "r"))
+    assert run("r", "--resume", "auto", *technique) == 0
+    of_step: dict[str, dict] = {"r": {}, "whole": {}}
+    for name, lines in of_step.items():
+        for line in metrics_of(tmp_path / name):
+            numbers = {key: line[key] for key in (*KEYS, *EVALUATED) if key in line}
+            lines.setdefault(line["step"], {}).update(numbers)  # an evaluation may have a line of its own
+    assert of_step["r"] == of_step["whole"]
+    last = saved.checkpoint_name(max(of_step["whole"]))
+    went_on, whole = (tensors_of(tmp_path / name / "checkpoints" / last) for name in ("r", "whole"))
+    assert all(torch.equal(went_on[name], whole[name]) for name in whole)
 
 
 @pytest.mark.smoke
