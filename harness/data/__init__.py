@@ -15,7 +15,7 @@ __getattr__, __all__ = doors.open_door(
         "corpora": "find needs_tokenizer mask_conversations open_windows Reading",
         "sources": "load evaluates_own_data show_samples",
         "batches": "mix training_batches held_out_batches",
-        "mixture": "DataRecord read_record renamed describe_changes",
+        "mixture": "DataRecord WindowOrder read_record renamed describe_changes",
         "encode": "vocabulary_of",
         "windows": "PackedDataset SyntheticDataset create_collate_fn",
     },

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from harness import base
@@ -45,6 +46,13 @@ class ChatFormat(TextFormat):
             raise base.UserError(f"--dataset {dataset}: {problem}; give one with --chat-template FILE") from error
         if self.loss == "assistant" and not re.search(r"{%-?\s*generation\s*-?%}", template):
             raise no_assistant_mask(f"{source}: its chat template has no {{% generation %}}")
+        try:
+            self.tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template)
+        except jinja2.TemplateSyntaxError as error:
+            problem = f"its chat template has a syntax error in line {error.lineno}, {error.message}"
+            raise base.UserError(f"{source}: {problem}; mend it") from error
+        except Exception:  # of this conversation; what those of the corpus lack is found when they are rendered
+            pass
 
     def encode(self, documents: list, counts: Counter) -> Encoded:
         """Conversations as tokens and masks. Those without a token to train on are left out, and counted."""

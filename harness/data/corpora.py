@@ -181,11 +181,14 @@ class Reading:
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
-            opened = [token_files.open_token_file(file, self.vocab_size) for file in of_split]
+            open_all = functools.partial(open_token_files, of_split, self.vocab_size)
+            opened = base.with_all_ranks(open_all)  # on one node alone a file may be missing
             tokens = Tokens(opened, self.vocab_size, self.end_of_text)
             tokens.line = token_files.describe(opened)
         else:
-            rows = rows_of_slice(of_split, bounds) if corpus.listing.is_hub and bounds else None
+            rows = None
+            if corpus.listing.is_hub and bounds:
+                rows = base.on_main_rank(functools.partial(rows_of_slice, of_split, bounds))
             if rows:
                 bounds = []
             found = base.from_main_process(functools.partial(self._tokenize, corpus, of_split, rows), self.is_main)
@@ -213,9 +216,9 @@ class Reading:
                 if left_out:
                     problem = f"the chat template marks no token of any of the {left_out:,} conversations"
                     raise no_assistant_mask(f"--dataset {corpus.source.dataset}: {problem}")
-                raise base.UserError(
-                    f"--dataset {corpus.source.dataset}: it holds no text ({counts['bad records']} bad)"
-                )
+                bad = counts["bad records"]
+                without = f", {base.counted(bad, 'bad record')} left out" if bad else ""
+                raise base.UserError(f"--dataset {corpus.source.dataset}: it holds no text{without}")
 
         return cache.tokenize_once(identity, tokenize, self.cache_dir, self.skip_bad_records)
 
@@ -246,9 +249,13 @@ class Reading:
                 self.with_ends(tokens)  # the error
             packed = PackedDataset(tokens, self.seq_len, mask)
         if not len(packed):
-            short = f"{len(tokens):,} tokens do not fill one window of --sequence-length {self.seq_len}"
+            short = f"{base.counted(len(tokens), 'token')}, too few for one window of --sequence-length {self.seq_len}"
             raise base.UserError(f"--dataset {place}: {short}; use a shorter sequence or more text")
         return packed
+
+
+def open_token_files(of_split: list[DataFile], vocab_size: int) -> list[token_files.TokenFile]:
+    return [token_files.open_token_file(file, vocab_size) for file in of_split]
 
 
 def parse_split(split: str) -> tuple[str, list[str]]:
@@ -298,8 +305,11 @@ def rows_of_slice(of_split: list[DataFile], bounds: list[str]) -> tuple[int, int
         return None
     rows = 0
     for file in of_split:
-        with file.open() as raw:
-            rows += count(raw)
+        try:
+            with file.open() as raw:
+                rows += count(raw)
+        except (OSError, ValueError, NotImplementedError) as error:  # the last two are Arrow's
+            raise base.UserError(f"--dataset {file}: cannot be read ({base.first_line(error)})") from error
     first, last = cut_documents(bounds, rows)
     return None if first is None or last is None else (first, last)
 
@@ -326,6 +336,6 @@ def open_windows(
         packed = windows[sources[0].name]
         if not shuffle:
             return packed
-        order: Any = WindowOrder(len(packed), reading.seed).of_epoch(0)  # a list would take five times its memory
+        order: Any = WindowOrder(len(packed), reading.seed)  # computes each number when it is asked for
         return Subset(packed, order)
     return mix(windows, {source.name: source.weight for source in sources}, reading.seq_len, reading.seed)

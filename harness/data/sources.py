@@ -24,6 +24,7 @@ from harness.data.windows import EVERY, BestFitDataset, PackedDataset, Synthetic
 
 DEFAULT_EVAL_SPLIT = "validation"
 SYNTHETIC_EVAL_WINDOWS = 1024
+STREAM_EVAL_WINDOWS = 256  # of a stream without a split that is held out: all would be all of the corpus
 HELD_OUT = f"one of every {EVERY} documents of it"  # the rules as a checkpoint records them
 HELD_OUT_BY_CONTENT = f"{HELD_OUT}, by content"
 
@@ -43,12 +44,19 @@ class OpenedSource:
 
 
 def load(
-    settings: flag_rules.Settings, corpora: list[Corpus], tokenizer, config, manifest: dict | None = None
+    settings: flag_rules.Settings,
+    corpora: list[Corpus],
+    tokenizer,
+    config,
+    manifest: dict | None = None,
+    whole: bool = False,
 ) -> TrainingData:
     """What a run trains on and holds out, with the header's lines about it. Every rank calls this.
 
-    `manifest` is that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
-    goes on from its history.
+    Args:
+        manifest: that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
+            goes on from its history.
+        whole: whether the data was not trained on, and all documents of a source without a held-out split are held out.
     """
     vocab_size = config.get_text_config().vocab_size
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
@@ -78,9 +86,9 @@ def load(
                 f"--dataset {corpus.name}: give the source the name that the run gave it, one of {known}"
             )
         if settings.streaming and not corpus.is_mapped:
-            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes)
+            opened[corpus.name] = open_stream(settings, corpus, reading, rules, lanes, whole)
         else:
-            opened[corpus.name] = open_cached(settings, corpus, reading, rules)
+            opened[corpus.name] = open_cached(settings, corpus, reading, rules, whole)
     record = record_of_run(
         settings,
         {name: source.rules for name, source in opened.items()},
@@ -125,17 +133,19 @@ def open_synthetic(settings: flag_rules.Settings, vocab_size: int) -> OpenedSour
 
 
 def choose_held_out(
-    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str
+    settings: flag_rules.Settings, corpus: Corpus, rules: dict[str, Any] | None, rule: str, whole: bool
 ) -> tuple[str | None, str | None]:
     """(the split that is held out, the rule by which documents of the training split are); None for what does not
     apply. Held out is the split --eval-split; by default the split `validation`, and where there is none some of the
-    documents. `rules` are those of the checkpoint that a run goes on from."""
+    documents, or with `whole` all. `rules` are those of the checkpoint that a run goes on from."""
     if not settings.eval_interval:
         return None, None
     was_divided = bool(rules and rules["held_out"])
     split = settings.eval_split
     if split is None and not was_divided and DEFAULT_EVAL_SPLIT in corpus.listing.splits:
         split = DEFAULT_EVAL_SPLIT
+    if split is None and whole:
+        split = corpus.split
     if rules and split is None and not was_divided:
         problem = f"the run held out nothing of {corpus.source.dataset}, it trained on all of it"
         raise base.UserError(f"--eval-interval: {problem}; give an --eval-split that it did not train on")
@@ -146,10 +156,10 @@ def choose_held_out(
 
 
 def open_cached(
-    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None
+    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, whole: bool
 ) -> OpenedSource:
     """A source from the token cache or from token files."""
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT)
+    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT, whole)
     place = f"{corpus.source.dataset}, split {corpus.split!r}"
     tokens = reading.tokens(corpus, corpus.split)
     of_source = f"{corpus.name}: " if len(settings.sources()) > 1 else ""
@@ -159,15 +169,21 @@ def open_cached(
         job.print_error(f"train_fsdp.py: warning: {warning}")
     held_out, name = None, split or ""
     if rule:
-        divided = reading.with_ends(tokens).divide()
+        documents = len(reading.with_ends(tokens).ends)
+        divided = tokens.divide()
         tokens = divided[0]
-        held_out, name = reading.windows(divided[1], f"{place}, {rule}"), rule
+        held_out = reading.windows(divided[1], f"{place}, {rule}")
+        name = f"{rule}, {len(divided[1].ends):,} of {documents:,}"
         if len(tokens.starts) == 1:
             name = f"the last {100 // EVERY} % of it"
     if split:
-        of_split = reading.tokens(corpus, split)
-        job.say("data      ", of_source + of_split.line)
+        of_split = tokens
+        if split != corpus.split:
+            of_split = reading.tokens(corpus, split)
+            job.say("data      ", of_source + of_split.line)
         held_out, name = reading.windows(of_split, f"{corpus.source.dataset}, split {split!r}"), split
+        if of_split is tokens and tokens.knows_ends:  # elsewhere all tokens would be read to count them
+            name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
     for word, line in describe_packing(train, reading.tokenizer, with_example=trains).items():
@@ -176,7 +192,12 @@ def open_cached(
 
 
 def open_stream(
-    settings: flag_rules.Settings, corpus: Corpus, reading: Reading, rules: dict[str, Any] | None, lanes: int
+    settings: flag_rules.Settings,
+    corpus: Corpus,
+    reading: Reading,
+    rules: dict[str, Any] | None,
+    lanes: int,
+    whole: bool,
 ) -> OpenedSource:
     """A source that is read while training."""
     dataset = corpus.source.dataset
@@ -184,7 +205,7 @@ def open_stream(
         raise base.UserError(
             f"--dataset {dataset}: holds conversations, whose masks are in the token cache; leave out --streaming"
         )
-    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT)
+    split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT, whole)
 
     def stream_of(split: str) -> Stream:
         name, bounds = parse_split(split)
@@ -215,10 +236,15 @@ def open_stream(
         train.held_out = False
     if rule and not split:
         held_out.held_out = True
-    windows = None
+    windows, name = None, split or rule or ""
     if settings.eval_interval:
-        windows = held_out.windows_of_all_ranks(settings.eval_steps * settings.batch_size * dist.get_world_size())
-    return OpenedSource(train, windows, split or rule or "", {"held_out": rule} | fingerprint)
+        count = settings.eval_windows
+        if not split:
+            count = count or STREAM_EVAL_WINDOWS
+        windows = held_out.held_out_windows(count, settings.batch_size)
+        if len(windows) == count:
+            name += f", the first {base.counted(count, 'window')}"
+    return OpenedSource(train, windows, name, {"held_out": rule} | fingerprint)
 
 
 def choose_lanes(settings: flag_rules.Settings, corpora: list[Corpus], before: DataRecord | None, per_step: int) -> int:
@@ -267,7 +293,8 @@ def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[
     if len(data.sources) == 1 and data.orders:
         (order,) = data.orders.values()
         if order.windows < per_step:
-            problem = f"{order.windows:,} windows of {settings.sequence_length} tokens do not fill one global batch"
+            windows = f"{base.counted(order.windows, 'window')} of {settings.sequence_length} tokens"
+            problem = f"{windows}, too few for one global batch"
             advice = "use a smaller batch, a shorter sequence or more text"
             split = f", split {corpora[0].split!r}" if corpora else ""
             raise base.UserError(f"--dataset {settings.describe_dataset()}{split}: {problem} of {per_step}; {advice}")
@@ -330,9 +357,20 @@ def describe(
         shares = [first.describe()]
         shares += [f"from step {data.record.step_of_sample(segment.first):,} {segment.describe()}" for segment in later]
         lines["mixture"] = "; ".join(shares)
-    if data.record.lanes > 1:
-        lines["streams"] = f"{data.record.lanes:,} logical streams of each source, divided among ranks and workers"
+    if data.has_streams:
+        streams = base.counted(data.record.lanes, "logical stream")
+        lines["streams"] = f"{streams} of each source, divided among ranks and workers"
+        of_rank = lanes_of_rank(data.record.lanes, settings.batch_size, dist.get_world_size())
+        if settings.num_steps and of_rank < settings.num_workers:
+            idle = f"{settings.num_workers - of_rank:,} of its {settings.num_workers:,} workers have none"
+            lines["streams"] += f"; a rank reads {of_rank:,}, so {idle} (a new run with more --streams has more)"
     return lines
+
+
+def lanes_of_rank(lanes: int, batch_size: int, ranks: int) -> int:
+    """How many lanes a rank meets, each `ranks x batch_size` samples so many in a row."""
+    apart = math.gcd(lanes, ranks * batch_size)  # of the lanes at which its microbatches begin
+    return lanes // apart * min(batch_size, apart)
 
 
 def describe_held_out(source: OpenedSource) -> str:
@@ -356,7 +394,7 @@ def describe_tokenizer(train) -> str:
 def first_words(sources: dict[str, Any], tokenizer) -> str:
     """The first words of the first source, as the beginning of a generated story; empty where it has no text."""
     dataset = next(iter(sources.values()))
-    if tokenizer is None or not isinstance(dataset, PackedDataset):
+    if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
     text = tokenizer.decode(tokens_of(dataset[0])[:12], skip_special_tokens=True)
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()

@@ -47,5 +47,7 @@ def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     is_same = same_dataset(settings.given.get("dataset", flags["dataset"]), flags["dataset"])
     if is_same and (settings.eval_interval > 0 or settings.show_samples is not None):
         names += flags_where("from_checkpoint", "data")
+        if "eval_steps" not in settings.given:
+            names.append("eval_windows")
     found = {name: flags[name] for name in names if name in flags}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

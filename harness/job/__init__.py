@@ -4,7 +4,7 @@ settings = job.begin()                         flags, signals, threads; before t
 with job.World(settings) as world:             what is raised inside becomes one line and an exit code
     device = world.meet()
     folder = job.take_folder(settings)         the run's own, locked
-    job.check_machine(settings, device)
+    job.check_machine(settings, mesh, device)
     job.enter_phase("forward")                 where this rank is, for the line about a stall
     job.due(settings, step, first_step).save
     world.exit_code = 0
@@ -19,7 +19,7 @@ __getattr__, __all__ = doors.open_door(
     {
         "startup": "begin",
         "world": "World start_processes stop_processes limit_waiting",
-        "signals": "ignore_signals LISTENING",
+        "signals": "ignore_signals LISTENING Stopped",
         "endings": "at_exit state_of STOPPED",
         "heartbeats": "enter_phase end_part rank_name HERE RANKS",
         "folders": "take_folder replace_file",
@@ -27,7 +27,7 @@ __getattr__, __all__ = doors.open_door(
         "schedule": "count_steps due Due",
         "terminal": (
             "say say_story print_error warn columns wrap_lines width is_terminal is_first_rank progress step_bar "
-            "launcher command"
+            "last_lines launcher command"
         ),
     },
 )

@@ -9,31 +9,44 @@ import socket
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness import base, flags
 from harness.job import host, terminal
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFETCHED_BATCHES = 2  # that a data worker reads ahead
-PREFETCHED_BATCHES_STREAMING = 16
 BATCHES_IN_USE = 2  # that the training holds beside them
 FOREIGN_MEMORY = base.GIB  # bytes of a GPU that other processes may hold without a warning
 
 
-def check_machine(settings: flags.Settings, device: torch.device) -> None:
-    """Looks at each node's shared memory and each rank's GPU; every rank calls this, rank 0 warns.
+def check_machine(settings: flags.Settings, mesh: DeviceMesh, device: torch.device) -> None:
+    """Looks at each node's shared memory, each rank's GPU and the nodes of a shard group; every rank calls this, rank 0
+    warns.
 
     Raises:
         UserError: the run cannot succeed; on every rank.
     """
     base.from_main_process(lambda: check_shared_memory(settings), os.environ.get("LOCAL_RANK", "0") == "0")
     taken = describe_taken(holders_of_gpu()) if device.type == "cuda" else ""
-    for line in base.of_all_ranks(taken):
+    for line in [*base.of_all_ranks(taken), describe_spread(settings, mesh)]:
         if line:
             terminal.warn(line)
 
 
-# ---- The GPU ---------------------------------------------------------------------------------------------------------
+# ---- Nodes and GPUs --------------------------------------------------------------------------------------------------
+
+
+def describe_spread(settings: flags.Settings, mesh: DeviceMesh) -> str:
+    """The warning of a shard group that spans several nodes of several ranks, by what the launcher says; empty for any
+    other, and where --dp-replicate-size was given."""
+    shards, of_node = mesh["shard"].size(), host.ranks_here()
+    if of_node == 1 or shards <= of_node or "dp_replicate_size" in settings.given:
+        return ""
+    nodes = shards // of_node
+    problem = f"the shards are spread over {nodes} nodes, so every all-gather crosses the network between them"
+    advice = f"{nodes} keeps them inside a node, where its {of_node} ranks hold the model; 1 says that they do not"
+    return f"--dp-replicate-size: {problem}; {advice}"
 
 
 def holders_of_gpu() -> dict[int, int]:
@@ -87,8 +100,7 @@ def check_shared_memory(settings: flags.Settings) -> None:
     workers = settings.num_workers * host.ranks_here()
     if not workers:
         return
-    prefetched = PREFETCHED_BATCHES_STREAMING if settings.streaming else PREFETCHED_BATCHES
-    batches = workers * prefetched + BATCHES_IN_USE * host.ranks_here()
+    batches = workers * PREFETCHED_BATCHES + BATCHES_IN_USE * host.ranks_here()
     need, free = batches * batch_bytes(settings), free_bytes(SHARED_MEMORY)
     if need > free:
         what = f"{amount(free)} free, what {workers} data workers read ahead takes {amount(need)}"

@@ -22,7 +22,7 @@ __getattr__, __all__ = doors.open_door(
         "verify": "verify_sharding",
         "optimization": "build_optimizer clip_grad_norm find_optimizer local memory_saving_optimizers",
         "skipping": "decide_skip skips_on_device step_or_skip",
-        "sampling": "evaluating sample",
+        "sampling": "evaluating reshard sample",
         "finite": "loss_and_norm loss_without_data",
         "stand_ins": "without_data",
     },

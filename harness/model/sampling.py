@@ -23,9 +23,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees every gathered parameter."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def sample(settings: flags.Settings, prompt: str, model: Any, tokenizer, device: torch.device) -> dict[str, str]:

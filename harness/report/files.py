@@ -101,6 +101,8 @@ def describe_run(
     if changed:
         start["changed"] = changed
     run = flags.record_flags(settings) | {"versions": base.package_versions(), "commit": base.commit()}
+    run["command"] = flags.to_paste(job.launcher(), settings.given)
+    run["parameters"] = sum(parameter.numel() for parameter in state.model.parameters())
     run["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     run |= {"world_size": dist.get_world_size(), "run_id": state.run_id, "folder": str(folder.resolve())}
     return run | {"starts": [*before.get("starts", []), start], "data": data.record()}
