@@ -474,8 +474,7 @@ def finish(run: Run, log, stop, checkpoints: state.Checkpoints | None = None, pl
     if settings.export:
         state.export(settings, run.state, run.tokenizer)
     if run.folder:
-        prompt = run.prompts[0] if run.prompts else run.data.beginning
-        job.say(report.next_commands(settings, run.folder, prompt, run.state.step))
+        job.say(report.next_commands(settings, run.folder, run.state.step))
         checkpoints.check_saved()
         log.check_written()
         base.on_main_rank(lambda: report.check_gates(settings, metrics))

@@ -26,7 +26,7 @@ __getattr__, __all__ = doors.open_door(
         "preflight": "check_machine check_disk",
         "schedule": "count_steps due Due",
         "terminal": (
-            "say say_story print_error warn columns wrap_lines width is_terminal is_first_rank progress step_bar "
+            "say say_story print_error warn columns is_terminal is_first_rank progress step_bar "
             "last_lines launcher command"
         ),
     },

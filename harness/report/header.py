@@ -55,7 +55,7 @@ def describe_setup(
         "resumed": f"{checkpoint} at step {state.step:,}" if checkpoint else "",
         "changed": changed,
     }
-    return job.columns({name: words for name, words in lines.items() if words}, wrap=True)
+    return job.columns({name: words for name, words in lines.items() if words})
 
 
 def device_name(device_type: str) -> str:
