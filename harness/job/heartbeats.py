@@ -101,7 +101,7 @@ def judge(before: list[dict | None], now: list[dict | None], seconds: float) -> 
     if silent and place["phase"] != "data":
         return silent, f"silent, {last_seen(beats[silent[0]])}"
     where = f"in {place['phase']} of step {place['step']} for {place['seconds']:.0f} s"
-    if len(behind) == len(beats) > 1:
+    if len(behind) == len(beats) > 1 and place["phase"] != "data":
         where += ": all wait for each other; the network between them, or a driver"
     return behind, where
 
