@@ -48,7 +48,7 @@ class Stream:
     """The documents of files in lanes."""
 
     is_uniform = True
-    is_chat = False
+    has_mask = False
 
     def __init__(
         self,

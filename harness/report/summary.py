@@ -71,8 +71,8 @@ class Answer(contextlib.ExitStack):
             if not math.isfinite(loss):
                 raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
         size = f"{tokens:,} tokens"
-        if settings.chat_loss == "assistant" and any(windows.is_chat for windows in run.data.held_out.values()):
-            size += ", of conversations the assistant's alone"
+        if any(windows.has_mask for windows in run.data.held_out.values()):
+            size += ", those that count in the loss"
         job.say(job.columns({"evaluated": f"{weights} on {data}: {describe_held_out(losses)}, {size}"}))
         if settings.json and dist.get_rank() == 0:
             figures = {"model": settings.model, "step": step, "dataset": data, "tokens": tokens} | losses
