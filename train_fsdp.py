@@ -283,7 +283,7 @@ class Run:
         """A continuation of each prompt, in a run on conversations an answer to it."""
         job.enter_phase("sampling")
         record = data.read_record(self.manifest) if self.manifest else None
-        if self.data:
+        if self.data is not None:
             record = self.data.record
         texts = [data.story_beginning(self.settings, record, self.tokenizer, prompt) for prompt in self.prompts]
         return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in texts]

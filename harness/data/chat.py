@@ -117,7 +117,8 @@ class ChatFormat(TextFormat):
             trained = np.zeros(len(encoding.ids), np.uint8)
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             for first, last in spans:
-                trained[(starts < last) & (ends > first)] = 1
+                if first < last:  # an empty span may lie inside a token
+                    trained[(starts < last) & (ends > first)] = 1
             yield np.array(encoding.ids, np.uint32), trained
 
     @functools.cached_property

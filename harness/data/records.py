@@ -126,10 +126,12 @@ def check_ids(ids: np.ndarray, fields: dict[str, Any]) -> np.ndarray | LabelledI
     beside = {name: np.asarray(values) for name, values in given.items() if is_flat(values)}
     for name, values in given.items():
         if name not in beside or beside[name].shape != ids.shape or (len(ids) and beside[name].dtype.kind not in "bui"):
-            return BadRecord(f"{name} is {excerpt(values)} instead of {base.counted(len(ids), 'integer')}, one a token")
+            shown = excerpt(values.tolist() if isinstance(values, np.ndarray) else values)
+            return BadRecord(f"{name} is {shown} instead of {base.counted(len(ids), 'integer')}, one a token")
     for name in ("attention_mask", *LOSS_MASKS):
         if name in beside and not np.isin(beside[name], (0, 1)).all():
-            return BadRecord(f"{name} is {excerpt(given[name])} instead of 0 and 1; give each document a record")
+            shown = excerpt(beside[name].tolist())
+            return BadRecord(f"{name} is {shown} instead of 0 and 1; give each document a record")
     attended = np.flatnonzero(beside.get("attention_mask", np.ones(len(ids))))
     if len(attended) and attended[-1] - attended[0] >= len(attended):
         return BadRecord("attention_mask is 0 between tokens, where it can be 0 before and after them only")
