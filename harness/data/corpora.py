@@ -32,7 +32,7 @@ from harness.data.records import (
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
-LOOKED_AT = 100  # records among which the first good one tells what a corpus is
+LOOKED_AT = 100  # files, and records of each, among which the first good one tells what a corpus is
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,10 @@ def look_into(
         split = "train[:5%]" if listing.is_hub and not streaming else "train"
     of_split = listing.of_split(parse_split(split)[0])
     is_mapped = are_mapped(of_split)
-    kind = "ids" if is_mapped else kind_of_records(of_split[0], text_field)
+    kind = "ids"
+    if not is_mapped:
+        kinds = (kind_of_records(file, text_field) for file in of_split[:LOOKED_AT])
+        kind = next(filter(None, kinds), "text")
     return Corpus(source, listing, split, text_field, is_mapped, kind)
 
 
@@ -125,7 +128,7 @@ def are_mapped(of_split: list[DataFile]) -> bool:
 
 
 def kind_of_records(file: DataFile, text_field: Field) -> str:
-    """What the records of a file are, as the first good one is; text where there is none. Where a record has `messages`
+    """What the records of a file are, as the first good one is; "" where there is none. Where a record has `messages`
     and a field of `text_field`, the messages count, but for a single field, which somebody has named. What cannot be
     read is found later."""
     if not getattr(reader_of(file.name), "HAS_FIELDS", True):
@@ -140,7 +143,7 @@ def kind_of_records(file: DataFile, text_field: Field) -> str:
                 return kind_of(record)
     except base.UserError:
         pass
-    return "text"
+    return ""
 
 
 def needs_tokenizer(settings: flags.Settings, corpora: list[Corpus]) -> bool:

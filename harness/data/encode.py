@@ -20,7 +20,7 @@ class Encoded(NamedTuple):
 
     tokens: np.ndarray  # flat
     lengths: np.ndarray  # of each document, int64
-    trained: np.ndarray | None = None  # of conversations, uint8: 1 for each token that is trained on
+    trained: np.ndarray | None = None  # where there is a mask, uint8: 1 for each token that is trained on
 
 
 def take(documents: Iterator, count: int, characters: int = BATCH_CHARACTERS) -> Iterator:

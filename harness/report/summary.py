@@ -73,6 +73,8 @@ class Answer(contextlib.ExitStack):
         size = f"{tokens:,} tokens"
         if any(windows.has_mask for windows in run.data.held_out.values()):
             size += ", those that count in the loss"
+        if left_out := sum(windows.left_out for windows in run.data.held_out.values()):
+            size += f"; left out {base.counted(left_out, 'window')} without one"
         job.say(job.columns({"evaluated": f"{weights} on {data}: {describe_held_out(losses)}, {size}"}))
         if settings.json and dist.get_rank() == 0:
             figures = {"model": settings.model, "step": step, "dataset": data, "tokens": tokens} | losses

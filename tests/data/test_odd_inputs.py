@@ -464,6 +464,14 @@ def test_messages_win_over_text_unless_somebody_names_the_text(tmp_path, load, t
     assert load(ids, text_field="input_ids").tokens[:].tolist() == IDS * 5
 
 
+def test_empty_files_before_the_first_record_do_not_decide_what_a_corpus_is(tmp_path, load, template):
+    (tmp_path / "corpus").mkdir()
+    for name in "ab":
+        (tmp_path / "corpus" / f"{name}.jsonl").write_text("\n")
+    write_jsonl(tmp_path / "corpus" / "c.jsonl", [chat("What?", "A ball.")])
+    assert load(tmp_path / "corpus", chat_template=template[1]).has_mask
+
+
 @pytest.mark.parametrize("flags", [["--chat-loss", "all"], ["--chat-template"]])
 def test_flags_of_conversations_without_conversations_are_refused(tmp_path, mistake, load, template, flags):
     given = template if flags == ["--chat-template"] else flags
