@@ -74,6 +74,9 @@ def main() -> None:
     lacks = "end-of-text token (eos_token)" if tokenizer.is_fast else "tokenizer.json"
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         sys.exit(f"launch/datatrove.py: error: --tokenizer {args.tokenizer}: it has no {lacks}; give one that has it")
+    if tokenizer.split_special_tokens:
+        problem = "it takes special tokens as text, which datatrove's workers do not"
+        sys.exit(f"launch/datatrove.py: error: --tokenizer {args.tokenizer}: {problem}; let the run tokenize")
     vocabulary = os.path.join(os.path.abspath(args.tokenizer), "tokenizer.json")
     name = vocabulary if os.path.isfile(vocabulary) else args.tokenizer
     writer = DocumentTokenizer(tokens, name, shuffle_documents=False)

@@ -16,7 +16,7 @@ import tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from harness import base
-from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts
+from harness.data.encode import Encoded, TextFormat, backend_of, encode_texts, take
 from harness.data.records import Conversation, refuse_or_count
 from harness.data.windows import PackedDataset, Window
 
@@ -110,10 +110,12 @@ class ChatFormat(TextFormat):
         several tokens, or where the span is empty."""
         texts = [conversation.text for conversation in rendered]
         if self.loss == "all":
-            for ids in encode_texts(self.tokenizer, texts):
+            batches = (encode_texts(self.tokenizer, batch) for batch in in_batches(texts))
+            for ids in itertools.chain.from_iterable(batches):
                 yield np.array(ids, np.uint32), np.ones(len(ids), np.uint8)
             return
-        for encoding, (_, spans) in zip(self.with_offsets.encode_batch(texts, False), rendered, strict=True):
+        encodings = (self.with_offsets.encode_batch(batch, add_special_tokens=False) for batch in in_batches(texts))
+        for encoding, (_, spans) in zip(itertools.chain.from_iterable(encodings), rendered, strict=True):
             trained = np.zeros(len(encoding.ids), np.uint8)
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             for first, last in spans:
@@ -127,8 +129,15 @@ class ChatFormat(TextFormat):
         characters of a token."""
         backend = copy.deepcopy(backend_of(self.tokenizer))
         backend.post_processor = None
-        backend.encode_special_tokens = backend_of(self.tokenizer).encode_special_tokens  # a copy has it not
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens  # a copy does not have it
         return backend
+
+
+def in_batches(texts: list[str]) -> Iterator[list[str]]:
+    """The texts in as many batches as calls of the tokenizer are to take."""
+    left = iter(texts)
+    while batch := list(take(left, len(texts))):
+        yield batch
 
 
 def with_fixed_date(template: str) -> str:

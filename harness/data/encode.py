@@ -100,19 +100,21 @@ def encode_texts(tokenizer, texts: list[str]) -> Iterator[list[int]]:
 
 
 def backend_of(tokenizer):
-    """The tokenizer of `tokenizers` behind one of transformers, as `tokenizer(...)` itself sets it: without the
-    truncation and padding of an earlier call, which tokenizer.json remembers and a call to the backend would apply. Its
-    calls run on all cores."""
+    """The tokenizer of `tokenizers` behind one of transformers, as `tokenizer(...)` itself sets it: without what it
+    remembers of an earlier call (truncation and padding lie in tokenizer.json too), which a call to the backend would
+    apply. Its calls run on all cores."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
     return backend
 
 
 def vocabulary_of(tokenizer) -> str:
     """Everything that decides how a tokenizer splits text."""
-    return backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    vocabulary = backend_of(tokenizer).to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    return f"{vocabulary}, special tokens as text" if tokenizer.split_special_tokens else vocabulary
 
 
 def own_tokens_around(tokenizer) -> tuple[list[int], list[int]]:

@@ -97,6 +97,17 @@ def test_cached_and_streamed_tokens_are_those_of_the_tokenizers_own_call(saved, 
     assert once == streamed == list(itertools.chain(*expected))
 
 
+def test_a_tokenizer_that_takes_special_tokens_as_text_has_a_cache_of_its_own(tmp_path, load):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "A fox <s> ran."}])
+    found = []
+    for change in (adds_begin, lambda tokenizer: takes_special_tokens_as_text(adds_begin(tokenizer))):
+        tokenizer = change(AutoTokenizer.from_pretrained(DEMO))
+        tokenizer("a", split_special_tokens=not tokenizer.split_special_tokens)  # what this call leaves behind
+        found.append(load(file, with_tokenizer=tokenizer, vocab_size=len(tokenizer)).tokens[:].tolist())
+        assert found[-1][:-1] == tokenizer("A fox <s> ran.", add_special_tokens=False)["input_ids"]
+    assert found[0] != found[1]
+
+
 def test_a_conversation_is_rendered_and_tokenized_whatever_the_tokenizer_remembers(saved, tmp_path, load):
     saved.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     records = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
