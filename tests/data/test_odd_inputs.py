@@ -83,6 +83,9 @@ def t_left(tokenizer):
 def saved(request, tmp_path):
     tokenizer = TOKENIZERS[request.param](AutoTokenizer.from_pretrained(DEMO))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    of_file = {"split_special_tokens": tokenizer.split_special_tokens}  # which is not saved with the others
+    config.write_text(json.dumps(json.loads(config.read_text()) | of_file))
     return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
 
 
