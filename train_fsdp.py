@@ -303,9 +303,13 @@ class Run:
     changed: str = ""  # which flags are not those of the checkpoint, in words
 
     def stories(self) -> list[dict[str, str]]:
-        """A continuation of each prompt."""
+        """A continuation of each prompt, in a run on conversations an answer to it."""
         job.enter_phase("sampling")
-        return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in self.prompts]
+        record = data.read_record(self.manifest) if self.manifest else None
+        if self.data is not None:
+            record = self.data.record
+        texts = [data.story_beginning(self.settings, record, self.tokenizer, prompt) for prompt in self.prompts]
+        return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in texts]
 
 
 def prepare(settings: flags.Settings, device: torch.device) -> Run:
