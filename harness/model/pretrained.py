@@ -23,7 +23,6 @@ from harness import base, job
 
 ONE_FILE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose values are the weights themselves
-SHOWN_NAMES = 3
 
 
 def find_files(folder: pathlib.Path, named: str | None) -> list[pathlib.Path]:
@@ -167,9 +166,7 @@ class PretrainedWeights:
             problem = f"{self.source} has scales that its quantization_config ({method}) does not read: {scales[0]}"
             raise base.UserError(f"--init pretrained: {problem}; choose weights that are not quantized")
         if left_out:
-            shown = ", ".join(left_out[:SHOWN_NAMES])
-            if len(left_out) > SHOWN_NAMES:
-                shown += f" and {len(left_out) - SHOWN_NAMES:,} more"
+            shown = base.shortened(left_out, 3)
             count = base.counted(len(left_out), "tensor")
             job.say(f"weights    {count} of {self.source} left out, as the model has no place for them: {shown}")
 

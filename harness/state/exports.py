@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from harness import base, flags, job
 from harness import model as models
 from harness.state.train_state import TrainState, persistent_tensors
-from harness.state.transformers4 import with_old_names
+from harness.state.transformers4 import old_tokenizer_config, with_old_names
 
 ONE_FILE = 5e9  # bytes up to which weights are one file, the limit of older transformers' save_pretrained
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -176,6 +176,8 @@ def write_configs(folder: pathlib.Path, settings: flags.Settings, model, tokeniz
             vars(tokenizer).pop(name, None)
             tokenizer.init_kwargs.pop(name, None)
         tokenizer.save_pretrained(folder)
+        path = folder / "tokenizer_config.json"
+        write_json(path, old_tokenizer_config(base.read_json(path), tokenizer))
     for path in folder.glob("*.safetensors"):  # they are written for the owner alone
         shutil.copymode(folder / "config.json", path)
 

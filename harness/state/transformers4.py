@@ -15,7 +15,9 @@ OWN_FIELDS = {  # of single families, by the common ones
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }
 OWN_LAYER_TYPES = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
-THREE_FIELDS = ("phi3", "phi4_multimodal")  # in rope_scaling: more are refused
+# What rope_scaling may have beside `type`, in families that refuse all else.
+SCALING_FIELDS = dict.fromkeys(("phi3", "phi4_multimodal"), ("short_factor", "long_factor"))
+SCALING_FIELDS |= dict.fromkeys(("olmo", "olmo2", "hunyuan_v1_dense", "hunyuan_v1_moe"), ("factor", "alpha"))
 
 
 def with_old_names(content: dict[str, Any]) -> dict[str, Any]:
@@ -49,10 +51,21 @@ def old_rope(content: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope["partial_rotary_factor"]
     before = rope.get("original_max_position_embeddings")
-    if rope["rope_type"] == "longrope":
+    if rope["rope_type"] == "longrope" and before != content["max_position_embeddings"]:
         # it is read beside rope_scaling, and its ratio to max_position_embeddings is the factor then
-        if before != content["max_position_embeddings"]:
-            old["original_max_position_embeddings"] = before
-        if content["model_type"] in THREE_FIELDS:
-            old["rope_scaling"] = {"type": "longrope", **{name: rope[name] for name in ("short_factor", "long_factor")}}
+        old["original_max_position_embeddings"] = before
+    if old["rope_scaling"] and content["model_type"] in SCALING_FIELDS:
+        fields = {name: rope[name] for name in SCALING_FIELDS[content["model_type"]] if name in rope}
+        old["rope_scaling"] = {"type": rope["rope_type"]} | fields
     return old
+
+
+def old_tokenizer_config(content: dict[str, Any], tokenizer) -> dict[str, Any]:
+    """The fields of a tokenizer_config.json that 5 wrote, as 4 reads them too: the class that takes tokenizer.json as
+    it is, special tokens under the name that both know, and no `token_type_ids`, which that class adds in 4."""
+    content = {name: value for name, value in content.items() if name not in ("is_local", "local_files_only")}
+    if tokenizer.is_fast:
+        content |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": tokenizer.model_input_names}
+    if special := content.pop("extra_special_tokens", None):
+        content["additional_special_tokens"] = special
+    return content
