@@ -144,6 +144,15 @@ def float8_experts(folder):
     put(folder, in_float8(write(folder, "qwen3_moe", **EXPERTS)), quantization_config=FP8)
 
 
+def experts_in_four_bits(folder):
+    weights = write(folder, "gpt_oss", num_local_experts=4, num_experts_per_tok=2, intermediate_size=64)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(110, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    put(folder, weights, quantization_config={"quant_method": "mxfp4"})
+
+
 def float8_of_fewer_layers(folder):
     put(folder, in_float8(write(folder, "qwen3")), quantization_config=FP8, num_hidden_layers=3, layer_types=None)
     return "18 tensors of {} left out"
@@ -161,7 +170,13 @@ READ += [
     tied_with_the_same_head,
     tied_with_the_head_alone,
 ]
-READ += [float8_in_blocks, float8_experts, float8_of_fewer_layers, plain_weights_whose_config_says_float8]
+READ += [
+    float8_in_blocks,
+    float8_experts,
+    experts_in_four_bits,
+    float8_of_fewer_layers,
+    plain_weights_whose_config_says_float8,
+]
 
 
 @pytest.mark.parametrize("folder", READ, ids=lambda make: make.__name__)
