@@ -195,6 +195,8 @@ class PretrainedWeights:
                 if not getattr(weight, "_is_hf_initialized", False):  # private: the mark of what was read
                     missing = f"{path}.{name} of shape {tuple(weight.shape)}"
                     raise base.UserError(f"--init pretrained: {self.source} has no {missing}")
+                if weight.dtype != self.dtype:  # transformers 5.17 dequantizes to bf16
+                    weight.data = weight.data.to(self.dtype)
 
     def tie(self, missing: set[str]) -> None:
         """Ties what the config says is tied, to the one of both that the checkpoint has.

@@ -191,7 +191,7 @@ def test_a_folder_is_read_as_from_pretrained_reads_it(device, tmp_path, capfd, f
     expected = dict(theirs.named_parameters())
     assert expected.keys() == dict(ours.named_parameters()).keys()
     for name, weight in ours.named_parameters():
-        assert weight.dtype == torch.float32 and torch.equal(weight, expected[name]), name
+        assert weight.dtype == torch.float32 and torch.equal(weight, expected[name].float()), name
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert not {"quantization_config", "transformers_weights"} & config.keys()
 
