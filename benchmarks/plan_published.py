@@ -160,7 +160,7 @@ def published_share(rows: Iterable[dict]) -> list[float]:
 
 
 def published_memory_share(rows: Iterable[dict]) -> list[float]:
-    """`predict.PUBLISHED_MEMORY_SHARE`: the same of the memory, of the runs that say it."""
+    """The same of the memory, of the runs that say it."""
     rows = [row for row in rows if row["memory_gib"] and not row["other_kind"]]
     return ends_and_median([row["memory_gib"] / row["planned_memory_gib"] for row in rows])
 
