@@ -14,7 +14,7 @@ without any measured rate. To add a run, add a row with the first of these:
     otherwise                  what its library does otherwise than this program, and is planned so: of OTHERWISE
     not_expressed, guessed     what the run has and a plan cannot say; what is not published
     chose                      CONTENTION of harness/plan/rates.py where it was used to choose that, on several GPUs;
-                               is held out
+                               "" for a run that is held out
     contradicts_itself         its figures do not agree with each other: not in `published_share`
     other_kind                 what it is, where it is none of `text.PUBLISHED_KINDS`: in no range that plans print
 
