@@ -176,10 +176,10 @@ def build_scheduler(settings: flags.Settings, optimizer: torch.optim.Optimizer):
 # ---- Step ------------------------------------------------------------------------------------------------------------
 
 
-def train_step(settings, model, optimizer, batches, tracker, recent_norms=None) -> report.StepResult:
+def train_step(settings, model, optimizer, batches, tracker) -> report.StepResult:
     """One optimizer step. Returns this rank's loss, whose mean over ranks is that of the global batch, the global
     gradient norm, and 1 where the step was skipped, else 0: all still on the device. Skipped is a step whose norm is
-    not finite or, by `recent_norms`, which records it, a spike.
+    not finite.
 
     The loss counts every trained token of the global batch alike. The router loss of a mixture of experts is that of
     each microbatch by itself, and every microbatch of every rank counts alike: it is the same on any number of ranks
@@ -213,7 +213,7 @@ def train_step(settings, model, optimizer, batches, tracker, recent_norms=None) 
         loss.backward()
     job.enter_phase("optimizer")
     norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
-    skip = models.decide_skip(norm, recent_norms)
+    skip = models.decide_skip(norm)
     models.step_or_skip(optimizer, skip)
     optimizer.zero_grad()
     if settings.fp8_recipe == "tensorwise":  # set with --precision fp8 only
@@ -266,18 +266,6 @@ def evaluate(settings, model, held_out: dict[str, Any], device: torch.device) ->
     summed_loss, tokens = totals.sum(0).tolist()
     losses = {"eval_loss": summed_loss / tokens}
     return (losses | of_each if len(of_each) > 1 else losses), int(tokens)
-
-
-def evaluate_with_average(run: "Run") -> tuple[dict[str, float], int]:
-    """As `evaluate`; with --ema also the losses of the averaged weights, `eval_loss_ema` and `eval_loss_ema/NAME`."""
-    model, average = run.state.model, run.state.average
-    losses, tokens = evaluate(run.settings, model, run.data.held_out, run.device)
-    if average:
-        with average.as_weights():
-            of_average, _ = evaluate(run.settings, model, run.data.held_out, run.device)
-        for name, loss in of_average.items():
-            losses[name.replace("eval_loss", "eval_loss_ema", 1)] = loss
-    return losses, tokens
 
 
 # ---- Before the first step -------------------------------------------------------------------------------------------
@@ -338,21 +326,18 @@ def prepare(settings: flags.Settings, device: torch.device) -> Run:
         prompts = [dataset.beginning]  # the demo's prompt is for the demo's stories
     identity = state.describe_identity(config, tokenizer, dataset)
     changed = state.check_resume(settings, config, tokenizer, dataset, manifest) if manifest else ""
-    state.check_has_average(settings, manifest)
 
     model = build_model(settings, config, mesh, read_weights=not found)
     optimizer = models.build_optimizer(settings, model)
     scheduler = build_scheduler(settings, optimizer)
-    average = models.WeightAverage(model, settings.ema) if settings.ema else None
-    averages = average.tensors if average else None
-    verified = models.verify_sharding(settings, model, optimizer, mesh, sizes.states > 0, averages)
+    verified = models.verify_sharding(settings, model, optimizer, mesh, sizes.states > 0)
     flops_per_token, flops_in_words = models.known_flops(
         model, settings.sequence_length, utils.get_model_flops_per_token
     )
     if settings.min_mfu and not flops_per_token:
         raise base.UserError(f"--min-mfu: {flops_in_words}")
     tracker = utils.PerformanceTracker(settings.perf_warmup_steps, dist.get_world_size(), peak or 0)
-    train_state = state.TrainState(model, optimizer, scheduler, average=average, tracker=tracker)
+    train_state = state.TrainState(model, optimizer, scheduler, tracker=tracker)
     if found:
         train_state.load(found, manifest, branch)
         changed = ", ".join(filter(None, [changed, train_state.describe_jump()]))
@@ -398,13 +383,12 @@ def prepare_without_steps(settings: flags.Settings, device: torch.device) -> Run
             state.check_same_corpus(settings, dataset.record, manifest)
     if found:
         state.check_same_model(config, manifest)
-    state.check_has_average(settings, manifest)
     train_state = state.TrainState(build_model(settings, config, mesh, read_weights=not found))
-    if settings.ema:
-        train_state.average = models.WeightAverage(train_state.model, settings.ema)
     if found:
         found, manifest = state.load_to_read(settings.resume, train_state, found, manifest)
         job.say(f"loaded     {found}, step {manifest['step']:,}")
+    if settings.average_checkpoints:
+        job.say(f"averaged   {state.load_mean(settings, train_state, config, found)}")
     state.refuse_broken(settings, train_state, found)
     return Run(settings, device, train_state, tokenizer, prompts, dataset, found, manifest)
 
@@ -417,9 +401,6 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> No
     settings, tracker = run.settings, run.state.tracker
     model, optimizer = run.state.model, run.state.optimizer
     run.batches = report.Remembered(data.training_batches(settings, run.data, run.state, run.device))
-    recent_norms = None
-    if settings.skip_spikes:
-        recent_norms = models.RecentNorms(settings.skip_spikes, run.state.recent_norms)
     first_step, stop.resumed_step = run.state.step + 1, run.state.step
     due = job.due(settings, run.state.step, first_step)
     if due.evaluate and base.on_main_rank(log.lacks_evaluation):  # a stop came before it
@@ -432,9 +413,9 @@ def train(run: Run, log: report.Log, checkpoints: state.Checkpoints, stop) -> No
         job.enter_phase("data", due.step)
         with log.step(due):
             with stop.before_each_forward(model), discarded_if_stopped(model, optimizer):
-                result = train_step(settings, model, optimizer, run.batches, tracker, recent_norms)
+                result = train_step(settings, model, optimizer, run.batches, tracker)
             log.count(result)
-            run.state.advance(run.data, result.skipped)  # steps, samples, the schedule, the average
+            run.state.advance(run.data)  # steps, samples, the schedule
         stop.can_save = True  # from here on a signal is answered by a checkpoint
         if due.log or due.save:
             metrics, problem = log.metrics()
@@ -460,7 +441,7 @@ def evaluate_and_log(run: Run, log: report.Log, due: job.Due, metrics: dict, pro
     if due.evaluate and not problem:
         try:
             with run.state.tracker.excluded(), stop.before_each_forward(run.state.model):
-                losses, _ = evaluate_with_average(run)
+                losses, _ = evaluate(run.settings, run.state.model, run.data.held_out, run.device)
                 metrics |= losses
                 if not due.last:  # after the last step the end of the run writes them
                     stories = run.stories()
@@ -491,7 +472,7 @@ def finish(run: Run, log, stop, checkpoints: state.Checkpoints | None = None, pl
     stories, an export, gates, what to do next. Returns the exit code."""
     settings = run.settings
     if not run.folder and settings.eval_interval:  # in training the last step was evaluated
-        log.say_evaluation(run, *evaluate_with_average(run))
+        log.say_evaluation(run, *evaluate(settings, run.state.model, run.data.held_out, run.device))
     with stop.before_each_forward(run.state.model):
         stories = run.stories()
     if settings.export or settings.plan_gpu or run.device.type == "cuda":  # to export or to wait for a plan takes long

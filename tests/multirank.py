@@ -10,7 +10,6 @@ import os
 import pathlib
 import runpy
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import train_fsdp
 import utils
-from harness import base, data, plan
+from harness import data, plan
 from harness import model as models
 from harness.base import from_main_process, of_all_ranks
 from harness.flags import parse_args
@@ -175,25 +174,6 @@ def measured(slow: int | None, *argv: str) -> None:
     if slow is not None and os.environ["RANK"] == str(slow):
         measure.median_and_work = lambda call: median_and_work(lambda: (call(), call(), call()))
     program("--measure", *argv)
-
-
-def uneven(*argv: str) -> None:
-    """The program on two nodes of a rank each, with a log line at each step; rank 1 has another torch, and works for
-    800 ms longer than rank 0 in each of the first 4 steps, of two microbatches each."""
-    rank = int(os.environ["RANK"])
-    node, own, make_batches = f"node-{'ab'[rank]}", base.package_versions(), data.training_batches
-    socket.gethostname = lambda: node
-    heartbeats.RANKS[0] = node, os.getpid()
-    base.package_versions = lambda: own | ({"torch": "0.1"} if rank else {})
-
-    def slowed(*arguments):
-        for number, batch in enumerate(make_batches(*arguments)):
-            if rank and number < 8:
-                time.sleep(0.4)
-            yield batch
-
-    data.training_batches = slowed
-    program(*argv)
 
 
 def stalled(how: str, *argv: str) -> None:

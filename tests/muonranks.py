@@ -1,7 +1,7 @@
-"""Muon and NorMuon in many worlds beside plain references in one process, for tests/model/test_muon.py.
+"""Muon in many worlds beside plain references in one process, for tests/model/test_muon.py.
 
-A reference holds every matrix whole, as a tensor of its own, and gives it to torch.optim.Muon, or to NorMuon's formula.
-With fp32 iterations both sides leave out the cast to bf16.
+A reference holds every matrix whole, as a tensor of its own, and gives it to torch.optim.Muon. With fp32
+iterations both sides leave out the cast to bf16.
 """
 
 import contextlib
@@ -72,49 +72,15 @@ def case(
 # ---- References ------------------------------------------------------------------------------------------------------
 
 
-def zeropower(matrix: torch.Tensor, coefficients, steps: int, eps: float, polynomials=None) -> torch.Tensor:
-    """torch's function without its cast to bf16; `polynomials` in the place of the coefficients."""
+def zeropower(matrix: torch.Tensor, coefficients, steps: int, eps: float) -> torch.Tensor:
+    """torch's function without its cast to bf16."""
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
-    x = x / (x.norm().clamp(min=eps) if polynomials is None else x.norm() * 1.01 + eps)
-    for a, b, c in polynomials or [coefficients] * steps:
+    x = x / x.norm().clamp(min=eps)
+    a, b, c = coefficients
+    for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if matrix.size(0) > matrix.size(1) else x
-
-
-# the first five of algorithm 1 of arXiv 2505.16932, divided by 1.01, 1.01^3 and 1.01^5
-POLAR_EXPRESS = [
-    (8.20516041400557, -22.90193498705605, 16.46072491018031),
-    (4.06639515994277, -2.86115408675514, 0.51839952266947),
-    (3.90959490443792, -2.82335173503952, 0.52503697693900),
-    (3.28556401719862, -2.41530195963594, 0.48529406552791),
-    (2.27787328708398, -1.61982176526544, 0.39848078704168),
-]
-
-
-class PlainNorMuon:
-    """NorMuon as its paper and, with `original`, its authors' code have it."""
-
-    def __init__(self, matrices, lr: float, weight_decay: float, adjust_lr_fn: str):
-        self.matrices, self.lr, self.weight_decay, self.adjust = matrices, lr, weight_decay, adjust_lr_fn
-        self.momentum = [torch.zeros_like(matrix) for matrix in matrices]
-        self.moment = [torch.zeros(len(matrix), 1) for matrix in matrices]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for matrix, momentum, moment in zip(self.matrices, self.momentum, self.moment, strict=True):
-            if matrix.grad is None:
-                continue
-            rows, columns = matrix.shape
-            momentum.mul_(0.95).add_(0.05 * matrix.grad)
-            average = 0.05 * matrix.grad + 0.95 * momentum
-            update = torchs._zeropower_via_newtonschulz(average, (3.4445, -4.7750, 2.0315), 5, 1e-7).float()
-            moment.mul_(0.95).add_(0.05 * (update**2).mean(1, keepdim=True))
-            even = update / (moment.sqrt() + 1e-10)
-            rate = 0.2 * self.lr * (rows * columns) ** 0.5 / even.norm()
-            if self.adjust == "original":
-                rate = self.lr * update.norm() / even.norm() * max(1, rows / columns) ** 0.5
-            matrix.mul_(1 - self.lr * self.weight_decay).sub_(rate * even)
 
 
 class Reference:
@@ -133,11 +99,10 @@ class Reference:
                 is_matrix = ".layers." in full_name or ".h." in full_name
                 of_matrices = is_matrix and plain.dim() == 2 and "bias" not in full_name and "norm" not in full_name
                 (matrices if of_matrices else others).append(plain)
-        options = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": settings.muon_scale}
-        kind = PlainNorMuon if settings.optimizer == "normuon" else torch.optim.Muon
+        options = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         decayed = [other for other in others if other.dim() >= 2]
         rest = [other for other in others if other.dim() < 2]
-        self.parts = [kind(matrices, **options)] if matrices else []
+        self.parts = [torch.optim.Muon(matrices, **options)] if matrices else []
         self.parts += [
             torch.optim.AdamW(group, lr=settings.adamw_lr or settings.lr, betas=settings.betas, weight_decay=decay)
             for group, decay in ((decayed, settings.weight_decay), (rest, 0.0))
@@ -179,14 +144,12 @@ def cut(tensor: torch.Tensor, expert: int | None, outputs: slice, is_transposed:
 
 
 @contextlib.contextmanager
-def iterating_in(dtype: str, flags: str):
-    """Inside, Muon and its reference iterate in that dtype, and the reference with the polynomials of the flags."""
-    polynomials = POLAR_EXPRESS if "polar-express" in flags else None
+def iterating_in(dtype: str):
+    """Inside, Muon and its reference iterate in that dtype."""
     with contextlib.ExitStack() as patches:
         if dtype == "fp32":
             patches.enter_context(mock.patch.object(newton_schulz, "DTYPE", torch.float32))
-            plain = functools.partial(zeropower, polynomials=polynomials)
-            patches.enter_context(mock.patch.object(torchs, "_zeropower_via_newtonschulz", plain))
+            patches.enter_context(mock.patch.object(torchs, "_zeropower_via_newtonschulz", zeropower))
         yield
 
 
@@ -228,7 +191,7 @@ def build(folder: pathlib.Path, run: dict, device, is_reference: bool = False):
 
 def losses(folder: pathlib.Path, run: dict, device, is_reference: bool = False, steps: int = STEPS) -> list[float]:
     """Of each step, over all tokens of the global batch."""
-    with iterating_in(run["iteration"], run["flags"]):
+    with iterating_in(run["iteration"]):
         settings, model, optimizer = build(folder, run, device, is_reference)
         data = batches(settings.gradient_accumulation_steps, device)
         tracker, values = utils.PerformanceTracker(0, dist.get_world_size()), []
@@ -253,7 +216,7 @@ def main(
 def train(flags: list[str]) -> None:
     """One rank of a whole run, with its checkpoints; with fp32 iterations, whose losses do not depend on the ranks."""
     device = start_processes()
-    with iterating_in("fp32", ""):
+    with iterating_in("fp32"):
         code = train_fsdp.run(parse_args(flags), device, StopRequest())
     assert code == 0
     stop_processes()

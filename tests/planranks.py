@@ -23,31 +23,26 @@ from harness import plan as planning
 from harness.flags.parser import parse_args
 from harness.job import start_processes, stop_processes
 from harness.model import newton_schulz
-from harness.model.averages import WeightAverage
 from harness.model.configs import load_config
 
 CASES = {
     "stage 3": "",
     "stage 2 in 2 microbatches": "--zero-stage 2 --gradient-accumulation-steps 2",
     "pure bf16 from full logits": "--precision bf16-pure --no-fused-loss",
-    "pure bf16 with an average": "--precision bf16-pure --ema 0.99",
     "muon": "--optimizer muon",
-    "normuon": "--optimizer normuon",
     "deferred in 2 microbatches": "--defer-grad-sync --gradient-accumulation-steps 2",
     "stage 1 in 4 microbatches": "--zero-stage 1 --gradient-accumulation-steps 4",
     "stage 0": "--zero-stage 0",
     "checkpointed": "--activation-checkpointing full",
     "selectively checkpointed": "--activation-checkpointing selective",
     "eager attention": "--attention eager --zero-stage 2",
-    "stage 2 with an average": "--zero-stage 2 --ema 0.99",
     "2 replicas in 2 microbatches": "--dp-replicate-size 2 --gradient-accumulation-steps 2",
     "muon, 2 replicas": "--optimizer muon --dp-replicate-size 2",
-    "normuon, 2 replicas": "--optimizer normuon --dp-replicate-size 2",
     "muon, stage 0": "--optimizer muon --zero-stage 0",
-    "normuon, momentum in bf16": "--optimizer normuon --momentum-dtype bf16 --zero-stage 2",
+    "muon, stage 2": "--optimizer muon --zero-stage 2",
 }
 FEW = ("stage 3", "stage 2 in 2 microbatches", "pure bf16 from full logits")
-NAMES = {1: (*FEW, "muon"), 2: (*FEW, "pure bf16 with an average", "normuon"), 4: tuple(CASES)}  # by ranks
+NAMES = {1: (*FEW, "muon"), 2: (*FEW, "muon"), 4: tuple(CASES)}  # by ranks
 
 
 def arguments(model: pathlib.Path, flags: str) -> list[str]:
@@ -100,8 +95,6 @@ def measure(argv, device) -> dict:
     settings = planning.resolve(settings, config)
     model = train_fsdp.build_model(settings, config, train_fsdp.build_mesh(settings, device))
     optimizer = models.build_optimizer(settings, model)
-    average = WeightAverage(model, settings.ema) if settings.ema else None
-    averages = list(average.tensors.values()) if average else []
     seen = {}
 
     def before_optimizer(*_) -> None:
@@ -113,16 +106,14 @@ def measure(argv, device) -> dict:
     batches = ({"input_ids": tokens.clone(), "labels": tokens.clone()} for _ in itertools.count())
     parameters = list(itertools.chain(model.parameters(), model.buffers()))
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    held = {"parameters": of(parameters), "optimizer": of(states), "average": of(averages)}
+    held = {"parameters": of(parameters), "optimizer": of(states)}
     live = Live()
     with live if dist.get_rank() == 0 else contextlib.nullcontext():
-        for tensor in itertools.chain(parameters, states, averages):  # what was there before
+        for tensor in itertools.chain(parameters, states):  # what was there before
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             live.storages[id(local.untyped_storage())] = weakref.ref(local.untyped_storage())
             live.streams[local.untyped_storage()] = torch.cpu.current_stream()
         train_fsdp.train_step(settings, model, optimizer, batches, utils.PerformanceTracker(0, 1, 0))
-        if average:
-            average.update()
     dist.barrier()
     peaks = {"total": max(seen["passes"], live.peak), "in optimizer": live.peak}
     return held | seen | peaks | {"sent": live.sent, "held": sorted(live.held.values())}

@@ -5,6 +5,18 @@ from collections.abc import Iterable
 
 from harness.flags.settings import FLAGS, as_flag
 
+# Flags that are no more, and what takes their place.
+INSTEAD = {
+    "--ema": "--average-checkpoints K, with --num-steps 0 --resume RUN, averages the weights of saved checkpoints",
+    "--skip-spikes": "steps that are not finite are skipped by themselves; a lower --max-grad-norm tames spikes",
+    "--muon-iteration": "muon has one iteration, Newton-Schulz; leave it out",
+    "--muon-scale": "muon scales as match_rms_adamw; leave it out",
+    "--momentum-dtype": "muon's momentum is in fp32; leave it out",
+    "--measure": "plans go by assumed rates; docs/PLAN.md has them beside runs on GPUs",
+    "--plan-rates": "plans go by assumed rates; --plan-gpu names a GPU of the table",
+    "--activation-memory-budget": "--activation-checkpointing selective or full keeps fewer activations",
+}
+
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """What a mistyped name may have meant, as the end of an error; empty where no name in `known` is near."""

@@ -78,7 +78,7 @@ def contradictions(s: Settings) -> Iterator[str]:
     if s.activation_memory_budget is not None and (s.compile is False or s.activation_checkpointing != "none"):
         yield "--activation-memory-budget: needs --compile, without --activation-checkpointing"
 
-    # Optimizer, schedule, average
+    # Optimizer, schedule
     of_optimizer = OPTIMIZER_RULES[s.optimizer]
     max_beta = of_optimizer.get("MAX_BETA", 1)
     if max(s.betas) > max_beta:
@@ -90,9 +90,6 @@ def contradictions(s: Settings) -> Iterator[str]:
         yield problem
     if s.num_steps and "warmup_steps" in s.given and s.warmup_steps > s.num_steps:
         yield f"--warmup-steps {s.warmup_steps}: the run ends after {s.num_steps:,} steps; give at most so many"
-    if s.export_weights == "ema" and not s.ema:
-        advice = "give --ema with it, or with --num-steps 0 the checkpoint of a run that had it"
-        yield f"--export-weights ema: there is no average of the weights; {advice}"
 
     # What a run leaves
     measured = s.num_steps - s.perf_warmup_steps - (PROFILED_STEPS if s.profile else 0)
@@ -107,6 +104,8 @@ def contradictions(s: Settings) -> Iterator[str]:
     if s.num_steps == 0 and (s.eval_interval or not s.export) and s.resume == "none" and s.init == "random":
         problem = "0 trains nothing, and random weights have nothing to show"
         yield f"--num-steps: {problem}; give --resume PATH, or --model DIR --init pretrained"
+    if s.average_checkpoints and (s.num_steps or s.resume in ("none", "auto") or s.plan):
+        yield "--average-checkpoints: goes with --num-steps 0 and --resume RUN, the folder of a run"
     if s.batch_size == "auto" and (s.num_steps == 0 or s.measure):
         yield "--batch-size: auto is for a run that trains, or its plan; give a number"
     if s.json and not s.plan and (s.num_steps or not s.eval_interval):

@@ -132,10 +132,7 @@ class Settings:
     num_tokens: int | None = flag(None, "instead of --num-steps: tokens of the whole run, such as 20e9, 20B, 500M or 1.5T; the global batch decides how many steps these are [--num-steps]", type=token_count)
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", f"{OPTIMIZERS_HELP} [adamw]", also="optim", on_resume="same", from_checkpoint="model")  # type: ignore[valid-type]  # the files of a folder
     lr: float = flag(3e-4, "peak learning rate [3e-4]", also="learning-rate max-lr", on_resume="reported")
-    adamw_lr: float | None = flag(None, "peak learning rate of what muon and normuon leave to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
-    muon_iteration: Literal["newton-schulz", "polar-express"] = flag("newton-schulz", "polynomials by which muon and normuon orthogonalize, five of either [newton-schulz]", on_resume="reported")
-    muon_scale: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", "what multiplies the rate of a matrix of m x n: match_rms_adamw 0.2 sqrt(max(m, n)), so that AdamW's --lr and --weight-decay carry over; original sqrt(max(1, m / n)) [match_rms_adamw]", on_resume="reported")
-    momentum_dtype: Literal["fp32", "bf16"] = flag("fp32", "of muon's and normuon's momentum [fp32]", on_resume="reported")
+    adamw_lr: float | None = flag(None, "peak learning rate of what muon leaves to adamw: embedding, head, norms, biases [--lr]", on_resume="reported")
     lr_scheduler: Literal[*SCHEDULES] = flag("cosine", "shape of the learning rate [cosine]", on_resume="reported")  # type: ignore[valid-type]  # the rows of a table
     warmup_steps: int | None = flag(None, "learning rate warmup [5 %% of the steps; 0 with constant]", least=0, on_resume="reported")
     decay_steps: int | None = flag(None, "last steps of warmup_stable_decay, in which the learning rate falls to 0; 0 ends in the stable phase, to be decayed from a checkpoint [a fifth of --num-steps]", least=0, only_with="lr_scheduler=warmup_stable_decay", on_resume="reported")
@@ -143,12 +140,12 @@ class Settings:
     weight_decay: float = flag(0.1, "on matrices, not on norms and biases [0.1]", least=0, on_resume="reported")
     betas: tuple[float, float] = flag((0.9, 0.95), "of AdamW; another optimizer says what it takes of them [0.9 0.95]", type=number(float, 0, 1), nargs=2, metavar=("B1", "B2"), on_resume="reported")
     max_grad_norm: float = flag(1.0, "clip the global gradient norm; 0 never clips [1.0]", least=0, on_resume="reported")
-    ema: float = flag(0.0, "exponential moving average of the weights with this decay, such as 0.999, in fp32 and sharded: evaluated beside them, saved, exported by --export-weights; 0 keeps none [0]", least=0, below=1, on_resume="reported", from_checkpoint="model")
     seed: int = flag(42, "of weights and data order [42]", least=0, below=2**63, on_resume="same", from_checkpoint="data")
 
     eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation", also="eval-every", from_checkpoint="data")
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows; a run that goes on, and an evaluation of it, take the same windows on any ranks [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
+    average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest so many checkpoints, summed in fp32", metavar="K")
     sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end, of conversations a user's message; each further one is continued too", type=text, action=Collect)
     sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
 
@@ -158,12 +155,10 @@ class Settings:
     final_checkpoint: bool | None = flag(None, "keep the state after the last step [on; off for --dataset synthetic without --checkpoint-interval, and where the disk has no room for it]")
     resume: str = flag("none", "auto: the run's newest complete checkpoint, or a fresh start; PATH: this checkpoint [none]", metavar="{none,auto,PATH}", type=path, of_one_run=True, also="resume-from-checkpoint")
     export: str | None = flag(None, "at the end, a folder that from_pretrained loads", metavar="DIR", type=path, of_one_run=True)
-    export_weights: Literal["raw", "ema"] = flag("raw", "of --export: those that the optimizer trains, or their average of --ema [raw]", only_with="export")
 
     timeout_minutes: float = flag(10.0, "how long ranks wait for each other; then the job ends with a line that names the rank that did not come, its host, pid and what it did [10]", least=0.001, below=1e7, group="failures")
 
     max_skipped: int = flag(5, "a step whose gradient norm is NaN or infinite is skipped: it changes no weight; more of them in a row end the run [5]", least=0)
-    skip_spikes: float = flag(0.0, "skip a step too whose gradient norm is a spike: its robust z-score over the last 128 steps is above this, such as 6; 0 never [0]", least=0)
 
     output_dir: str = flag("outputs", "a run writes under OUTPUT_DIR/RUN_NAME/ [outputs]", group="output", type=path, also="out-dir output")
     run_name: str | None = flag(None, "[model and start time; with --resume auto the model; with --resume PATH that run's]", of_one_run=True)

@@ -29,16 +29,15 @@ class ParameterBytes:
     weight: int
     states: float  # of the optimizer, in memory; an average where parameters differ
     saved_states: float  # of the optimizer, in a checkpoint
-    average: int = 0  # with --ema, in memory and in a checkpoint
 
     @property
     def at_rest(self) -> float:
-        """In memory: the parameter, its gradient, its optimizer states and its average."""
-        return 2 * self.weight + self.states + self.average
+        """In memory: the parameter, its gradient and its optimizer states."""
+        return 2 * self.weight + self.states
 
     @property
     def in_checkpoint(self) -> float:
-        return self.weight + self.saved_states + self.average
+        return self.weight + self.saved_states
 
 
 @dataclasses.dataclass
@@ -187,12 +186,11 @@ def amount(size: float) -> str:
 
 
 def check_memory(settings: flags.Settings, parameters: int, each: ParameterBytes, at_rest: float) -> None:
-    """Raises a UserError where the parameters, gradients, optimizer states and averages of the ranks here, `at_rest`
+    """Raises a UserError where the parameters, gradients, and optimizer states of the ranks here, `at_rest`
     bytes each, are more than this host can hold: a lower bound of what training takes."""
     need, available = at_rest * host.ranks_here(), host.memory()
     if need > available:
-        beside = "gradients, optimizer states and average" if each.average else "gradients and optimizer states"
-        what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their {beside}"
+        what = f"{parameters:,} parameters x {each.at_rest:.4g} bytes with their gradients and optimizer states"
         needs = f"training on the host takes {need / base.GIB:,.1f} GiB and more ({what})"
         has = f"it has {available / base.GIB:,.1f}"
         raise base.UserError(

@@ -1,5 +1,4 @@
-"""Newton-Schulz: a stack of matrices made orthogonal by a few matrix products. Called by the optimizers' files.
-Independent of where the matrices are from."""
+"""Newton-Schulz: a stack of matrices made orthogonal by a few matrix products."""
 
 import torch
 
@@ -7,39 +6,25 @@ from harness.model.precision import cpu_multiplies_bf16
 
 DTYPE = torch.bfloat16  # of the iteration, and of what ranks send each other for it; tests compute in fp32
 EPS = 1e-7  # torch.optim.Muon's
-# Of each step a polynomial a x + b x^3 + c x^5 of the singular values. Keller Jordan's, which torch.optim.Muon has too:
-# https://kellerjordan.github.io/posts/muon/
-NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
-SAFETY = 1.01  # by which "The Polar Express" narrows its polynomials
-# The first five of its algorithm 1 (arXiv 2505.16932), before that.
-POLAR_EXPRESS = [
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-]
+# a, b, c of a step's polynomial a x + b x^3 + c x^5 of the singular values. Keller Jordan's, which torch.optim.Muon has
+# too: https://kellerjordan.github.io/posts/muon/
+POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 
 
-def orthogonalize(matrices: torch.Tensor, iteration: str = "newton-schulz") -> torch.Tensor:
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """Matrices (count, rows, columns) with their singular values moved to about 1, in DTYPE; the singular vectors stay.
 
-    `iteration` is a value of --muon-iteration. Where the rows are more, it works on the transposed matrices: its
-    products are then as small as they can be.
+    Where the rows are more, it works on the transposed matrices: its products are then as small as they can be.
     """
     _, rows, columns = matrices.shape
     x = matrices.to(DTYPE)
     if rows > columns:
         x = x.mT
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    polynomials = NEWTON_SCHULZ
-    if iteration == "newton-schulz":
-        x = x / norm.clamp(min=EPS)
-    else:
-        x = x / (norm * SAFETY + EPS)
-        polynomials = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS]
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     exact = dtype_of_products(x)
-    for a, b, c in polynomials:
+    a, b, c = POLYNOMIAL
+    for _ in range(ITERATIONS):
         wide = x.to(exact)
         gram = (wide @ wide.mT).to(DTYPE).to(exact)
         odd = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).to(DTYPE).to(exact)

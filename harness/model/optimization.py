@@ -67,15 +67,14 @@ def weight_dtype(settings: flags.Settings) -> torch.dtype:
 
 
 def parameter_bytes(settings: flags.Settings, config: Any = None) -> job.ParameterBytes:
-    """What one parameter takes, with its optimizer and --ema; on average over a config's model where they differ."""
+    """What one parameter takes, with its optimizer; on average over a config's model where they differ."""
     kind, weight = find_optimizer(settings.optimizer), weight_dtype(settings).itemsize
-    average = 4 if settings.ema else 0
     if kind.model_state_bytes and config is not None:
         model = on_meta(config)
         states = kind.model_state_bytes(model, settings) / sum(parameter.numel() for parameter in model.parameters())
-        return job.ParameterBytes(weight, states, saved_states=states, average=average)
+        return job.ParameterBytes(weight, states, saved_states=states)
     saved_state_bytes = kind.saved_state_bytes or kind.state_bytes
-    return job.ParameterBytes(weight, kind.state_bytes(weight), saved_state_bytes(weight), average)
+    return job.ParameterBytes(weight, kind.state_bytes(weight), saved_state_bytes(weight))
 
 
 def build_optimizer(settings: flags.Settings, model: nn.Module) -> torch.optim.Optimizer:

@@ -22,19 +22,17 @@ def verify_sharding(
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
     keeps_states: bool = True,
-    averages: dict[str, torch.Tensor] | None = None,
 ) -> str:
     """One line about what is sharded and how, and which dtypes it has. Gradients, which are not there yet, are looked
-    at when the optimizer takes its first step. `averages` are those of --ema, by the names of the parameters.
+    at when the optimizer takes its first step.
 
     Raises:
-        RuntimeError: a parameter, an optimizer state or an average is not the DTensor that the stage asks for; a
-            parameter lacks the states that its optimizer keeps; or a parameter, an average or the sum of a gradient
-            over ranks is not held in the dtype that it should be.
+        RuntimeError: a parameter or an optimizer state is not the DTensor that the stage asks for; a
+            parameter lacks the states that its optimizer keeps; or a parameter or the sum of a gradient over
+            ranks is not held in the dtype that it should be.
     """
     placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
     parameters: dict[str, Any] = dict(model.named_parameters())
-    averages = {f"the average of {name}": average for name, average in (averages or {}).items()}
     states: dict[str, Any] = {}
     for name, parameter in parameters.items():
         kept = optimizer.state.get(parameter, {})
@@ -42,7 +40,7 @@ def verify_sharding(
         if keeps_states and parameter.requires_grad and not own:
             raise RuntimeError(f"{name} has no optimizer state")
         states |= own
-    for name, tensor in (parameters | states | averages).items():
+    for name, tensor in (parameters | states).items():
         if not isinstance(tensor, DTensor) or tuple(tensor.placements) != placements or tensor.device_mesh != mesh:
             raise RuntimeError(f"{name} is not sharded as {placements} over {mesh}: {type(tensor).__name__}")
 
@@ -52,9 +50,8 @@ def verify_sharding(
         quantized = getattr(local(state), "codes", None)  # torchao's 8-bit states are made of codes and scales
         what = name.rpartition(".")[2]
         found.append((what, name, state.dtype) if quantized is None else (f"{what} codes", name, quantized.dtype))
-    found += [("averages", name, average.dtype) for name, average in averages.items()]
     weights = weight_dtype(settings)
-    check_dtypes(found, {"weights": weights, "sums of gradients over ranks": weights, "averages": torch.float32})
+    check_dtypes(found, {"weights": weights, "sums of gradients over ranks": weights})
 
     def check_gradients(*_) -> None:
         handle.remove()
@@ -65,8 +62,6 @@ def verify_sharding(
     of_rank = sum(local(parameter).numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in parameters.values())
     counts = f"{len(parameters)} parameters and {len(states)} optimizer states are DTensors"
-    if averages:
-        counts += f", as are {len(averages)} averages"
     share = f"rank {dist.get_rank()} holds {100 * of_rank / total:.1f} % of the elements"
     in_dtype: dict[torch.dtype, dict[str, None]] = {}  # what is held in each, in order
     for what, _, dtype in found:

@@ -36,11 +36,6 @@ def record_step(settings: flags.Settings, recipe, config, world: int, depth: int
     microbatches = settings.gradient_accumulation_steps
     settings = dataclasses.replace(settings, gradient_accumulation_steps=min(microbatches, MAX_MICROBATCHES))
     with built(settings, recipe, at_depth(config, depth), world, rates) as (recorder, model, optimizer):
-        average = None
-        if settings.ema:
-            recorder.kind = "average"
-            average = models.WeightAverage(model, settings.ema)
-            recorder.kind = "activations"
         for index, layer in enumerate(models.decoder_layers(model)):
             watch(recorder, layer, index if index < depth / 2 else index - depth)
         models.decoder_layers(model)[-1].register_forward_hook(lambda *_: recorder.mark("head", "head"))
@@ -48,8 +43,6 @@ def record_step(settings: flags.Settings, recipe, config, world: int, depth: int
             models.compute_float8_scales(model)
         batches = token_batches(settings, recorder, microbatches)
         recipe.train_step(settings, model, optimizer, batches, recipe.make_tracker(0, world, 0))
-        if average:
-            average.update()
     if settings.compile and not recorder.compiled_regions:
         raise RuntimeError("the plan's step ran eagerly although the layers are compiled")
     return recorder
@@ -67,7 +60,7 @@ def record_update(settings: flags.Settings, recipe, config, world: int, rates: R
                 parameter.grad = torch.zeros_like(parameter)
         recorder.kind = "activations"
         norm = models.clip_grad_norm(optimizer, settings.max_grad_norm)
-        models.step_or_skip(optimizer, models.decide_skip(norm, None))
+        models.step_or_skip(optimizer, models.decide_skip(norm))
     return recorder
 
 

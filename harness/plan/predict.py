@@ -172,11 +172,8 @@ def largest(peaks: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def by_kind(peak: np.ndarray) -> dict[str, float]:
-    """GiB of a peak's kinds; the average is among them with --ema only."""
-    gib = dict(zip(KINDS, (peak / base.GIB).tolist(), strict=True))
-    if not gib["average"]:
-        del gib["average"]
-    return gib
+    """GiB of a peak's kinds."""
+    return dict(zip(KINDS, (peak / base.GIB).tolist(), strict=True))
 
 
 def list_collectives(counts: Counts) -> list[dict]:

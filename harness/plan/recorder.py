@@ -27,7 +27,7 @@ from harness.plan.operators import (
 from harness.plan.rates import DIVIDES_WORK, Rates
 
 # Of what a step holds in memory.
-KINDS = ("parameters", "gradients", "optimizer", "average", "activations", "communication")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 

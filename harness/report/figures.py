@@ -1,13 +1,12 @@
 """Figures: the table of all that a line of metrics.jsonl holds, those that all ranks measure together, and the gates
 that they must pass."""
 
-import statistics
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from harness import base, flags, job
+from harness import base, flags
 from harness import state as states
 
 # ---- The table -------------------------------------------------------------------------------------------------------
@@ -17,9 +16,7 @@ from harness import state as states
 TABLE = """
 loss|train/loss|nats per token|Loss|.4f|mean cross-entropy over every trained token of the global batch
 eval_loss|eval/loss|nats per token|Loss|.4f|mean loss over the held-out tokens, at evaluations
-eval_loss_ema|eval/loss_ema|nats per token|Loss|.4f|eval_loss of the averaged weights (`--ema`)
 eval_loss/SOURCE|eval/loss/SOURCE|nats per token|Held-out loss by source||eval_loss of one source
-eval_loss_ema/SOURCE|eval/loss_ema/SOURCE|nats per token|||eval_loss_ema of one source
 step||steps||,|optimizer steps so far, counted from the run's first start
 tokens_seen|data/tokens_seen|tokens||,|tokens that were trained on so far, on all ranks
 tokens_per_sec|perf/tokens_per_sec|tokens/s|Throughput|,.0f|tokens of the window over its seconds, on all ranks
@@ -29,14 +26,12 @@ mfu_percent|perf/mfu_percent|%|MFU|.1f|100 x actual_tflops_per_sec / theoretical
 actual_tflops_per_sec|perf/actual_tflops_per_sec|TFLOPS|||tokens_per_sec x FLOPs per token, on all ranks
 theoretical_tflops_total|perf/theoretical_tflops_total|TFLOPS|||dense bf16 peak of one GPU x number of ranks
 step_time_ms|perf/step_time_ms|ms|Step time|,.1f|mean time of a step in the window, on rank 0
-slowest_rank_ms|perf/slowest_rank_ms|ms|Step time||time of a step that the busiest rank was outside collectives
-slowest_rank|perf/slowest_rank|rank|||the rank of slowest_rank_ms
 peak_memory_reserved|memory/peak_reserved_gib|GiB|Memory|.1f|what torch's allocator held of the fullest GPU, at most
 peak_memory_alloc|memory/peak_alloc_gib|GiB|Memory||what tensors were given on the fullest GPU, at most
 peak_memory_active|memory/peak_active_gib|GiB|||what was in use or awaited by a stream on the fullest GPU, at most
 grad_norm|train/grad_norm||Gradient norm||norm of the gradients before clipping
 learning_rate|train/learning_rate||Learning rate||learning rate of the step
-skipped_steps|train/skipped_steps|steps|||steps so far that were skipped, for a norm that is not finite or a spike
+skipped_steps|train/skipped_steps|steps|||steps so far that were skipped, for a norm that is not finite
 data_wait_percent|data/wait_percent|%|Waiting for data|.1f|time that the host waited for batches, on the worst rank
 goodput_percent|perf/goodput_percent|%||.1f|100 x trained_seconds / elapsed_seconds, at most 100
 trained_seconds|perf/trained_seconds|s|||time of all steps at their usual speed, that of the median window
@@ -86,40 +81,22 @@ def named(metrics: dict) -> dict[str, float]:
 # ---- Of all ranks ----------------------------------------------------------------------------------------------------
 
 WORST = ("peak_memory_active", "peak_memory_alloc", "peak_memory_reserved", "data_wait_percent")  # the largest counts
-# Share of a step for which the others wait until a rank is named as slow. GPUs of one kind differ by 8 % on average,
-# outliers take up to 1.5 times the median (Sinha et al., Not All GPUs Are Created Equal, SC 2022); a CPU has others on
-# its cores.
-SLOW = {"cuda": 0.15, "cpu": 0.35}
 
 
-def of_all_ranks(
-    speed: dict[str, float], state: states.TrainState, device: torch.device, worked_ms: float | None = None
-) -> tuple[dict[str, float], str]:
-    """(the figures of a log line that all ranks measure, a sentence about a rank for which the others wait).
-
-    `speed` is what this rank's tracker measured; nothing in warmup, and then there is memory alone.
-    `worked_ms` is this rank's time of a step outside collectives; of a GPU these run beside its work, and may together
-    take longer than a step. Every rank calls this.
-    """
+def of_all_ranks(speed: dict[str, float], state: states.TrainState, device: torch.device) -> dict[str, float]:
+    """The figures of a log line that all ranks measure. `speed` is what this rank's tracker measured; nothing in
+    warmup, and then there is memory alone. Every rank calls this."""
     own = speed if "peak_memory_reserved" in speed else speed | base.memory_figures()
-    row = torch.tensor([*(own.get(name, 0.0) for name in WORST), worked_ms or 0.0], dtype=torch.float64, device=device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    *columns, worked = torch.stack(rows).T.tolist()
-    worst = {name: max(values) for name, values in zip(WORST, columns, strict=True) if name in own}
+    row = torch.tensor([own.get(name, 0.0) for name in WORST], dtype=torch.float64, device=device)
+    dist.all_reduce(row, dist.ReduceOp.MAX)
+    worst = {name: value for name, value in zip(WORST, row.tolist(), strict=True) if name in own}
     if "step_time_ms" not in speed:
-        return worst, ""
-    figures, slow = speed | worst, ""
-    if worked_ms is not None:
-        slowest = worked.index(max(worked))
-        figures |= {"slowest_rank_ms": max(0.0, worked[slowest]), "slowest_rank": slowest}
-        awaited_ms = worked[slowest] - statistics.median_low(worked)
-        if awaited_ms >= SLOW[device.type] * speed["step_time_ms"]:
-            slow = f"the others wait {awaited_ms:,.0f} ms for {job.rank_name(slowest)}"
+        return worst
+    figures = speed | worst
     trained, elapsed = state.productive_seconds(), state.elapsed
     figures |= {"trained_seconds": trained, "elapsed_seconds": elapsed}
     figures["goodput_percent"] = min(100.0, 100 * trained / elapsed)
-    return figures, slow
+    return figures
 
 
 # ---- Gates -----------------------------------------------------------------------------------------------------------

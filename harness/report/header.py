@@ -49,7 +49,6 @@ def describe_setup(
         "technique": describe_techniques(settings, model, device_type),
         "optimizer": f"{settings.optimizer} on {optimizer.describe(model)}" if optimizer.describe else "",
         "experts": models.describe_routing(model),
-        "average": state.average.describe() if state.average else "",
         "skipping": "" if models.skips_on_device(state.optimizer) else waits,
         "batch": f"{settings.describe_batch(world_size)}{padded}, {settings.num_steps:,} steps",
         **train_set.header,

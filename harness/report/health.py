@@ -66,16 +66,14 @@ def read_routing(result: StepResult) -> dict[str, float]:
 
 def count_skipped(state: states.TrainState, steps: list[StepNumbers], max_skipped: int) -> tuple[dict[int, str], str]:
     """({step: why it was skipped} of `steps`, the last ones of the run; what ends the run: more than `max_skipped` in a
-    row). Moves the counts and the norms of `state`."""
+    row). Moves the counts of `state`."""
     reasons: dict[int, str] = {}
     problem = ""
     for step, result in enumerate(steps, state.step - len(steps) + 1):
         if not result.skipped:
             state.skipped_in_a_row = 0
-            norms = [*state.recent_norms, result.grad_norm]  # a new list: a save beside the training may write the old
-            state.recent_norms = norms[-models.WINDOW :]
             continue
-        reasons[step] = reason_of(result.grad_norm, state.recent_norms)
+        reasons[step] = f"gradient norm is {result.grad_norm}"
         state.skipped_steps += 1
         state.skipped_in_a_row += 1
         if state.skipped_in_a_row > max_skipped and not problem:
@@ -83,14 +81,6 @@ def count_skipped(state: states.TrainState, steps: list[StepNumbers], max_skippe
             problem = f"the {reasons[step]} at step {first}; {in_a_row} in a row skipped"
             problem += f", more than --max-skipped {max_skipped}"
     return reasons, problem
-
-
-def reason_of(norm: float, norms: list[float]) -> str:
-    """Why a step with this gradient norm was skipped, after steps with `norms`."""
-    if not math.isfinite(norm):
-        return f"gradient norm is {norm}"
-    z_score = models.robust_z_score(torch.tensor(norm), torch.tensor(norms)).item()
-    return f"gradient norm is {norm:.4g}, z-score {z_score:.1f}"
 
 
 # ---- Not finite ------------------------------------------------------------------------------------------------------
@@ -101,7 +91,7 @@ def first_not_finite(metrics: dict, steps: list[StepNumbers]) -> str:
     of; a step that was skipped has none."""
     step = metrics["step"]
     figures = [(number, "loss", one.loss) for number, one in enumerate(steps, step - len(steps) + 1) if not one.skipped]
-    keys = ("grad_norm", "eval_loss", "eval_loss_ema")
+    keys = ("grad_norm", "eval_loss")
     figures += [(step, key.replace("_", " "), metrics[key]) for key in keys if key in metrics]
     for number, name, value in figures:
         if not math.isfinite(value):

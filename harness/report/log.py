@@ -16,7 +16,6 @@ import contextlib
 import gc
 import importlib
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,6 @@ from harness.report.profiling import dump_memory, profiling
 from harness.report.prometheus import Prometheus
 from harness.report.summary import describe_held_out, describe_skipped, say_stories, summarize
 from harness.report.trackers import Tracker
-from harness.report.waits import Waits
 
 
 def open_trackers(settings: flags.Settings, folder: pathlib.Path) -> list[Tracker]:
@@ -74,11 +72,9 @@ class Log(contextlib.AbstractContextManager):
         self.results: list[StepResult] = []  # of the steps since the last `metrics`
         self.skipped: dict[int, str] = {}  # why, by step, since the last line
         self.speed: dict[str, float] = {}  # of the window that this step closed
-        self.worked_ms: list[float] = []  # of a step outside collectives, in each window
-        self.slow = ""  # about a rank for which the others wait
         self.learning_rate = 0.0
         self.last: dict = {}  # the figures of the last line
-        self.waits, self.profile = Waits(self.state.model), contextlib.ExitStack()
+        self.profile = contextlib.ExitStack()
         self.file: MetricsFile | None = None  # on rank 0
         if dist.get_rank() == 0:
             self._open(run.changed)
@@ -130,8 +126,7 @@ class Log(contextlib.AbstractContextManager):
         self.learning_rate = float(self.state.scheduler.get_last_lr()[0])
         if due.profile_begins:
             self.profile.enter_context(profiling(self.folder, self.state))
-        with self.waits.step(due.log):
-            yield
+        yield
         if due.profile_ends:
             self.profile.close()
         self.bar.update()
@@ -142,8 +137,6 @@ class Log(contextlib.AbstractContextManager):
         if not due.profiled:
             tokens = self.state.tokens - tokens
             self.speed = self.state.tracker.step(tokens, self.flops_per_token, synchronize=due.log)
-        if "step_time_ms" in self.speed:
-            self.worked_ms.append(self.speed["step_time_ms"] - self.waits.milliseconds())
 
     def count(self, result: StepResult) -> None:
         """Takes what a step gave; its numbers stay on the device until `metrics` reads them."""
@@ -169,8 +162,7 @@ class Log(contextlib.AbstractContextManager):
         problem = first_not_finite(metrics, steps)
         if too_many and not problem:
             problem = broken_update(state) or too_many
-        worked_ms = self.worked_ms[-1] if "step_time_ms" in self.speed else None
-        figures, self.slow = of_all_ranks(self.speed, state, self.device, worked_ms)
+        figures = of_all_ranks(self.speed, state, self.device)
         return metrics | figures | self.data.figures(state.samples, state.tokens), problem
 
     def lacks_evaluation(self) -> bool:
@@ -228,7 +220,8 @@ class Log(contextlib.AbstractContextManager):
         if "step_time_ms" in metrics:
             parts.append(self.state.tracker.get_print_message(metrics))
             parts.append(f"eta {tqdm.format_interval((num_steps - step) * metrics['step_time_ms'] / 1000)}")
-        parts += [words for words in (describe_held_out(metrics), self.slow) if words]
+        if held_out := describe_held_out(metrics):
+            parts.append(held_out)
         name = f"step {step:>{len(str(num_steps))}}/{num_steps}"
         job.say(job.wrap_lines("  ".join([name, *parts]), indent=len(name) + 2))
 
@@ -250,9 +243,7 @@ class Log(contextlib.AbstractContextManager):
         metrics, speed = self.last, self.state.tracker.summary()
         took_steps = self.state.step >= self.first_step
         if took_steps:
-            worked_ms = statistics.fmean(self.worked_ms) if self.worked_ms else None
-            figures, _ = of_all_ranks(speed, self.state, self.device, worked_ms)
-            metrics = metrics | figures | (planned or {})
+            metrics = metrics | of_all_ranks(speed, self.state, self.device) | (planned or {})
             if self.settings.memory_snapshot:
                 dump_memory(self.folder)
         elif metrics and "final" not in metrics:  # it was killed behind its last checkpoint

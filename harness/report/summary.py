@@ -31,13 +31,11 @@ def with_perplexity(loss: float) -> str:
 
 
 def describe_held_out(metrics: dict) -> str:
-    """The held-out losses of a line: of all tokens, of the averaged weights, of each of several sources; empty where it
+    """The held-out losses of a line: of all tokens, of each of several sources; empty where it
     has none."""
     if "eval_loss" not in metrics:
         return ""
     words = f"held-out loss {with_perplexity(metrics['eval_loss'])}"
-    if "eval_loss_ema" in metrics:
-        words += f", of the average {with_perplexity(metrics['eval_loss_ema'])}"
     for name, loss in metrics.items():
         if name.startswith("eval_loss/"):
             words += f", {name.removeprefix('eval_loss/')} {loss:.4f}"
@@ -169,7 +167,7 @@ def next_commands(settings: flags.Settings, folder: pathlib.Path, prompt: str, s
     else:
         lines["export"] = without_training(export=f"{folder}-export")
     if newest:
-        given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export", "export_weights")
+        given = flags.flags_of_run(settings, *flags.LENGTHS, "output_dir", "export")
         length = "num_tokens" if settings.num_tokens else "num_steps"
         given[length] = 2 * getattr(settings, length)
         lines["go on"] = flags.to_paste(launcher, given, **source)

@@ -5,11 +5,12 @@ shards, everything else is one dataclass of counters in the manifest.
     Checkpoints               saves it: `save` publishes a checkpoint or nothing, `finish` waits for it
     remove_leftovers          removes what a kill left of a save
     find_checkpoint           the checkpoint to go on from and its manifest, checked; (None, None) for a fresh start
+    load_mean                 the mean of a run's newest checkpoints
     find_recorded_data        what a run recorded of its data, for --show-samples
     branch_of                 None for the run that saved a checkpoint, else the id and the origin of a new one
     describe_identity         what no flag says and a resumed run must have again
     check_resume              what changed and may change, in words; an error names what makes it another run
-    check_data, check_same_model, check_same_corpus, check_has_average     the same for what trains nothing
+    check_data, check_same_model, check_same_corpus     the same for what trains nothing
     keep_global_batch         the batch of a run that goes on with other ranks
     check_export, export      whether --export can be written, and writing it
 
@@ -23,9 +24,9 @@ __getattr__, __all__ = doors.open_door(
     {
         "train_state": "TrainState",
         "store": "Checkpoints",
-        "find": "find_checkpoint find_recorded_data load_to_read branch_of refuse_broken",
+        "find": "find_checkpoint find_recorded_data load_to_read load_mean branch_of refuse_broken",
         "identity": (
-            "describe_identity check_resume check_data check_same_model check_same_corpus check_has_average "
+            "describe_identity check_resume check_data check_same_model check_same_corpus "
             "keep_global_batch count_eval_windows"
         ),
         "exports": "check_export export",

@@ -84,7 +84,7 @@ def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
     Raises:
         UserError: the model is not finite, or the folder cannot be written; nothing of it is left.
     """
-    final, is_average = folder_of(settings), settings.export_weights == "ema"
+    final = folder_of(settings)
     temporary = final.with_name(f".{final.name}.writing")
 
     def on_disk(write: Callable[[], None]) -> None:
@@ -101,17 +101,14 @@ def export(settings: flags.Settings, state: TrainState, tokenizer) -> None:
         job.enter_phase("export")
         base.on_main_rank(write_or_clean_up)
 
-    with state.average.as_weights() if is_average else contextlib.nullcontext():
-        problem = state.what_is_broken()
-        if problem:
-            raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
-        on_disk(lambda: make_folder(temporary))
-        write_weights(temporary, state, on_disk, checksum_of_command(settings))
+    problem = state.what_is_broken()
+    if problem:
+        raise base.UserError(f"--export {settings.export}: the model {problem}; nothing is exported", exit_code=1)
+    on_disk(lambda: make_folder(temporary))
+    write_weights(temporary, state, on_disk, checksum_of_command(settings))
     on_disk(lambda: write_configs(temporary, settings, state.model, tokenizer))
     on_disk(lambda: replace_folder(final, temporary))
     parts = [str(final), f"step {state.step:,}"]
-    if is_average:
-        parts.append("the average of the weights")
     if tokenizer is None:
         parts.append("without a tokenizer")
     job.say(f"exported   {', '.join(parts)}")

@@ -2,11 +2,13 @@
 
 import pathlib
 
+import torch
 import torch.distributed as dist
 
 from harness import base, flags, job
+from harness.state.identity import check_same_model
 from harness.state.shards import sha256
-from harness.state.train_state import TrainState, new_run_id
+from harness.state.train_state import TrainState, local_part, new_run_id, persistent_tensors
 
 Found = tuple[pathlib.Path, dict] | tuple[None, None]  # a checkpoint and its manifest
 
@@ -48,6 +50,49 @@ def load_to_read(resume: str, state: TrainState, checkpoint: pathlib.Path, manif
         if base.on_main_rank(checkpoint.exists):
             raise
     return load_to_read(resume, state, *find_checkpoint(resume, pathlib.Path()))
+
+
+def load_mean(settings: flags.Settings, state: TrainState, config, newest: pathlib.Path) -> str:
+    """Loads the mean of the weights of a run's newest --average-checkpoints complete checkpoints, summed in fp32, the
+    same on any number of ranks; returns their steps in words. Every rank calls this.
+
+    Args:
+        config: of the model, which all of them must have.
+        newest: the checkpoint that --resume names, the last one that counts.
+
+    Raises:
+        UserError: there are fewer, one is damaged, or is another run's or of another model.
+    """
+    count, flag = settings.average_checkpoints, f"--average-checkpoints {settings.average_checkpoints}"
+    of_run = base.on_main_rank(lambda: base.complete_checkpoints(newest.parent.parent))
+    paths = of_run[: of_run.index(newest) + 1][-count:] if newest in of_run else []
+    if len(paths) < count:
+        has = f"{newest.parent.parent} has {base.counted(len(paths), 'complete checkpoint')}"
+        raise base.UserError(f"{flag}: {has} up to {newest.name}; give at most so many, or --keep-checkpoints more")
+    run_ids: set[str] = set()
+    total: dict[str, torch.Tensor] = {}
+    for path in paths:
+        manifest, problem = verify_checkpoint(path)
+        if problem:
+            raise base.UserError(f"{flag}: {path} is damaged ({problem}); remove it, or choose a smaller number", 1)
+        check_same_model(config, manifest)
+        run_ids.add(manifest["run_id"])
+        state.load_tensors(path)
+        for name, tensor in weights_of(state).items():
+            total[name] = total[name] + tensor.float() if name in total else tensor.float().clone()
+    if len(run_ids) > 1:
+        raise base.UserError(f"{flag}: the checkpoints in {newest.parent} are of {len(run_ids)} runs, not of one")
+    with torch.no_grad():
+        for name, tensor in weights_of(state).items():
+            tensor.copy_(total[name] / count)
+    steps = [base.step_in_name(path) for path in paths]
+    return f"the mean of {base.counted(count, 'checkpoint')}, steps {', '.join(f'{step:,}' for step in steps)}"
+
+
+def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
+    """This rank's parts of the model's parameters and persistent buffers, but for whole numbers."""
+    parts = {name: local_part(tensor) for name, tensor in persistent_tensors(state.model).items()}
+    return {name: part for name, part in parts.items() if part.is_floating_point()}
 
 
 def find_own(folder: pathlib.Path) -> Found:

@@ -117,19 +117,6 @@ def differences(known: dict[str, dict], now: corpora.DataRecord) -> Iterator[tup
                 yield name, key.replace("_", " ")
 
 
-def check_has_average(settings: flag_rules.Settings, manifest: dict | None) -> None:
-    """Raises a UserError where --ema asks for the average of weights that no step trains any more, and what they are
-    loaded from holds none, or another one."""
-    steps_are_left = settings.num_steps > (manifest["step"] if manifest else 0)
-    held = manifest["flags"]["ema"] if manifest else 0
-    if not settings.ema or steps_are_left or held == settings.ema:
-        return
-    where = "--num-steps 0 trains nothing"
-    if manifest:
-        where = f"{settings.resume} holds {f'that of --ema {held:g}' if held else 'none'}"
-    raise base.UserError(f"--ema {settings.ema:g}: there is no average of the weights, {where}")
-
-
 def refuse_changed(settings: flag_rules.Settings, manifest: dict, names: Iterable[str]) -> None:
     """Raises a UserError for the first of some flags that is not what it was; returns where all are."""
     now = as_json(dataclasses.asdict(settings))

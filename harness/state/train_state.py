@@ -23,7 +23,6 @@ from harness.state.shards import SafeReader, checkpoint_error
 # The clock may be set while a run goes on, so it is read once and time is then counted.
 PROCESS_STARTED = psutil.Process().create_time()
 CLOCK = time.time() - time.monotonic()
-AVERAGE = "average."  # begins the names of averages in the shards
 OF_ONE_LAYOUT = re.compile(r"\.\d+of\d+(\.cpu|\.cuda)?$")  # ends the names of what one sharding or world size has
 
 
@@ -51,7 +50,6 @@ class Counters:
     learning_rate: float | None = None  # of the next step
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # the last steps
-    recent_norms: list[float] = dataclasses.field(default_factory=list)  # of the last steps that were not skipped
     run_id: str = of_the_run(default_factory=new_run_id)  # of the trackers
     branched_from: dict | None = of_the_run(default=None)  # noqa: RUF009 - a field; as `branch_of` returns it
     started: float = of_the_run(default=PROCESS_STARTED)  # the run's first process, seconds since the epoch
@@ -80,21 +78,20 @@ class TrainState(Counters):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         *,
-        average: models.WeightAverage | None = None,
         tracker: Any = None,
         **counters,
     ):
         super().__init__(**counters)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self.average, self.tracker = average, tracker
+        self.tracker = tracker
         self.moved: dict[tuple[str, int], tuple] = {}  # positions that this rank's batches have moved
         self.moved_in_step: dict[tuple[str, int], tuple] = {}  # those of the batches of an unfinished step
 
     # ---- Counting ----------------------------------------------------------------------------------------------------
 
-    def advance(self, data, skipped: torch.Tensor | None = None) -> int:
-        """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule, the average
-        of the weights, which stays where `skipped` is 1. Returns the tokens of the step, over all ranks."""
+    def advance(self, data) -> int:
+        """Counts an optimizer step of `data`, a run's training data: its samples and tokens, the schedule. Returns the
+        tokens of the step, over all ranks."""
         self.step += 1
         self.moved |= self.moved_in_step
         self.moved_in_step.clear()
@@ -102,8 +99,6 @@ class TrainState(Counters):
         tokens = data.count_tokens(samples)
         self.samples += len(samples)
         self.tokens += tokens
-        if self.average:
-            self.average.update(skipped)
         self.scheduler.step()
         self.learning_rate = float(self.scheduler.get_last_lr()[0])
         return tokens
@@ -160,7 +155,6 @@ class TrainState(Counters):
         exact, for the same one.
         """
         tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in persistent_tensors(self.model).items()}
-        tensors |= self.averages()
         for name, state, local in self.optimizer_states():
             tensors[name] = unwrapped(state)
             if hasattr(local, "codes"):
@@ -175,12 +169,6 @@ class TrainState(Counters):
             tensors[f"{rng}.cuda"] = torch.cuda.get_rng_state()
         return tensors
 
-    def averages(self) -> dict[str, torch.Tensor]:
-        """The averages of the weights, by the names that they have in the shards; none without --ema."""
-        if self.average is None:
-            return {}
-        return {f"{AVERAGE}{name}": unwrapped(average) for name, average in self.average.tensors.items()}
-
     def optimizer_states(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, state, this rank's part of it); none without an optimizer."""
         if self.optimizer is None:
@@ -191,7 +179,7 @@ class TrainState(Counters):
 
     def load(self, path: pathlib.Path, manifest: dict, branch: dict | None = None) -> None:
         """Restores a checkpoint that was saved on any number of ranks, in any stage. Of another run's, where `branch`
-        has the `run_id` and the `branched_from` of this one, clock and averages begin anew.
+        has the `run_id` and the `branched_from` of this one, the clock begins anew.
 
         Raises:
             UserError: the shards cannot be read.
@@ -217,21 +205,16 @@ class TrainState(Counters):
         return f"learning rate {before:.3g} -> {now:.3g}"
 
     def load_tensors(self, path: pathlib.Path) -> None:
-        """Loads the shards into the tensors of this state; where they hold no average, that begins as a copy of the
-        loaded weights."""
+        """Loads the shards into the tensors of this state."""
         index = base.on_main_rank(lambda: read_index(path))  # a rank where DCP's own look failed would load alone
         tensors = self.tensors()
-        has_average = any(name.startswith(AVERAGE) for name in index.state_dict_metadata)
         for name in list(tensors):
-            is_missing = OF_ONE_LAYOUT.search(name) and name not in index.state_dict_metadata
-            if is_missing or (name.startswith(AVERAGE) and not has_average):
+            if OF_ONE_LAYOUT.search(name) and name not in index.state_dict_metadata:
                 del tensors[name]
         try:
             dcp.load(tensors, storage_reader=SafeReader(path, index))
         except (Exception, dcp.CheckpointException) as error:
             raise cannot_be_loaded(path, error) from error
-        if self.average and not has_average:
-            self.average.restart()
         for name, _, local in self.optimizer_states():
             codes_loaded = any(other.startswith(f"{name}.codes.") for other in tensors)
             if hasattr(local, "codes") and not codes_loaded:
@@ -245,9 +228,8 @@ class TrainState(Counters):
     # ---- Health ------------------------------------------------------------------------------------------------------
 
     def finite(self) -> bool:
-        """Whether every parameter, its average and every optimizer state is finite, on all ranks."""
+        """Whether every parameter and every optimizer state is finite, on all ranks."""
         tensors = [local_part(unwrapped(parameter)) for parameter in self.model.parameters()]
-        tensors += [local_part(average) for average in self.averages().values()]
         for _, _, local in self.optimizer_states():
             tensors.append(local.scale if hasattr(local, "scale") else local)  # an 8-bit state has codes and scales
         largest = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], math.inf)

@@ -37,9 +37,7 @@ def only_error(process) -> str:
     return line.removeprefix("train_fsdp.py: error: ")
 
 
-@pytest.mark.parametrize(
-    "flags", ["--max-skipped 100 --checkpoint-interval 2", "--no-final-checkpoint --num-steps 1 --ema 0.5"]
-)
+@pytest.mark.parametrize("flags", ["--max-skipped 100 --checkpoint-interval 2", "--no-final-checkpoint --num-steps 1"])
 def test_a_run_that_diverged_is_an_error_and_leaves_nothing(arguments, tmp_path, flags):
     message = only_error(python(*arguments, *DIVERGES, *words(flags), "--export", tmp_path / "export"))
     assert "at step 1; nothing was saved; a lower --lr" in message
@@ -75,9 +73,9 @@ def test_all_ranks_agree_that_a_run_diverged(arguments, tmp_path):
     assert steps_saved(tmp_path)[-1] == "step-00000002"
 
 
-def test_checks_before_saves_change_no_loss_with_dropout_and_an_average(device, arguments, tmp_path):
+def test_checks_before_saves_change_no_loss_with_dropout(device, arguments, tmp_path):
     dropout = write_model(tmp_path / "dropout", "llama", **multirank.SIZES, attention_dropout=0.3)
-    flags = [*arguments, "--model", dropout, *words("--num-steps 6 --log-interval 1 --ema 0.5 --eval-interval 3")]
+    flags = [*arguments, "--model", dropout, *words("--num-steps 6 --log-interval 1 --eval-interval 3")]
     train([*flags, "--run-name", "saves", "--checkpoint-interval", 1], device)
     train(flags, device)
     assert losses_of(tmp_path / "out" / "saves") == losses_of(tmp_path / "out" / "r")

@@ -79,7 +79,6 @@ FLAGS = {  # a command line: how its error begins; where it is empty, with the f
     "--optimizer adamw-bf16 --betas 0.9 0.99": "--betas: with adamw-bf16 at most 0.98",
     "--warmup-steps 5 --lr-scheduler constant": "--warmup-steps: the constant scheduler has no warmup",
     "--warmup-steps 20 --num-steps 10": "--warmup-steps 20: the run ends after 10 steps; give at most so many",
-    "--export e --export-weights ema": "--export-weights ema: there is no average of the weights",
     "--min-mfu 40 --num-steps 10": "--min-mfu: no step is left to measure; give --num-steps at least 11",
     "--num-steps 0": "--num-steps: 0 trains nothing; it goes with",
     "--num-steps 0 --sample-prompt Once": "--num-steps: 0 trains nothing, and random weights have nothing to show",

@@ -93,7 +93,7 @@ def test_shallow_models_extrapolate_to_what_the_whole_model_gives(tmp_path):
     ten = SIZES | {"num_hidden_layers": 10, "tie_word_embeddings": True}
     orders = {"in turn": [1, 0] * 5, "halves": [1] * 5 + [0] * 5}
     models = {name: write_model(tmp_path / name, "smollm3", **ten, no_rope_layers=o) for name, o in orders.items()}
-    flags = "--gradient-accumulation-steps 5 --optimizer normuon --dp-replicate-size 2"
+    flags = "--gradient-accumulation-steps 5 --optimizer muon --dp-replicate-size 2"
     argvs = {name: planranks.arguments(model, flags) for name, model in models.items()}
     forked(1, planranks.plan_all, 8, argvs, tmp_path / "planned")
     few, whole = json.loads((tmp_path / "planned").read_text()).values()

@@ -66,7 +66,7 @@ def test_the_same_command_after_the_end_changes_nothing_and_another_one_goes_on(
 # Figures
 
 SPEC = """step loss router_loss expert_load_max eval_loss grad_norm learning_rate tokens_seen tokens_per_sec
-tokens_per_sec_per_gpu steps_per_sec step_time_ms slowest_rank_ms data_wait_percent mfu_percent actual_tflops_per_sec
+tokens_per_sec_per_gpu steps_per_sec step_time_ms data_wait_percent mfu_percent actual_tflops_per_sec
 theoretical_tflops_total peak_memory_active peak_memory_alloc peak_memory_reserved goodput_percent"""
 
 

@@ -12,7 +12,6 @@ import train_fsdp
 from harness import data
 from harness import model as models
 from harness.base import saved
-from harness.model.skipping import WINDOW
 
 
 @pytest.fixture
@@ -94,21 +93,6 @@ def test_a_streak_goes_on_over_a_restart(device, arguments, mistake, tmp_path, m
     message = mistake(*flags, "--resume", "auto", exit_code=1)
     assert message.startswith("the gradient norm is nan at step 4; 5 steps in a row skipped, more than --max-skipped 4")
     assert "the last good checkpoint is step-00000006" in message
-
-
-@pytest.mark.slow
-def test_a_spike_is_skipped_and_a_resumed_run_skips_it_too(device, arguments, tmp_path, monkeypatch):
-    flags = [*arguments, "--num-steps", 150, "--log-interval", 30, "--checkpoint-interval", 130, "--skip-spikes", 40]
-    plant(monkeypatch, {140: 1e-4, 20: 1e-4})
-    train(flags, device)
-    lines = logged(tmp_path / "out" / "r")
-    (entry,) = lines[-2]["skipped"]
-    assert entry["step"] == 140 and re.fullmatch(r"gradient norm is [\d.e+]+, z-score [\d.]+", entry["reason"])
-    stopped = tmp_path / "out" / "stopped"
-    train([*flags, "--run-name", "stopped"], device, Stop(steps=130))
-    assert len(saved.read_manifest(saved.newest_checkpoint(stopped))["recent_norms"]) == WINDOW
-    train([*flags, "--run-name", "stopped", "--resume", "auto"], device)
-    assert logged(stopped) == lines
 
 
 # ---- Its end ---------------------------------------------------------------------------------------------------------

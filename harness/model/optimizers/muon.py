@@ -19,17 +19,14 @@ from harness.model.optimizers.adamw import AdamW
 from harness.model.whole_matrices import Batch, Ranks, interleave
 
 # `harness.flags.rules` reads this, before torch is loaded
-OWN_FLAGS = ("adamw_lr", "momentum_dtype", "muon_iteration", "muon_scale")
+OWN_FLAGS = ("adamw_lr",)
 MOMENTUM = 0.95
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of --momentum-dtype
 
 
 class Muon(AdamW):
     """A group with `matrices` is updated by Muon, any other by AdamW."""
 
     def __init__(self, groups: list[dict], settings: flags.Settings):
-        self.iteration, self.scale_by = settings.muon_iteration, settings.muon_scale
-        self.momentum_dtype = DTYPES[settings.momentum_dtype]
         self.ranks: Any = None
         self.batches: list[Batch] = []  # of the last step
         super().__init__(groups, lr=settings.lr, betas=settings.betas)
@@ -39,7 +36,7 @@ class Muon(AdamW):
             super().add_states(group)
             return
         for parameter in group["params"]:
-            self.state[parameter] = {"momentum": torch.zeros_like(parameter, dtype=self.momentum_dtype)}
+            self.state[parameter] = {"momentum": torch.zeros_like(parameter, dtype=torch.float32)}
 
     def update_group(self, group: dict) -> None:
         if "matrices" not in group:
@@ -73,12 +70,11 @@ class Muon(AdamW):
             torch._foreach_div_(gradients, self.grad_scale)  # private: torch documents few operators on many tensors
         for parameter, gradient in zip(parameters, gradients, strict=True):
             momentum = local(self.state[parameter]["momentum"])
-            exact, average = gradient.float(), momentum.float()  # these tensors themselves where they are in fp32
+            exact = gradient.float()  # itself where it is in fp32
             if self.skip is not None:
-                torch.where(self.skip > 0, average, exact, out=exact)
-            average.lerp_(exact, 1 - MOMENTUM)
-            momentum.copy_(average)
-            gradient.copy_(exact.lerp_(average, MOMENTUM))
+                torch.where(self.skip > 0, momentum, exact, out=exact)
+            momentum.lerp_(exact, 1 - MOMENTUM)
+            gradient.copy_(exact.lerp_(momentum, MOMENTUM))
         torch._foreach_mul_([local(parameter) for parameter in parameters], shrinks_to)  # private: as above
 
     def update_batch(self, group: dict, batch: Batch) -> Iterator[None]:
@@ -121,7 +117,7 @@ class Muon(AdamW):
     def orthogonalize(self, weight: MatrixWeight, whole: torch.Tensor) -> None:
         """Makes each matrix of weights (count, rows, columns) orthogonal, in place."""
         for matrices in weight.split(whole) if len(whole) else ():
-            matrices.copy_(newton_schulz.orthogonalize(matrices, self.iteration))
+            matrices.copy_(newton_schulz.orthogonalize(matrices))
 
     def receive(self, group: dict, places: list[tuple], updates: list[torch.Tensor], first_row: int = 0) -> None:
         """Adds updates to weights of one kind: of each this rank's rows, those from `first_row` on. `places` are a
@@ -131,16 +127,15 @@ class Muon(AdamW):
         sources = [weight.split(update.to(targets[0][0].device), first_row) for update in updates]
         for number, size in enumerate(weight.sizes):
             of_weights, of_updates = ([parts[number] for parts in tensors] for tensors in (targets, sources))
-            rate = -group["lr"] * self.scale(size)
+            rate = -group["lr"] * scale_of_update(size)
             torch._foreach_add_(of_weights, of_updates, alpha=rate)  # private: as above
 
-    def scale(self, size: tuple[int, int]) -> float:
-        """What the learning rate is multiplied by, for a matrix of (outputs, inputs) (torch.optim.Muon's adjust_lr_fn;
-        arXiv 2502.16982)."""
-        if self.scale_by == "match_rms_adamw":
-            return 0.2 * max(size) ** 0.5
-        outputs, inputs = size
-        return max(1, outputs / inputs) ** 0.5
+
+def scale_of_update(size: tuple[int, int]) -> float:
+    """What the learning rate is multiplied by, for a matrix of (outputs, inputs): with 0.2 sqrt(max) an update's root
+    mean square is about that of AdamW, whose rate and weight decay carry over (arXiv 2502.16982; `match_rms_adamw` of
+    torch.optim.Muon)."""
+    return 0.2 * max(size) ** 0.5
 
 
 def groups(model: nn.Module, settings: flags.Settings) -> list[dict]:
@@ -159,7 +154,7 @@ def model_state_bytes(model: nn.Module, settings: flags.Settings) -> int:
     """Bytes of all states: the momentum of the parameters that are matrices, two moments of the others."""
     found, total = matrix_weights(model), 0
     for name, parameter in model.named_parameters():
-        of_each = DTYPES[settings.momentum_dtype].itemsize if name in found else 2 * weight_dtype(settings).itemsize
+        of_each = 4 if name in found else 2 * weight_dtype(settings).itemsize
         total += of_each * parameter.numel()
     return total
 
