@@ -110,6 +110,7 @@ def build_model(settings: flags.Settings, config, mesh: DeviceMesh, read_weights
     # in between.
     shard(model, reshard_after_forward=False)
     models.finish_sharding(model, mesh, accumulates=settings.gradient_accumulation_steps > 1)
+    base.give_back_freed_memory()  # whole layers
     torch.manual_seed(settings.seed + dist.get_rank())  # every rank its own dropout
     return model
 
@@ -288,9 +289,13 @@ class Run:
     changed: str = ""  # which flags are not those of the checkpoint, in words
 
     def stories(self) -> list[dict[str, str]]:
-        """A continuation of each prompt."""
+        """A continuation of each prompt, in a run on conversations an answer to it."""
         job.enter_phase("sampling")
-        return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in self.prompts]
+        record = data.read_record(self.manifest) if self.manifest else None
+        if self.data is not None:
+            record = self.data.record
+        texts = [data.story_beginning(self.settings, record, self.tokenizer, prompt) for prompt in self.prompts]
+        return [models.sample(self.settings, t, self.state.model, self.tokenizer, self.device) for t in texts]
 
 
 def prepare(settings: flags.Settings, device: torch.device) -> Run:

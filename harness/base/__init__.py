@@ -8,8 +8,8 @@ __getattr__, __all__ = doors.open_door(
     {
         "errors": "UserError NoSplitError",
         "ranks": "on_main_rank from_main_process of_all_ranks with_all_ranks",
-        "text": "counted first_line is_url one_line one_or_more shortened",
-        "devices": "CLOCK_STOPPED GIB memory_figures wait_for_device",
+        "text": "counted first_line is_url one_line one_or_more read_template shortened",
+        "devices": "CLOCK_STOPPED GIB give_back_freed_memory memory_figures wait_for_device",
         "gpus": "Gpu RATES CONTEXT_GIB NCCL_GIB find_gpu choose_kind unlisted read_rates",
         "versions": "ROOT OLDEST_TORCHAO ShowVersion commit installed package_versions version_parts "
         "refuse_old_python refuse_missing_packages",

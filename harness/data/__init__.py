@@ -13,7 +13,7 @@ __getattr__, __all__ = doors.open_door(
     __name__,
     {
         "corpora": "find needs_tokenizer mask_conversations open_windows Reading",
-        "sources": "load evaluates_own_data show_samples",
+        "sources": "load evaluates_own_data show_samples story_beginning",
         "batches": "mix training_batches held_out_batches",
         "mixture": "DataRecord WindowOrder read_record renamed describe_changes",
         "encode": "vocabulary_of",

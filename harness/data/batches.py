@@ -344,6 +344,7 @@ def describe_step(data: TrainingData, tokenizer, step: int) -> str:
     reader = SampleReader(data, {})
     lines = [f"step {step:,}: {len(samples):,} samples, from sample {samples.start:,} on"]
     for sample in samples:
+        lines.append("")
         name, lane, _ = data.mixture.locate(sample)
         if name not in data.sources:
             raise base.UserError(

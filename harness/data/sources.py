@@ -16,9 +16,12 @@ from harness import base, job
 from harness import flags as flag_rules
 from harness.data import stream, token_files
 from harness.data.batches import TrainingData, describe_step
-from harness.data.chat import describe_example
+from harness.data.chat import describe_examples, render_prompt
 from harness.data.corpora import Corpus, Reading, are_mapped, find_corpus, parse_split
+from harness.data.encode import own_tokens_around
+from harness.data.files import DataFile
 from harness.data.mixture import DataRecord, read_record, record_of_run, renamed
+from harness.data.records import CHAT_FIELD, Conversation, read_records
 from harness.data.stream import Stream
 from harness.data.windows import EVERY, BestFitDataset, PackedDataset, SyntheticDataset, tokens_of
 
@@ -107,8 +110,8 @@ def load(
         data.held_out = {name: source.held_out for name, source in opened.items()}
     if settings.num_steps:
         check_size(settings, data, corpora, per_step)
-    data.header = describe(settings, data, opened, corpora, per_step)
-    data.beginning = base.on_main_rank(lambda: first_words(data.held_out or data.sources, tokenizer))
+    data.header = describe(settings, data, opened, corpora, per_step, tokenizer)
+    data.beginning = base.on_main_rank(lambda: first_words(corpora, data.held_out or data.sources, tokenizer))
     return data
 
 
@@ -186,9 +189,12 @@ def open_cached(
             name = f"all of it, {base.counted(len(tokens.ends), 'document')}"
     train = reading.windows(tokens, place)
     trains = settings.num_steps > 0 and not settings.show_samples
-    for word, line in describe_packing(train, reading.tokenizer, with_example=trains).items():
+    for word, line in describe_packing(corpus, train, reading.tokenizer, with_example=trains).items():
         job.say(f"{word:10}", of_source + line)
-    return OpenedSource(train, held_out, name, {"held_out": rule, "dataset": tokens.fingerprint()})
+    recorded: dict[str, Any] = {"held_out": rule, "dataset": tokens.fingerprint()}
+    if corpus.is_chat:
+        recorded["chat"] = True
+    return OpenedSource(train, held_out, name, recorded)
 
 
 def open_stream(
@@ -201,9 +207,10 @@ def open_stream(
 ) -> OpenedSource:
     """A source that is read while training."""
     dataset = corpus.source.dataset
-    if corpus.is_chat:
+    if corpus.has_mask:
+        holds = "conversations" if corpus.is_chat else "token ids with labels"
         raise base.UserError(
-            f"--dataset {dataset}: holds conversations, whose masks are in the token cache; leave out --streaming"
+            f"--dataset {dataset}: holds {holds}, whose masks are in the token cache; leave out --streaming"
         )
     split, rule = choose_held_out(settings, corpus, rules, HELD_OUT_BY_CONTENT, whole)
 
@@ -312,20 +319,35 @@ def check_size(settings: flag_rules.Settings, data: TrainingData, corpora: list[
 # What is said of them
 
 
-def describe_packing(train: PackedDataset, tokenizer, with_example: bool) -> dict[str, str]:
-    """The lines about documents that are packed whole, and about conversations."""
+def describe_packing(corpus: Corpus, train: PackedDataset, tokenizer, with_example: bool) -> dict[str, str]:
+    """The lines about documents that are packed whole, and about what is trained on of conversations and rows."""
     lines = {}
     if isinstance(train, BestFitDataset):
         lines["packing"] = train.describe()
-    if train.is_chat:
+    if train.has_mask:
         share = train.total_trained() / len(train.tokens)
-        conversations = base.counted(len(train.tokens.ends), "conversation")
-        lines["chat"] = f"{conversations}, trained on {100 * share:.1f} % of their tokens"
-    if train.is_chat and with_example:
-        window: Any = train[0]  # a `Window`, as all of conversations are
-        example = describe_example(window, tokenizer, train.real_tokens(0))
-        lines["example"] = f"([[ ]] is around what is trained on)\n{example}"
+        word, document = ("chat", "conversation") if corpus.is_chat else ("labels", "row")
+        documents = base.counted(len(train.tokens.ends), document)
+        lines[word] = f"{documents}, trained on {100 * share:.1f} % of their tokens"
+    if train.has_mask and with_example:
+        lines["examples"] = f"([[ ]] is around what is trained on)\n{describe_examples(train, tokenizer)}"
     return lines
+
+
+def describe_left_out(windows) -> str:
+    """How many windows have no token to train on, in words behind others; "" for none."""
+    return f", left out {base.counted(windows.left_out, 'window')} without a trained token" if windows.left_out else ""
+
+
+def describe_ends(tokenizer) -> str:
+    """For the header: what stands between texts, and what a tokenizer's own rule would put there beside it."""
+    before, after = own_tokens_around(tokenizer)
+    own = [*before, *(token for token in after if token != tokenizer.eos_token_id)]
+    line = f"{tokenizer.eos_token} after each text"
+    if own:
+        names = " ".join(tokenizer.convert_ids_to_tokens(own))
+        line += f"; not {names}, which this tokenizer's own rule adds: docs/DATA.md (Text) says how to have it"
+    return line
 
 
 def describe(
@@ -334,6 +356,7 @@ def describe(
     opened: dict[str, OpenedSource],
     corpora: list[Corpus],
     per_step: int,
+    tokenizer,
 ) -> dict[str, str]:
     """The lines of the header about the text: what is trained on, in which shares, what is held out and left out."""
     if settings.dataset == "synthetic":
@@ -345,13 +368,15 @@ def describe(
         train, size = opened[corpus.name].train, "streamed"
         if corpus.name in epochs:
             read = f"{len(train) / per_step:,.1f} steps an epoch" if alone else f"{epochs[corpus.name]:.1f} epochs"
-            size = f"{train.total_tokens():,} tokens, {read}"
+            size = f"{train.total_tokens():,} tokens, {read}{describe_left_out(train)}"
         place = ", ".join(filter(None, [corpus.source.dataset, settings.dataset_config, corpus.split]))
         of_source = [f"{place}: {size}", corpus.listing.describe(), describe_tokenizer(train)]
         for texts, text in zip(found.values(), [*of_source, describe_held_out(opened[corpus.name])], strict=True):
             if text:
                 texts.append(text if alone else f"{corpus.name}: {text}")
     lines = {word: "; ".join(texts) for word, texts in found.items() if texts}
+    if any(corpus.kind == "text" for corpus in corpora):
+        lines["documents"] = describe_ends(tokenizer)
     if not alone:
         first, *later = data.record.history
         shares = [first.describe()]
@@ -378,9 +403,9 @@ def describe_held_out(source: OpenedSource) -> str:
     if source.held_out is None:
         return ""
     line = f"{source.held_out_name}: {source.held_out.total_tokens():,} tokens"
-    if source.held_out.is_chat:
+    if source.held_out.has_mask:
         line += f", {source.held_out.total_trained():,} of them in the loss"
-    return line
+    return line + describe_left_out(source.held_out)
 
 
 def describe_tokenizer(train) -> str:
@@ -391,14 +416,37 @@ def describe_tokenizer(train) -> str:
     return f"{f'{named}, as the files say' if named else 'not known'} (tokens are read in place)"
 
 
-def first_words(sources: dict[str, Any], tokenizer) -> str:
-    """The first words of the first source, as the beginning of a generated story; empty where it has no text."""
+def story_beginning(settings: flag_rules.Settings, record: DataRecord | None, tokenizer, prompt: str) -> str:
+    """The text that a story goes on from: the prompt, where the data of `record` are conversations or a chat template
+    is given, as a user's message rendered by the template."""
+    is_chat = record is not None and any(rules.get("chat") for rules in record.sources.values())
+    if not is_chat and settings.chat_template is None:
+        return prompt
+    return render_prompt(tokenizer, base.read_template(settings.chat_template), prompt)
+
+
+def first_words(corpora: list[Corpus], sources: dict[str, Any], tokenizer) -> str:
+    """The first words of the first source, as the beginning of a generated story, of conversations those of a user;
+    empty where it has no text."""
+    if corpora and corpora[0].is_chat:
+        files = corpora[0].listing.of_split(parse_split(corpora[0].split)[0])
+        return first_question(files[0])
     dataset = next(iter(sources.values()))
     if tokenizer is None or isinstance(dataset, Stream | SyntheticDataset):
         return ""
     text = tokenizer.decode(tokens_of(dataset[0])[:12], skip_special_tokens=True)
     words = text.replace("\ufffd", "").lstrip(" \n.,;:!?)").split()
     return " ".join(words[:-1] or words)  # the last one may be cut
+
+
+def first_question(file: DataFile) -> str:
+    """The first words of a user in a file of conversations; empty where there are none."""
+    for _, record in read_records(file, CHAT_FIELD):
+        messages = record.messages if isinstance(record, Conversation) else []
+        for message in messages:
+            if message["role"] == "user" and isinstance(message.get("content"), str):
+                return " ".join(message["content"].split()[:12])
+    return ""
 
 
 def show_samples(settings: flag_rules.Settings, data: TrainingData, tokenizer, recorded: dict | None) -> None:

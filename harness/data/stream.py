@@ -49,7 +49,7 @@ class Part(NamedTuple):
 class Stream:
     """The documents of files in lanes."""
 
-    is_chat = False
+    has_mask = False
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Stream:
 class HeldOutWindows:
     """Windows of a stream that are evaluated, of which a rank holds its own, see `batches.held_out_batches`."""
 
-    is_chat = False
+    has_mask, left_out = False, 0
 
     def __init__(self, seq_len: int):
         self.seq_len, self.count = seq_len, 0

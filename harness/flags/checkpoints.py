@@ -37,8 +37,8 @@ def no_checkpoint(resume: str) -> str:
 
 def flags_of_checkpoint(settings: Settings) -> dict[str, Any]:
     """The flags that a run of no step takes from the checkpoint of its --resume where none is given: those of the
-    model, and for an evaluation or --show-samples those of the data, unless another --dataset is given. None where the
-    checkpoint cannot be read, which is reported when it is loaded."""
+    model, for an evaluation or --show-samples those of the data, unless another --dataset is given, and for samples
+    the chat template. None where the checkpoint cannot be read, which is reported when it is loaded."""
     try:
         flags = base.read_manifest(checkpoint_folder(settings.resume))["flags"]
     except (OSError, ValueError, KeyError):

@@ -11,7 +11,8 @@ __getattr__, __all__ = doors.open_door(
     {
         "configs": "choose_sequence_length find_source load_config read_generation_config",
         "tokenizer": "load_files",
-        "weights": "PretrainedWeights as_in_checkpoint decoder_layers layer_period materialize on_meta",
+        "weights": "as_in_checkpoint decoder_layers layer_period materialize on_meta",
+        "pretrained": "PretrainedWeights",
         "attention": "any_attention_kernel choose_attention describe_attention",
         "loss": "IGNORE_INDEX adapt_forward choose_loss full_loss",
         "precision": "choose_precision",

@@ -67,8 +67,10 @@ class Answer(contextlib.ExitStack):
             if not math.isfinite(loss):
                 raise base.UserError(f"--eval-interval: {name.replace('_', ' ')} became {loss} by {weights}", 1)
         size = f"{tokens:,} tokens"
-        if settings.chat_loss == "assistant" and any(windows.is_chat for windows in run.data.held_out.values()):
-            size += ", of conversations the assistant's alone"
+        if any(windows.has_mask for windows in run.data.held_out.values()):
+            size += ", those that count in the loss"
+        if left_out := sum(windows.left_out for windows in run.data.held_out.values()):
+            size += f"; left out {base.counted(left_out, 'window')} without one"
         lines = {"evaluated": f"{weights} on {data}: {describe_held_out(losses)}, {size}"}
         if "held out" in run.data.header:
             lines["held out"] = run.data.header["held out"]

@@ -26,8 +26,8 @@ __getattr__, __all__ = doors.open_door(
         "store": "Checkpoints",
         "find": "find_checkpoint find_recorded_data load_to_read load_mean is_of_run refuse_broken",
         "identity": (
-            "describe_identity check_resume check_data check_same_model check_same_corpus keep_global_batch "
-            "count_eval_windows"
+            "describe_identity check_resume check_data check_same_model check_same_corpus "
+            "keep_global_batch count_eval_windows"
         ),
         "exports": "check_export export",
     },
