@@ -144,7 +144,7 @@ class Settings:
     eval_interval: int = flag(0, "steps between evaluations on the held-out split; 0 never [0]", least=0, group="evaluation", also="eval-every", from_checkpoint="data")
     eval_steps: int = flag(0, "batches that each rank takes at an evaluation, not steps between two (--eval-interval); 0 takes the whole split, of a stream without one 256 windows; a run that goes on, and an evaluation of it, take the same windows on any ranks [0]", least=0, only_with="eval_interval", from_checkpoint="data")
     show_samples: int | None = flag(None, "no training: prints the documents that this optimizer step of a run trains on, or trained on [none]", metavar="STEP")
-    average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest so many checkpoints, summed in fp32", metavar="K")
+    average_checkpoints: int | None = flag(None, "with --num-steps 0 --resume RUN: evaluates, samples or exports the mean of the run's newest so many checkpoints, summed in fp32 [the one that --resume names]", metavar="K")
     sample_prompt: tuple[str, ...] | None = flag(None, "text that the model continues at evaluations and at the end, of conversations a user's message; each further one is continued too", type=text, action=Collect)
     sample_tokens: int = flag(128, "length of the continuation [128]", only_with="sample_prompt demo")
 

@@ -1,6 +1,7 @@
 """Runs of several sources by the program itself: their samples on any number of ranks, their resumes, their figures."""
 
 import contextlib
+import itertools
 import json
 import shutil
 
@@ -52,7 +53,7 @@ def run(device, flags, corpora, tmp_path, monkeypatch):
         steps: dict[int, list[list[int]]] = {}
         with recording(steps):
             train([*flags, "--output-dir", output, *more], device, Stop(stop_after))
-        return steps
+        return dict(itertools.islice(steps.items(), stop_after if stop_after > 0 else None))  # not one that was cut off
 
     return start_run
 
