@@ -20,10 +20,16 @@ if __name__ == "__main__":
     base.never_fail()  # a closed stdout ends no run
 base.refuse_old_python()  # an older one cannot read the next import
 
+from harness import flags
+
+if __name__ == "__main__":
+    SETTINGS = flags.parse_args()  # a mistake in them is answered at once, with no package installed too
+    base.refuse_missing_packages()
+
 from harness import job
 
 if __name__ == "__main__":
-    SETTINGS = job.begin()  # the flags; before the heavy imports, which take seconds, warn, and can be interrupted too
+    job.begin(SETTINGS)  # before the heavy imports, which take seconds, warn, and can be interrupted too
 
 import dataclasses
 import functools
@@ -40,7 +46,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import utils
-from harness import data, flags, plan, report, state
+from harness import data, plan, report, state
 from harness import model as models
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -183,8 +189,10 @@ def train_step(settings, model, optimizer, batches, tracker) -> report.StepResul
     where the microbatches are the same. It is added, times its coefficient, to what is differentiated, not to the loss.
     """
     reduces_every_microbatch = settings.zero_stage != 1 and not settings.defer_grad_sync
-    total, routing = 0.0, getattr(model, "routing", None)
-    router_total, expert_load = (0.0, 0.0) if routing else (None, None)
+    routing = getattr(model, "routing", None)
+    total: torch.Tensor | None = None
+    router_total: torch.Tensor | None = None
+    expert_load: torch.Tensor | None = None
     for microbatch in range(settings.gradient_accumulation_steps):
         last = microbatch == settings.gradient_accumulation_steps - 1
         model.set_requires_gradient_sync(last or reduces_every_microbatch)
@@ -200,12 +208,13 @@ def train_step(settings, model, optimizer, batches, tracker) -> report.StepResul
         # where masks leave out tokens, "loss_divisor" weighs this microbatch by those that it trains on
         divisor = batch.pop("loss_divisor", settings.gradient_accumulation_steps)
         loss = model(**batch, use_cache=False).loss / divisor
-        total = total + loss.detach()
+        total = loss.detach() if total is None else total + loss.detach()
         if routing:
             router_loss, assignments = routing.read()
             router_loss = router_loss / settings.gradient_accumulation_steps
             loss = loss + routing.coefficient * router_loss
-            router_total, expert_load = router_total + router_loss.detach(), expert_load + assignments
+            router_total = router_loss.detach() if router_total is None else router_total + router_loss.detach()
+            expert_load = assignments if expert_load is None else expert_load + assignments
         job.enter_phase("backward")
         loss.backward()
     job.enter_phase("optimizer")

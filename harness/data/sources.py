@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 
 from harness import base, job
 from harness import flags as flag_rules
@@ -50,6 +49,8 @@ def load(
     `manifest` is that of the checkpoint that the run goes on from: its sources are read by its rules, and the mixture
     goes on from its history.
     """
+    from accelerate import PartialState  # not with this file: it loads much that nothing here needs
+
     vocab_size = config.get_text_config().vocab_size
     per_step = settings.tokens_per_step(dist.get_world_size()) // settings.sequence_length
     before = recorded_data(settings, manifest)

@@ -40,6 +40,7 @@ FIELD_SUFFIXES = [suffix for suffix in SUFFIXES if suffix not in PLAIN_SUFFIXES]
 COMPRESSIONS = tuple(constants_of(base.ROOT / "harness" / "data" / "records.py")["COMPRESSIONS"])
 PROFILED_STEPS = 3
 LENGTHS = ("num_steps", "num_tokens")  # of which a run has one
+Attention = Literal["auto", "sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -123,7 +124,7 @@ class Settings:
     fp8_emulate: bool = flag(False, "float8 numbers without float8 hardware, and without its speed", from_checkpoint="model")
     activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "selective keeps matmul and attention outputs and recomputes the rest; full keeps layer inputs only [none]", also="gradient-checkpointing")
     activation_memory_budget: float | None = flag(None, "the compiler keeps about this share of each layer's activations and recomputes what is cheapest of the rest [all are kept]", least=0, below=1)
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "flash_attention_2", "flex_attention", "eager"] = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
+    attention: Attention = flag("auto", "attention kernel; flash and cudnn are torch's own of that name and no other [auto]")
     compile: bool | None = flag(None, "torch.compile each decoder layer [on with CUDA]")
     fused_loss: bool | None = flag(None, "LM head and cross entropy in chunks, never all logits at once [on]")
 

@@ -2,19 +2,24 @@
 differ, a GPU that others use. Every rank looks at its own machine. Each finding is a line with what to do: an error
 where the run cannot succeed, else a warning."""
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import os
 import pathlib
 import shutil
 import socket
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from harness import base, flags
 from harness.job import host, terminal
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFETCHED_BATCHES = 2  # that a data worker reads ahead
@@ -110,6 +115,8 @@ def check_machine(
 
 def describe(device: torch.device) -> Findings:
     """This rank, the versions of what it runs, and whether others use its GPU."""
+    import torch
+
     node = socket.gethostname()
     name = f"rank {os.environ.get('RANK', 0)} ({node}, pid {os.getpid()})"
     found = Findings(name, node, base.package_versions() | {"program": checksum()})
@@ -143,6 +150,8 @@ def compare_versions(everyone: list[Findings]) -> list[str]:
 def holders_of_gpu() -> dict[int, int]:
     """{pid: bytes} of the other processes that hold memory on this process's GPU, by NVIDIA's driver; none where it
     does not say: without the package nvidia-ml-py, on ROCm, WSL or a part of a GPU (MIG), in a container."""
+    import torch
+
     try:
         import pynvml
 

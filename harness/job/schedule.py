@@ -3,14 +3,14 @@
 import dataclasses
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from harness import flags
 
 
 def count_steps(settings: flags.Settings, manifest: dict | None) -> flags.Settings:
     """The settings with the steps that give --num-tokens, and with the warmup where none was given: 5 % of the steps.
     A run that goes on from the checkpoint of `manifest` counts its tokens and keeps its warmup."""
+    import torch.distributed as dist
+
     steps, warmup = settings.num_steps, settings.warmup_steps
     if settings.num_tokens:
         steps, done = 0, 0

@@ -37,7 +37,7 @@ def misses_cudnn(settings: flags.Settings, config, kernel: str, head_dim: int) -
     return left_to_torch and prefers_cudnn and kernel == "flash_attention" and head_dim <= 128 and head_dim % 8 == 0
 
 
-def choose_attention(settings: flags.Settings, config) -> str:
+def choose_attention(settings: flags.Settings, config) -> flags.Attention:
     """The kernel for `--attention`, `auto` decided, torch's switches set for it; a UserError where it does not run."""
     attention, cuda = settings.attention, torch.cuda.is_available()
     without_cudnn = cudnn_may_give_nan(settings, config)

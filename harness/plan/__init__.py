@@ -2,16 +2,20 @@
 cost, and what fits or is faster. `print_plan` is --plan, `measure_device` --measure, `resolve` decides what the flags
 left open, `choose_batch_size` and `planning_in_background` plan a run that trains."""
 
-from harness.base import doors
+from harness.plan.measure import measure_device
+from harness.plan.own_plan import planning_in_background, predicted_figures
+from harness.plan.planning import make_plan, print_plan
+from harness.plan.predict import Recipe
+from harness.plan.resolving import resolve
+from harness.plan.search import memory_advice
 
-__getattr__, __all__ = doors.open_door(
-    __name__,
-    {
-        "predict": "Recipe",
-        "resolving": "resolve",
-        "planning": "print_plan make_plan",
-        "search": "memory_advice",
-        "measure": "measure_device",
-        "own_plan": "planning_in_background predicted_figures",
-    },
-)
+__all__ = [
+    "Recipe",
+    "make_plan",
+    "measure_device",
+    "memory_advice",
+    "planning_in_background",
+    "predicted_figures",
+    "print_plan",
+    "resolve",
+]

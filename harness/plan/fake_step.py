@@ -71,7 +71,7 @@ def built(
     dimension 0 as torch.chunk does. Inside, all that runs is recorded."""
     # Other attention kernels do not run here; they save and allocate the same. A document mask is left out: a GPU's
     # flex attention skips what is masked, and the plan takes nothing as masked.
-    attention = "eager" if settings.attention == "eager" else "sdpa"
+    attention: flags.Attention = "eager" if settings.attention == "eager" else "sdpa"
     settings = dataclasses.replace(settings, init="random", attention=attention, document_mask=False)
     recorder = StepRecorder(settings.gpus_per_node, rates)
     kind = models.find_optimizer(settings.optimizer)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from typing import Any
 
 from harness import base, flags
 from harness import model as models
@@ -50,7 +51,7 @@ def make_plan(settings: flags.Settings, recipe: Recipe) -> tuple[flags.Settings,
     search = Search(settings, config, worlds, plan, rates.memory_gib, ends)
     search.run()
     settings = dataclasses.replace(settings, **search.asked)
-    result = {"model": settings.model, "gpu": rates.device, "flops": counted}
+    result: dict[str, Any] = {"model": settings.model, "gpu": rates.device, "flops": counted}
     result |= plan(settings, worlds[0]) | search.result()
     result["search"] |= {"seconds": time.monotonic() - began, "plan_seconds": settings.plan_seconds}
     if settings.num_steps and settings.given.keys() & {"num_steps", "num_tokens"}:
