@@ -17,20 +17,12 @@ from harness import base, flags
 from harness.data import cache, files, token_files
 from harness.data.batches import TrainingData, mix
 from harness.data.chat import ChatFormat, no_assistant_mask, read_template
+from harness.data.contents import open_token_file, read_records
 from harness.data.encode import TextFormat, take
 from harness.data.files import DataFile, Listing
 from harness.data.mixture import WindowOrder
 from harness.data.readers import is_token_file, reader_of
-from harness.data.records import (
-    CHAT_FIELD,
-    DEFAULT_FIELD,
-    BadRecord,
-    Conversation,
-    Field,
-    names_of,
-    read_documents,
-    read_records,
-)
+from harness.data.records import CHAT_FIELD, DEFAULT_FIELD, BadRecord, Conversation, Field, names_of, read_documents
 from harness.data.windows import BestFitDataset, PackedDataset, Tokens
 
 TOKENIZE_BATCH = 2000  # documents per call of the tokenizer, which spreads them over all cores
@@ -181,7 +173,7 @@ class Reading:
         name, bounds = parse_split(split)
         of_split = corpus.listing.of_split(name)
         if corpus.is_mapped and are_mapped(of_split):
-            opened = [token_files.open_token_file(file, self.vocab_size) for file in of_split]
+            opened = [open_token_file(file, self.vocab_size) for file in of_split]
             tokens = Tokens(opened, self.vocab_size, self.end_of_text)
             tokens.line = token_files.describe(opened)
         else:
