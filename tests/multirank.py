@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import train_fsdp
 import utils
-from harness import data, plan
+from harness import data, job, plan
 from harness import model as models
 from harness.base import from_main_process, of_all_ranks
 from harness.flags import parse_args
@@ -193,7 +193,7 @@ def stalled(how: str, *argv: str) -> None:
             if (phase, heartbeats.HERE.step) == (where, 8):
                 hang()
 
-        heartbeats.enter_phase = hang_there
+        job.enter_phase = hang_there
     if how == "signalled":  # rank 1 dies as SIGTERM reaches rank 0, which cannot notice that
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
         entered = heartbeats.enter_phase
@@ -206,7 +206,7 @@ def stalled(how: str, *argv: str) -> None:
                 os.kill(heartbeats.RANKS[0][1], signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        heartbeats.enter_phase = end_there
+        job.enter_phase = end_there
     if os.environ["RANK"] == "1":
         if how == "never":
             os.kill(os.getpid(), signal.SIGSTOP)
